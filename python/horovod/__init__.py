@@ -1,7 +1,8 @@
 """Horovod's API over OpenSMD: scripts written for Horovod run unchanged.
 
-``docs/contributing/horovod-conformance.md`` says of every public name whether it is. Importing a
-module that is missing raises an ``ImportError`` that says so, which scripts that make Horovod optional handle. Importing this package imports no framework.
+``docs/contributing/horovod-conformance.md`` lists all public names of Horovod and says which are supported. The import
+of a module that is missing raises an ``ImportError`` that says so. Scripts that make Horovod optional handle this
+error. Importing this package imports no framework.
 """
 
 from __future__ import annotations

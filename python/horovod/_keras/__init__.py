@@ -1,7 +1,8 @@
-"""What the Keras modules share: ``horovod.keras`` for the ``keras`` package, ``horovod.tensorflow.keras`` for what ``tf.keras`` is.
+"""The parts that the Keras modules on TensorFlow share.
 
-A distributed optimizer is a view of the given one (``smdistributed/dataparallel/tensorflow/optimizer.py``). Gradients are reduced
-once a step: what one of its methods has reduced, another one takes as it is.
+``horovod.keras`` serves the ``keras`` package, ``horovod.tensorflow.keras`` the package that ``tf.keras`` is. A
+distributed optimizer is a view of the given one (``smdistributed/dataparallel/tensorflow/optimizer.py``). Gradients are
+reduced once a step: what one of its methods has reduced, another one takes as it is.
 """
 
 from __future__ import annotations
@@ -275,11 +276,28 @@ def create_distributed_optimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """What the modules' ``DistributedOptimizer`` returns.
+    """Make an optimizer reduce gradients over the ranks before it applies them.
 
     Args:
-        keras: Not needed: the optimizer's class says which Keras it is of.
-        optimizer: The optimizer; for it and the others see ``horovod.tensorflow.keras.DistributedOptimizer``.
+        keras: Ignored.
+        optimizer: An optimizer of Keras 3 or tf_keras.
+        name: Name of the optimizer; by default ``Distributed`` and the class's name.
+        device_dense: Device on which dense gradients are reduced; by default TensorFlow chooses.
+        device_sparse: Device on which ``tf.IndexedSlices`` are gathered; by default TensorFlow chooses.
+        compression: Type in which gradients travel, a member of ``Compression``.
+        sparse_as_dense: Whether ``tf.IndexedSlices`` become dense before they are reduced.
+        gradient_predivide_factor: With ``Average``: gradients are divided by it before the sum, and by the rest after
+            it.
+        op: The reduction, ``Average`` by default.
+        backward_passes_per_step: Number of gradients that each rank sums before they are reduced and applied.
+        average_aggregated_gradients: Whether these sums are divided by their number of gradients.
+        num_groups: Deprecated: use ``groups``.
+        groups: Number of groups of gradients that are reduced together, or lists of variables that are.
+        process_set: The ranks that take part.
+        scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
+
+    Returns:
+        The distributed optimizer.
     """
     if op not in (Average, Sum):
         raise ValueError("op currently only supports Average and Sum")
@@ -307,13 +325,16 @@ def create_distributed_optimizer(
 
 
 def create_partial_distributed_optimizer(keras: Any, optimizer: Any, local_layers: Any = None, **options: Any) -> Any:
-    """As :func:`create_distributed_optimizer`; gradients of some layers stay each rank's own.
+    """Make an optimizer reduce gradients, except those of some layers.
 
     Args:
         keras: As there.
         optimizer: The optimizer.
         local_layers: A Keras layer or a list of them.
         options: The other arguments.
+
+    Returns:
+        The distributed optimizer.
     """
     layers = layers_of(local_layers)
     result = create_distributed_optimizer(keras, optimizer, **options)
@@ -339,7 +360,21 @@ def allreduce(
     op: int | None,
     compression: Any,
 ) -> Any:
-    """Reduces a value; see ``horovod.tensorflow.keras.allreduce``."""
+    """Reduce a value over the ranks.
+
+    Args:
+        backend: Ignored.
+        value: A number, an array or a tensor; same shape and type on all ranks.
+        name: Matches the ranks' calls: the same on all ranks.
+        average: Deprecated: ``True`` means ``op=Average``, ``False`` ``op=Sum``.
+        prescale_factor: Multiplied with each rank's values before the reduction.
+        postscale_factor: Multiplied with the result.
+        op: The reduction, ``Average`` by default.
+        compression: Type in which the value travels, a member of ``Compression``.
+
+    Returns:
+        A tensor; in a graph of TensorFlow 1, an array.
+    """
     return _value(
         collectives.allreduce(
             tf.convert_to_tensor(value),
@@ -354,22 +389,62 @@ def allreduce(
 
 
 def allgather(backend: Any, value: Any, name: str | None) -> Any:
-    """The rows of all ranks."""
+    """Concatenate the rows of all ranks.
+
+    Args:
+        backend: Ignored.
+        value: An array or a tensor.
+        name: Matches the ranks' calls: the same on all ranks.
+
+    Returns:
+        A tensor; in a graph of TensorFlow 1, an array.
+    """
     return _value(mpi_ops.allgather(tf.convert_to_tensor(value), name))
 
 
 def broadcast(backend: Any, value: Any, root_rank: int, name: str | None) -> Any:
-    """The value of `root_rank`."""
+    """Return the root's value on every rank.
+
+    Args:
+        backend: Ignored.
+        value: A number, an array or a tensor; same shape and type on all ranks.
+        root_rank: Rank in the world whose values are sent.
+        name: Matches the ranks' calls: the same on all ranks.
+
+    Returns:
+        A tensor; in a graph of TensorFlow 1, an array.
+    """
     return _value(mpi_ops.broadcast(tf.convert_to_tensor(value), root_rank, name))
 
 
 def reducescatter(backend: Any, value: Any, name: str | None, op: int) -> Any:
-    """This rank's rows of the reduced value."""
+    """Reduce a value over the ranks, and give each rank a part of the rows.
+
+    Args:
+        backend: Ignored.
+        value: A number, an array or a tensor; same shape and type on all ranks.
+        name: Matches the ranks' calls: the same on all ranks.
+        op: ``Average`` or ``Sum``.
+
+    Returns:
+        A tensor; in a graph of TensorFlow 1, an array.
+    """
     return _value(collectives.reducescatter(tf.convert_to_tensor(value), op=op, name=name))
 
 
 def broadcast_global_variables(backend: Any, root_rank: int) -> Any:
-    """Assigns the values of `root_rank` to all global variables of a graph of TensorFlow 1."""
+    """Give all global variables of a graph of TensorFlow 1 the root's values.
+
+    Args:
+        backend: Ignored.
+        root_rank: Rank in the world whose values are sent.
+
+    Returns:
+        The result of the session's run.
+
+    Raises:
+        RuntimeError: In eager mode.
+    """
     operation = functions.broadcast_global_variables(root_rank)
     session = tf.compat.v1.get_default_session() or tf.compat.v1.keras.backend.get_session()
     return session.run(operation)
@@ -383,7 +458,7 @@ def load_model(
     custom_optimizers: Sequence[type] | None,
     custom_objects: dict[str, Any] | None,
 ) -> Any:
-    """Loads a model and makes its optimizer distributed; see ``horovod.tensorflow.keras.load_model``.
+    """Load a model, and make its optimizer distributed.
 
     Args:
         keras: The package that loads it.
@@ -392,6 +467,9 @@ def load_model(
         filepath: What was saved.
         custom_optimizers: The script's own.
         custom_objects: What the script's names mean; they come first.
+
+    Returns:
+        The model.
     """
     objects = meanings(optimizer_modules, custom_optimizers, custom_objects)
     model = keras.models.load_model(filepath, custom_objects=objects)

@@ -1,4 +1,4 @@
-"""The functions of both Keras modules."""
+"""The functions of both Keras modules on TensorFlow."""
 
 from __future__ import annotations
 
@@ -87,14 +87,30 @@ def PartialDistributedOptimizer(  # noqa: N802 - the documented name
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """As :func:`DistributedOptimizer`; gradients of some layers stay each rank's own.
+    """Make an optimizer reduce gradients as :func:`DistributedOptimizer`, except those of some layers.
 
     Args:
-        local_layers: A Keras layer or a list of them.
-        optimizer: The optimizer; for it and the others see :func:`DistributedOptimizer`.
+        optimizer: The optimizer.
+        name: Name of the optimizer; by default ``Distributed`` and the class's name.
+        device_dense: Device on which dense gradients are reduced; by default TensorFlow chooses.
+        device_sparse: Device on which ``tf.IndexedSlices`` are gathered; by default TensorFlow chooses.
+        compression: Type in which gradients travel, a member of ``Compression``.
+        sparse_as_dense: Whether ``tf.IndexedSlices`` become dense before they are reduced.
+        gradient_predivide_factor: With ``Average``: gradients are divided by it before the sum, and by the rest after
+            it.
+        op: ``Average`` or ``Sum``.
+        backward_passes_per_step: Number of gradients that each rank sums before they are reduced and applied.
+        average_aggregated_gradients: Whether these sums are divided by their number of gradients.
+        groups: Number of groups of gradients that are reduced together, or lists of variables that are.
+        process_set: The ranks that take part.
+        local_layers: A Keras layer or a list of layers whose gradients are not reduced.
+        scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
+
+    Returns:
+        The distributed optimizer.
 
     Raises:
-        ValueError: The arguments are not acceptable.
+        ValueError: An argument is not acceptable.
     """
     return _impl.create_partial_distributed_optimizer(
         None,
@@ -116,7 +132,13 @@ def PartialDistributedOptimizer(  # noqa: N802 - the documented name
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """Gives all global variables of a graph of TensorFlow 1 the values of `root_rank`.
+    """Give all global variables of a graph of TensorFlow 1 the root's values.
+
+    Args:
+        root_rank: Rank in the world whose values are sent.
+
+    Returns:
+        The result of the session's run.
 
     Raises:
         RuntimeError: In eager mode.
@@ -133,16 +155,16 @@ def allreduce(
     op: int | None = None,
     compression: Any = Compression.none,
 ) -> Any:
-    """Reduces a value over the ranks.
+    """Reduce a value over the ranks.
 
     Args:
         value: A number, an array or a tensor; same shape and type on all ranks.
-        name: Matches ranks' calls.
+        name: Matches the ranks' calls: the same on all ranks.
         average: Deprecated: ``True`` means ``op=Average``, ``False`` ``op=Sum``.
-        prescale_factor: Multiplied with each rank's values first.
+        prescale_factor: Multiplied with each rank's values before the reduction.
         postscale_factor: Multiplied with the result.
         op: The reduction, ``Average`` by default.
-        compression: How it travels.
+        compression: Type in which the value travels, a member of ``Compression``.
 
     Returns:
         A tensor; in a graph of TensorFlow 1, an array.
@@ -151,39 +173,55 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """The rows of all ranks, one rank's after the other's.
+    """Concatenate the rows of all ranks.
 
     Args:
         value: An array or a tensor.
-        name: Matches ranks' calls.
+        name: Matches the ranks' calls: the same on all ranks.
+
+    Returns:
+        A tensor; in a graph of TensorFlow 1, an array.
     """
     return _impl.allgather(None, value, name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """The value of `root_rank`.
+    """Return the root's value on every rank.
 
     Args:
         value: A number, an array or a tensor; same shape and type on all ranks.
-        root_rank: Whose.
-        name: Matches ranks' calls.
+        root_rank: Rank in the world whose values are sent.
+        name: Matches the ranks' calls: the same on all ranks.
+
+    Returns:
+        A tensor; in a graph of TensorFlow 1, an array.
     """
     return _impl.broadcast(None, value, root_rank, name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
-    """Reduces over the ranks, and leaves each with its share of the rows.
+    """Reduce a value over the ranks, and give each rank a part of the rows.
 
     Args:
-        value: An array or a tensor; same shape and type on all ranks.
-        name: Matches ranks' calls.
+        value: A number, an array or a tensor; same shape and type on all ranks.
+        name: Matches the ranks' calls: the same on all ranks.
         op: ``Average`` or ``Sum``.
+
+    Returns:
+        A tensor; in a graph of TensorFlow 1, an array.
     """
     return _impl.reducescatter(None, value, name, op)
 
 
 def loader(keras: Any) -> Callable[..., Any]:
-    """``load_model`` for a Keras package."""
+    """Return ``load_model`` for a Keras package.
+
+    Args:
+        keras: The package.
+
+    Returns:
+        The function.
+    """
 
     @functools.wraps(_load_model)
     def load_model(
@@ -208,13 +246,15 @@ def _load_model(
     compression: Any,
     legacy_opts: bool,
 ) -> Any:
-    """Loads a model that was saved with its optimizer, distributed or not, and makes the optimizer distributed.
+    """Load a model that was saved with its optimizer, distributed or not, and make the optimizer distributed.
 
     Args:
-        filepath: What was saved; readable on every rank.
+        keras: The package that loads it.
+        filepath: The saved model; readable on every rank.
         custom_optimizers: Classes of the script's own optimizers.
-        custom_objects: Classes and functions of the script, by name; a function of options stands for the class of what it makes.
-        compression: How gradients travel.
+        custom_objects: Classes and functions of the script, by name; a function of options stands for the class of what
+            it makes.
+        compression: Type in which gradients travel, a member of ``Compression``.
         legacy_opts: Whether names of optimizers mean tf_keras's legacy ones.
 
     Returns:

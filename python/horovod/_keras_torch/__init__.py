@@ -1,7 +1,7 @@
-"""Horovod's API for Keras 3 on PyTorch: what ``horovod.keras`` is where ``KERAS_BACKEND=torch``.
+"""Horovod's API for Keras 3 on PyTorch: ``horovod.keras`` where ``KERAS_BACKEND=torch``.
 
-A distributed optimizer is a view of the given one (``smdistributed/_common/views.py``). Gradients are reduced where all ways of training
-pass, in ``apply``: Keras computes them all before it calls that.
+A distributed optimizer is a view of the given one (``smdistributed/_common/views.py``). Gradients are reduced in
+``apply``, which all ways of training call: Keras computes all gradients before it.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class _Methods(keras3.Reducing):
         return results
 
     def _smd_compare_replicas(self, variables: Sequence[Any]) -> None:
-        """Tells the other ranks what this one is about to train, in the first step: the first rank warns if they differ."""
+        """Tell the other ranks the values of the variables, in the first step; the first rank warns if they differ."""
         options, session = self._smd_options, _core.session_id()
         if options.told == session:
             return
@@ -217,7 +217,14 @@ class _Methods(keras3.Reducing):
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Whether the optimizer, or the one inside of it, reduces gradients over the ranks."""
+    """Return whether an optimizer, or the one inside it, reduces gradients over the ranks.
+
+    Args:
+        optimizer: Any optimizer.
+
+    Returns:
+        Whether it does.
+    """
     inner = getattr(optimizer, "inner_optimizer", None)
     return isinstance(optimizer, _Methods) or (inner is not None and is_distributed(inner))
 
@@ -261,7 +268,7 @@ def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts t
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """An optimizer that reduces gradients over the ranks before it applies them.
+    """Make an optimizer reduce gradients over the ranks before it applies them.
 
     Args:
         optimizer: Of Keras 3.
@@ -338,14 +345,30 @@ def PartialDistributedOptimizer(  # noqa: N802 - the documented name
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """As :func:`DistributedOptimizer`; gradients of some layers stay each rank's own.
+    """Make an optimizer reduce gradients as :func:`DistributedOptimizer`, except those of some layers.
 
     Args:
-        local_layers: A Keras layer or a list of them, built.
-        optimizer: The optimizer; for it and the others see :func:`DistributedOptimizer`.
+        optimizer: The optimizer.
+        name: Name of the optimizer; by default ``Distributed`` and the class's name.
+        device_dense: Ignored.
+        device_sparse: Ignored.
+        compression: Type in which gradients travel, a member of ``Compression``.
+        sparse_as_dense: Ignored.
+        gradient_predivide_factor: With ``Average``: gradients are divided by it before the sum, and by the rest after
+            it.
+        op: ``Average`` or ``Sum``.
+        backward_passes_per_step: Number of gradients that each rank sums before they are reduced and applied.
+        average_aggregated_gradients: Whether these sums are divided by their number of gradients.
+        groups: Number of groups of gradients that are reduced together, or lists of variables that are.
+        process_set: The ranks that take part.
+        local_layers: A Keras layer or a list of layers, built, whose gradients are not reduced.
+        scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
+
+    Returns:
+        The distributed optimizer.
 
     Raises:
-        ValueError: The arguments are not acceptable.
+        ValueError: An argument is not acceptable.
     """
     layers = _layers_of(local_layers)
     result = DistributedOptimizer(
@@ -366,7 +389,10 @@ def PartialDistributedOptimizer(  # noqa: N802 - the documented name
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Not possible: there are no global variables outside of graphs of TensorFlow 1.
+    """Raise an error: there are no global variables outside of graphs of TensorFlow 1.
+
+    Args:
+        root_rank: Ignored.
 
     Raises:
         RuntimeError: Always.
@@ -386,49 +412,61 @@ def allreduce(
     op: int | None = None,
     compression: Any = Compression.none,
 ) -> torch.Tensor:
-    """Reduces a value over the ranks.
+    """Reduce a value over the ranks.
 
     Args:
         value: A number, an array or a tensor; same shape and type on all ranks.
-        name: Matches ranks' calls.
+        name: Matches the ranks' calls: the same on all ranks.
         average: Deprecated: ``True`` means ``op=Average``, ``False`` ``op=Sum``.
-        prescale_factor: Multiplied with each rank's values first.
+        prescale_factor: Multiplied with each rank's values before the reduction.
         postscale_factor: Multiplied with the result.
         op: The reduction, ``Average`` by default.
-        compression: How it travels.
+        compression: Type in which the value travels, a member of ``Compression``.
+
+    Returns:
+        A tensor.
     """
     factors = prescale_factor, postscale_factor
     return mpi_ops.allreduce(_tensor(value), average, name, compression, op, *factors)
 
 
 def allgather(value: Any, name: str | None = None) -> torch.Tensor:
-    """The rows of all ranks, one rank's after the other's.
+    """Concatenate the rows of all ranks.
 
     Args:
         value: An array or a tensor.
-        name: Matches ranks' calls.
+        name: Matches the ranks' calls: the same on all ranks.
+
+    Returns:
+        A tensor.
     """
     return mpi_ops.allgather(_tensor(value), name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> torch.Tensor:
-    """The value of `root_rank`.
+    """Return the root's value on every rank.
 
     Args:
         value: A number, an array or a tensor; same shape and type on all ranks.
-        root_rank: Whose.
-        name: Matches ranks' calls.
+        root_rank: Rank in the world whose values are sent.
+        name: Matches the ranks' calls: the same on all ranks.
+
+    Returns:
+        A tensor.
     """
     return mpi_ops.broadcast(_tensor(value), root_rank, name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = Average) -> torch.Tensor:
-    """Reduces over the ranks, and leaves each with its share of the rows.
+    """Reduce a value over the ranks, and give each rank a part of the rows.
 
     Args:
-        value: An array or a tensor; same shape and type on all ranks.
-        name: Matches ranks' calls.
+        value: A number, an array or a tensor; same shape and type on all ranks.
+        name: Matches the ranks' calls: the same on all ranks.
         op: ``Average`` or ``Sum``.
+
+    Returns:
+        A tensor.
     """
     return mpi_ops.reducescatter(_tensor(value), name=name, op=op)
 
@@ -444,12 +482,13 @@ def load_model(
     compression: Any = Compression.none,
     legacy_opts: bool = False,
 ) -> Any:
-    """Loads a model that was saved with its optimizer, distributed or not, and makes the optimizer distributed.
+    """Load a model that was saved with its optimizer, distributed or not, and make the optimizer distributed.
 
     Args:
         filepath: What was saved; readable on every rank.
         custom_optimizers: Classes of the script's own optimizers.
-        custom_objects: Classes and functions of the script, by name; a function of options stands for the class of what it makes.
+        custom_objects: Classes and functions of the script, by name; a function of options stands for the class of what
+            it makes.
         compression: How gradients travel.
         legacy_opts: Not needed: there are none on PyTorch.
 

@@ -21,38 +21,87 @@ class Engine:
 
     @staticmethod
     def variables_of(owner: Any) -> list[keras.Variable]:
-        """Of a model or an optimizer, those that exist."""
+        """Return the variables of a model or an optimizer that exist.
+
+        Args:
+            owner: The model, the optimizer or ``None``.
+
+        Returns:
+            The variables.
+        """
         return list(getattr(owner, "variables", []))
 
     @staticmethod
     def is_variable(one: Any) -> bool:
-        """Whether it is one."""
+        """Return whether an object is a variable.
+
+        Args:
+            one: The object.
+
+        Returns:
+            Whether it is.
+        """
         return isinstance(one, keras.Variable)
 
     @staticmethod
     def key(variable: keras.Variable) -> int:
-        """What stands for it in sets."""
+        """Return a key of a variable, for sets.
+
+        Args:
+            variable: The variable.
+
+        Returns:
+            The key.
+        """
         return id(variable)
 
     @staticmethod
     def describe(variable: keras.Variable) -> Any:
-        """What ranks compare."""
+        """Return the description of a variable that ranks compare.
+
+        Args:
+            variable: The variable.
+
+        Returns:
+            Shape and type.
+        """
         return tuple(variable.shape), str(variable.dtype)
 
     @staticmethod
     def number(value: Any) -> float:
-        """Of a variable, or a number."""
+        """Return the value of a variable or a number.
+
+        Args:
+            value: A variable or a number.
+
+        Returns:
+            The value.
+        """
         return float(value)
 
     @staticmethod
     def gather(one: Any, name: str) -> list[Any]:
-        """The objects of all ranks."""
+        """Return the objects of all ranks.
+
+        Args:
+            one: This rank's object.
+            name: Matches the ranks' calls: the same on all ranks.
+
+        Returns:
+            The objects in the order of ranks.
+        """
         return allgather_object(one, name=name)
 
     @staticmethod
     @torch.no_grad()
     def broadcast(variables: Sequence[keras.Variable], root_rank: int, device: str = "") -> None:
-        """Gives all ranks the root's values, in place."""
+        """Give all ranks the root's values, in place.
+
+        Args:
+            variables: The variables.
+            root_rank: Rank in the world whose values are sent.
+            device: Ignored.
+        """
         replicas.note_broadcast()
         sent = [variable.value.data for variable in variables]
         # What is not dense in memory is sent as a copy.
@@ -66,12 +115,26 @@ class Engine:
 
     @staticmethod
     def average(values: Sequence[float], name: str, device: str = "") -> list[float]:
-        """Over the ranks."""
+        """Return averages over the ranks.
+
+        Args:
+            values: This rank's numbers.
+            name: Matches the ranks' calls: the same on all ranks.
+            device: Ignored.
+
+        Returns:
+            The averages.
+        """
         return mpi_ops.allreduce(torch.tensor(values, dtype=torch.float64), name=name).tolist()
 
     @staticmethod
     def scale_velocities(optimizer: Any, ratio: float) -> None:
-        """Multiplies what momentum has summed."""
+        """Multiply the sums of an optimizer's momentum.
+
+        Args:
+            optimizer: The optimizer.
+            ratio: The factor.
+        """
         if not getattr(optimizer, "momentum", None):
             return
         for velocity in getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or []:

@@ -15,12 +15,14 @@ from horovod.torch.mpi_ops import rank
 
 
 class KerasState(ObjectState):
-    """The state of a training on a Keras model. Where it is restored or synchronised, distributed optimizers drop what they have
-    summed of ``backward_passes_per_step``: ranks begin the next step together.
+    """The state of a training on a Keras model.
+
+    When it is restored or synchronized, distributed optimizers drop the gradients that they have summed for
+    ``backward_passes_per_step``: ranks begin the next step together.
 
     Args:
-        model: Built.
-        optimizer: By default the model's.
+        model: The model, built.
+        optimizer: The optimizer; by default the model's.
         **kwargs: Plain objects such as ``epoch=0, batch=0``, which become attributes.
 
     Raises:
@@ -40,14 +42,17 @@ class KerasState(ObjectState):
         self._save_model()
 
     def save(self) -> None:
+        """Keep model, optimizer and objects in memory."""
         self._save_model()
         super().save()
 
     def restore(self) -> None:
+        """Return to the saved state."""
         self._restore_model()
         super().restore()
 
     def sync(self) -> None:
+        """Take over rank 0's state, and save it."""
         Engine.broadcast(self._variables(), 0)
         forget_sums()
         self._save_model()

@@ -1,1 +1,1 @@
-"""What needs no framework."""
+"""Modules that need no framework."""

@@ -1,4 +1,4 @@
-"""Joining the job, and what a process may ask about itself."""
+"""Joining the job, and questions about this process's place in it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,12 @@ def _control(call: _Call) -> _Call:
 
 
 class HorovodBasics:
-    """What every framework's module exports. All objects of this class see the same session."""
+    """Life cycle and ranks, as every framework's module exports them. All objects of this class use the same session.
+
+    Args:
+        pkg_path: Ignored.
+        *args: Ignored.
+    """
 
     Average = 0
     Sum = 1
@@ -49,15 +54,16 @@ class HorovodBasics:
         process_sets._setup(self)
 
     def init(self, comm: Any = None, process_sets: list[ProcessSet] | str | None = None) -> None:
-        """Joins the job; returns when all ranks have. Makes no new world if it was called before.
+        """Join the job, and wait until all ranks have joined. The second call does nothing.
 
         Args:
-            comm: The world: ``None`` for all ranks, a list of ranks, or a communicator of mpi4py. Ranks that are not in it
-                get a world of their own.
-            process_sets: Sets to register, or ``"dynamic"``: sets may be added later.
+            comm: The world: ``None`` for all ranks, a list of ranks, or a communicator of mpi4py. Ranks that are not in
+                it get a world of their own.
+            process_sets: Process sets to register, or ``"dynamic"``: sets may be added later.
 
         Raises:
-            ValueError: The core cannot start, ranks disagree about the sets, or one comes twice.
+            ValueError: The job cannot start, ranks disagree about the process sets, or a set is given twice.
+            NotImplementedError: Process sets come from communicators, and the world does not.
         """
         sets = process_sets
         if isinstance(sets, str):
@@ -123,56 +129,112 @@ class HorovodBasics:
 
     @_control
     def shutdown(self) -> None:
-        """Leaves the job; what other ranks wait for ends with an error. `init` may be called again."""
+        """Leave the job. Operations that other ranks wait for end with an error. :meth:`init` may be called again."""
         lifecycle.shutdown()
         global_process_set.ranks = None
         for cleanup in _cleanups:
             cleanup()
 
     def is_initialized(self) -> bool:
-        """Whether this process is in a job."""
+        """Return whether this process is in a job.
+
+        Returns:
+            ``True`` between :meth:`init` and :meth:`shutdown`.
+        """
         return _core.is_initialized() and _has_world()
 
     @_control
     def rank(self) -> int:
-        """This process's rank in the world."""
+        """Return this process's rank in the world.
+
+        Returns:
+            The rank, from 0 to ``size() - 1``.
+
+        Raises:
+            ValueError: ``init()`` was not called.
+        """
         return _core.world_place()[0][0]
 
     @_control
     def size(self) -> int:
-        """Processes of the world."""
+        """Return the number of processes of the world.
+
+        Returns:
+            The number.
+
+        Raises:
+            ValueError: ``init()`` was not called.
+        """
         return _core.world_place()[0][1]
 
     @_control
     def local_rank(self) -> int:
-        """This process's rank among those of this host."""
+        """Return this process's rank on its host.
+
+        Returns:
+            The rank, from 0 to ``local_size() - 1``; usually the index of the GPU to use.
+
+        Raises:
+            ValueError: ``init()`` was not called.
+        """
         return _core.world_place()[1][0]
 
     @_control
     def local_size(self) -> int:
-        """Processes of this host."""
+        """Return the number of processes on this host.
+
+        Returns:
+            The number.
+
+        Raises:
+            ValueError: ``init()`` was not called.
+        """
         return _core.world_place()[1][1]
 
     @_control
     def cross_rank(self) -> int:
-        """This host's place among those that have a process with this local rank."""
+        """Return this host's place among the hosts that have a process with this local rank.
+
+        Returns:
+            The place, from 0 to ``cross_size() - 1``.
+
+        Raises:
+            ValueError: ``init()`` was not called.
+        """
         return _core.world_place()[2][0]
 
     @_control
     def cross_size(self) -> int:
-        """Hosts that have a process with this local rank."""
+        """Return the number of hosts that have a process with this local rank.
+
+        Returns:
+            The number.
+
+        Raises:
+            ValueError: ``init()`` was not called.
+        """
         return _core.world_place()[2][1]
 
     @_control
     def is_homogeneous(self) -> bool:
-        """Whether every host has the same number of processes."""
+        """Return whether every host has the same number of processes.
+
+        Returns:
+            Whether it has.
+
+        Raises:
+            ValueError: ``init()`` was not called.
+        """
         return _core.world_place()[3]
 
     def mpi_threads_supported(self) -> bool:
-        """Whether MPI may be called from any thread.
+        """Return whether any thread may call MPI.
+
+        Returns:
+            Whether it may.
 
         Raises:
-            ValueError: The job does not run under MPI.
+            ValueError: The job does not run under MPI, or ``init()`` was not called.
         """
         self.rank()
         if not self.mpi_enabled():
@@ -180,53 +242,92 @@ class HorovodBasics:
         return bool(_any_thread)
 
     def mpi_enabled(self) -> bool:
-        """Whether this process is in a job that a launcher of MPI (``mpirun``) started, and MPI is initialised. MPI moves tensors
-        between hosts; the core does the rest by itself."""
+        """Return whether a launcher of MPI (``mpirun``) started the job and MPI is initialized.
+
+        MPI moves tensors between hosts; the core does the rest itself.
+
+        Returns:
+            Whether both hold.
+        """
         return self.is_initialized() and _any_thread is not None
 
     def mpi_built(self) -> bool:
-        """Whether jobs can run under MPI: there is one, and a plug-in for it, which is compiled by the first call."""
+        """Return whether jobs can run under MPI.
+
+        The first call compiles a plug-in for the installed MPI.
+
+        Returns:
+            ``True`` if there is an MPI and a plug-in for it.
+        """
         return environment.has_mpi()
 
     def gloo_enabled(self) -> bool:
-        """Whether the job runs without MPI."""
+        """Return whether the job runs without MPI.
+
+        Returns:
+            The opposite of :meth:`mpi_enabled`.
+        """
         return not self.mpi_enabled()
 
     def gloo_built(self) -> bool:
-        """Whether jobs run without MPI; they do, over the core's own transports."""
+        """Return whether jobs can run without MPI, over the core's own transports.
+
+        Returns:
+            ``True``.
+        """
         return True
 
     def nccl_built(self) -> int:
-        """The version of the NCCL that was found, such as 22703; 0 if there is none."""
+        """Return the version of the NCCL that was found.
+
+        Returns:
+            The version, such as 22703; 0 if there is none.
+        """
         return environment.nccl_version()
 
     def ddl_built(self) -> bool:
-        """IBM's DDL; never."""
+        """Return whether IBM's DDL is supported.
+
+        Returns:
+            ``False``.
+        """
         return False
 
     def ccl_built(self) -> bool:
-        """Intel's oneCCL; never."""
+        """Return whether Intel's oneCCL is supported.
+
+        Returns:
+            ``False``.
+        """
         return False
 
     def cuda_built(self) -> bool:
-        """Whether there is a CUDA driver."""
+        """Return whether there is a CUDA driver with a device.
+
+        Returns:
+            Whether there is.
+        """
         return environment.has_cuda()
 
     def rocm_built(self) -> bool:
-        """AMD's ROCm; never."""
+        """Return whether AMD's ROCm is supported.
+
+        Returns:
+            ``False``.
+        """
         return False
 
     def start_timeline(self, file_path: str, mark_cycles: bool = False) -> None:
-        """Begins a timeline, in place of one that runs; rank 0 writes it. All ranks may call it.
+        """Begin a timeline, in place of one that is being written. Rank 0 writes it; all ranks may call this.
+
+        If the file cannot be written, rank 0's log says so, and nothing else happens.
 
         Args:
-            file_path: Opens in Perfetto and Chrome; the same file as before changes nothing.
-            mark_cycles: Marks each answer of the negotiation, of which there is one where Horovod has a cycle.
-
-        A file that cannot be written is told in rank 0's log, and nothing else happens.
+            file_path: The file, which opens in Perfetto and Chrome. The same file as before changes nothing.
+            mark_cycles: Whether to mark each answer of the negotiation, which corresponds to a cycle of Horovod.
 
         Raises:
-            ValueError: There is no session.
+            ValueError: ``init()`` was not called.
         """
         if not self.is_initialized():
             raise ValueError("Horovod has not been initialized; use hvd.init().")
@@ -236,7 +337,11 @@ class HorovodBasics:
             raise of_control(error) from None
 
     def stop_timeline(self) -> None:
-        """Ends the timeline: the file is complete when this returns. Does nothing if there is none."""
+        """End the timeline; do nothing if there is none. The file is complete when this returns.
+
+        Raises:
+            ValueError: ``init()`` was not called.
+        """
         if not self.is_initialized():
             raise ValueError("Horovod has not been initialized; use hvd.init().")
         _core.stop_names_timeline()
@@ -286,7 +391,7 @@ _any_thread: bool | None = None
 
 
 def _start_mpi() -> None:
-    """Sees to it that MPI is initialised where a launcher of MPI started the job: scripts call it after `init`, through mpi4py."""
+    """Initialize MPI where a launcher of MPI started the job: scripts call it after `init`, through mpi4py."""
     global _any_thread
     if _any_thread is not None or not _core.is_started_by_mpi():
         return
@@ -303,7 +408,11 @@ _cleanups: list[Callable[[], None]] = []
 
 @functools.cache
 def shared() -> HorovodBasics:
-    """An object for callers without a framework."""
+    """Return an object for callers without a framework.
+
+    Returns:
+        The same object in each call.
+    """
     return HorovodBasics()
 
 
@@ -361,7 +470,11 @@ def _world_ranks(comm: Any) -> list[int] | None:
 
 
 def warn_once(text: str) -> None:
-    """Says something once in a process."""
+    """Warn once in a process.
+
+    Args:
+        text: The text; another text is another warning.
+    """
     if text not in _said:
         _said.add(text)
         warnings.warn(text, stacklevel=3)

@@ -1,8 +1,10 @@
-"""Processes whose launcher has a store: workers of a job that a script's own ``ElasticDriver`` drives ask it for their places, session by
-session; others know theirs.
+"""Workers whose launcher has a key-value store.
 
-The store knows nothing of how ranks meet: rank 0 leaves an address for the others there, in a scope that is emptied before each session
-of an elastic job.
+Workers of a job that a script's own ``ElasticDriver`` drives ask the store for their places before each session. Other
+workers know their places.
+
+The store does not know how ranks meet. Rank 0 puts an address for the others there, in a scope that is emptied before
+each session of an elastic job.
 """
 
 from __future__ import annotations
@@ -35,19 +37,31 @@ _is_met = False
 
 
 def is_driven() -> bool:
-    """Whether this process is a worker of such a job. Those of `horovodrun` have their places from the core."""
+    """Return whether a script's own driver drives this process. Workers of `horovodrun` get their places from the core.
+
+    Returns:
+        Whether it does.
+    """
     environ = os.environ
     told = all(environ.get(name) for name in (*_STORE, *_SLOT))
     return told and environ.get("HOROVOD_ELASTIC") == "1" and not environ.get("SMD_WORKER")
 
 
 def is_elastic() -> bool:
-    """Whether workers of this process's job come and go, whoever drives it."""
+    """Return whether workers of this process's job may join and leave, whatever drives it.
+
+    Returns:
+        Whether they may.
+    """
     return bool(os.environ.get("SMD_WORKER")) or is_driven()
 
 
 def slot() -> tuple[str, str]:
-    """The host and the number there that the driver knows this worker by."""
+    """Return the host and the number on it by which the driver knows this worker.
+
+    Returns:
+        Both, as in the environment at the first call.
+    """
     global _slot
     if _slot is None:
         _slot = os.environ[_SLOT[0]], os.environ[_SLOT[1]]
@@ -55,10 +69,12 @@ def slot() -> tuple[str, str]:
 
 
 def meet() -> None:
-    """Finds out where the ranks of a job with fixed places meet, if its launcher has a store and says nothing else about that.
+    """Find out where the ranks of a job with fixed places meet.
+
+    The function asks the launcher's store, unless there is none or the environment says it.
 
     Raises:
-        RuntimeError: The store does not answer as it should.
+        RuntimeError: The store does not answer, or its answer is not valid.
     """
     from horovod.runner.common.util import secret
     from horovod.runner.http import http_client
@@ -84,10 +100,10 @@ def meet() -> None:
 
 
 def join(patience: float) -> None:
-    """Joins the next session in which all ranks find each other.
+    """Join the next session in which all ranks find each other.
 
     Args:
-        patience: How long it may take from the first one on, in seconds.
+        patience: Longest time for it after the first attempt, in seconds.
 
     Raises:
         RemovedError: There is no place for this worker any more.
@@ -107,7 +123,7 @@ def join(patience: float) -> None:
 
 
 def _enter(patience: float) -> None:
-    """Waits for the next session, and sets the variables that say who this process is in it and where its ranks meet."""
+    """Wait for the next session, and set the variables with this process's place in it and the ranks' meeting point."""
     from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.http import http_client, http_server
 
@@ -172,7 +188,14 @@ def _meeting(request: Any, address: str, port: int, key: str, patience: float) -
 
 
 def listen(manager: Any) -> None:
-    """From now on, `manager` hears of hosts: the driver is told where."""
+    """Tell the driver where this worker receives notices of hosts, and pass the notices on.
+
+    Args:
+        manager: Receives the notices.
+
+    Raises:
+        RuntimeError: The environment has no secret, or the store does not answer.
+    """
     from horovod.runner.common.util import secret
     from horovod.runner.elastic.rendezvous import WORKER_ADDRESSES
     from horovod.runner.elastic.worker import WorkerNotificationService

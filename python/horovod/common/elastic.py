@@ -1,4 +1,4 @@
-"""State that survives the loss and the arrival of workers."""
+"""State that survives the failure and the arrival of workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from smdistributed import _core
 
 
 class WorkerNotificationManager:
-    """Tells states when hosts come or go, as the launcher of an elastic job says."""
+    """Tells states when hosts join or leave an elastic job."""
 
     def __init__(self) -> None:
         self._listeners: list[State] = []
@@ -29,7 +29,7 @@ class WorkerNotificationManager:
         self._stopping = threading.Event()
 
     def init(self) -> None:
-        """Begins to listen to the launcher, if it is one that tells; does nothing the second time."""
+        """Begin to listen to the launcher, if it sends notices; do nothing the second time."""
         if driven.is_driven() and not self._is_told:
             driven.listen(self)
             # A driver that could not be told is told the next time.
@@ -53,15 +53,28 @@ class WorkerNotificationManager:
             self._thread.join()
 
     def register_listener(self, listener: State) -> None:
-        """From now on, `listener.on_hosts_updated` is called."""
+        """Add a listener, whose ``on_hosts_updated`` is called from now on.
+
+        Args:
+            listener: The state.
+        """
         self._listeners.append(listener)
 
     def remove_listener(self, listener: State) -> None:
-        """No more."""
+        """Remove a listener.
+
+        Args:
+            listener: The state.
+        """
         self._listeners.remove(listener)
 
     def handle_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Passes a notice on."""
+        """Pass a notice on to all listeners.
+
+        Args:
+            timestamp: Time of the change in seconds since 1970.
+            update_res: Kind of the change: 1 removed, 2 added, 3 both.
+        """
         for listener in list(self._listeners):
             listener.on_hosts_updated(timestamp, update_res)
 
@@ -73,11 +86,11 @@ _REMOVED = 1
 
 
 class State:
-    """What a training script keeps in step over resets.
+    """The values that a training script keeps over resets.
 
     Args:
         bcast_object: Gives every rank the object of rank 0.
-        get_rank: This process's rank.
+        get_rank: Returns this process's rank.
     """
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
@@ -89,18 +102,27 @@ class State:
         self._kept: Kept | None = None
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
-        """Calls these, in order, after a reset and before the state is synchronised."""
+        """Register functions that are called, in order, after a reset and before the state is synchronized.
+
+        Args:
+            callbacks: The functions.
+        """
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Forgets notices, resets, and calls the callbacks."""
+        """Drop notices, reset the state, and call the callbacks."""
         self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Takes note that hosts have come or gone."""
+        """Record that hosts have joined or left.
+
+        Args:
+            timestamp: Time of the change in seconds since 1970.
+            update_res: Kind of the change: 1 removed, 2 added, 3 both.
+        """
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
@@ -111,11 +133,11 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raises where hosts have come or gone; all ranks alike, so all call it.
+        """Raise an error on all ranks if hosts have joined or left. All ranks call it.
 
         Raises:
-            HostsUpdatedInterrupt: A rank has heard of it since the last call.
-            HorovodInternalError: A rank is gone.
+            HostsUpdatedInterrupt: A rank has received a notice since the last call.
+            HorovodInternalError: A rank has ended.
         """
         before, latest, kinds = self._last_updated_timestamp, self._last_updated_timestamp, 0
         while not self._host_messages.empty():
@@ -135,19 +157,19 @@ class State:
         """Goes back to what another process has saved."""
 
     def save(self) -> None:
-        """Keeps the state in memory."""
+        """Keep the state in memory."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Goes back to what was saved."""
+        """Return to the saved state."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Takes over rank 0's."""
+        """Take over rank 0's state."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Follows a reset; does nothing by default."""
+        """Adapt to the new ranks after a reset; does nothing by default."""
 
 
 def _known_anywhere(before: float, latest: float, kinds: int) -> tuple[float, float, int]:
@@ -174,9 +196,11 @@ class ObjectState(State):
         self._set_attrs()
 
     def save(self) -> None:
+        """Keep copies of all objects."""
         self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
 
     def restore(self) -> None:
+        """Return to the saved objects."""
         self._set_attrs()
 
     def _what_is_saved(self) -> Any:
@@ -187,6 +211,7 @@ class ObjectState(State):
         self._set_attrs()
 
     def sync(self) -> None:
+        """Take over rank 0's saved objects."""
         if self._saved_state:
             self._saved_state = self._bcast_object(self._saved_state)
             self._set_attrs()
@@ -201,12 +226,15 @@ def run_fn(
     reset: Callable[[], None],
     translated: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Callable[..., Any]:
-    """Makes a training function go on from the last commit after a failure or a change of hosts.
+    """Make a training function continue after a failure or a change of hosts.
 
     Args:
-        func: Takes the state first.
+        func: The training function; its first argument is the state.
         reset: Leaves the job and joins it again.
-        translated: Makes :class:`HorovodInternalError` of the framework's own errors.
+        translated: Turns the framework's own errors into :class:`HorovodInternalError`.
+
+    Returns:
+        The wrapped function.
     """
 
     @functools.wraps(func)
@@ -216,7 +244,8 @@ def run_fn(
         kept = state._kept = Kept()
         skip_sync = False
         is_first, is_reset_due = True, False
-        # Newcomers synchronise, and so does who has seen a failure: in a job of many no rank knows whether all others skip it.
+        # Newcomers synchronise, and so does who has seen a failure: in a job of many no rank knows whether all others
+        # skip it.
         may_skip = not driven.is_elastic()
         try:
             while True:

@@ -1,4 +1,4 @@
-"""Variables of the environment, and libraries that are there or not."""
+"""Variables of the environment, and checks for libraries."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _KNOWN = {
     "CACHE_CAPACITY", "DYNAMIC_PROCESS_SETS", "TIMELINE", "TIMELINE_MARK_CYCLES", "AUTOTUNE", "AUTOTUNE_LOG",
     "AUTOTUNE_STEPS_PER_SAMPLE", "AUTOTUNE_WARMUP_SAMPLES", "AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
     "AUTOTUNE_GAUSSIAN_PROCESS_NOISE", "STALL_CHECK_DISABLE", "ELASTIC_TIMEOUT", "STALL_CHECK_TIME_SECONDS",
-    "STALL_SHUTDOWN_TIME_SECONDS", "LOG_LEVEL", "LOG_HIDE_TIME", "CONTROLLER", "CPU_OPERATIONS", "START_TIMEOUT", "ELASTIC",
-    "GLOO_TIMEOUT_SECONDS", "GLOO_IFACE", "GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT", "DISABLE_GROUP_FUSION", "THREAD_AFFINITY",
+    "STALL_SHUTDOWN_TIME_SECONDS", "LOG_LEVEL", "LOG_HIDE_TIME", "CONTROLLER", "CPU_OPERATIONS", "START_TIMEOUT",
+    "ELASTIC", "GLOO_TIMEOUT_SECONDS", "GLOO_IFACE", "GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT",
+    "DISABLE_GROUP_FUSION", "THREAD_AFFINITY",
     # Hints: the core chooses ways by itself, and operations on GPUs complete without a wait of the host in any case.
     "HIERARCHICAL_ALLREDUCE", "HIERARCHICAL_ALLGATHER", "TORUS_ALLREDUCE", "ENABLE_ASYNC_COMPLETION",
 }  # fmt: skip
@@ -27,10 +28,10 @@ _warned = False
 
 
 def check() -> None:
-    """Warns once of variables that change nothing here.
+    """Warn once of variables that have no effect here.
 
     Raises:
-        ValueError: One asks for what cannot be.
+        ValueError: A variable asks for something that is not supported.
     """
     controller = os.environ.get("HOROVOD_CONTROLLER", "")
     if controller.lower() not in ("", "gloo", "mpi"):
@@ -38,8 +39,8 @@ def check() -> None:
     operations = os.environ.get("HOROVOD_CPU_OPERATIONS", "")
     if operations.lower() not in ("", "gloo", "mpi"):
         raise ValueError(
-            f"Horovod initialization failed: `HOROVOD_CPU_OPERATIONS` is `{operations}`: expected gloo or mpi; both mean the "
-            "transports of OpenSMD"
+            f"Horovod initialization failed: `HOROVOD_CPU_OPERATIONS` is `{operations}`: expected gloo or mpi; both "
+            "mean the transports of OpenSMD"
         )
     chosen = {"HOROVOD_CONTROLLER": controller, "HOROVOD_CPU_OPERATIONS": operations}
     global _warned
@@ -57,7 +58,11 @@ def _is_ignored(name: str) -> bool:
 
 @functools.cache
 def has_mpi() -> bool:
-    """Whether there is a plug-in for this host's MPI, or one can be compiled."""
+    """Return whether there is a plug-in for this host's MPI, or one can be compiled.
+
+    Returns:
+        Whether there is.
+    """
     try:
         return bool(_core.mpi_plugin())
     except RuntimeError:
@@ -66,7 +71,11 @@ def has_mpi() -> bool:
 
 @functools.cache
 def nccl_version() -> int:
-    """The version of the NCCL that can be loaded, 0 if none can."""
+    """Return the version of the NCCL that can be loaded.
+
+    Returns:
+        The version, such as 22703; 0 if none can.
+    """
     for name in ("libnccl.so.2", *_bundled("nvidia.nccl", "lib/libnccl.so.2")):
         try:
             version = ctypes.c_int()
@@ -90,7 +99,11 @@ def _bundled(package: str, file: str) -> list[str]:
 
 @functools.cache
 def has_cuda() -> bool:
-    """Whether there is a CUDA driver with a device."""
+    """Return whether there is a CUDA driver with a device.
+
+    Returns:
+        Whether there is.
+    """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         count = ctypes.c_int()

@@ -1,4 +1,4 @@
-"""Horovod's exceptions, and how the core's errors become them."""
+"""Horovod's exceptions, and their relation to errors of the core."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ from smdistributed._common import errors
 
 
 class HorovodInternalError(RuntimeError):
-    """A collective failed; in elastic mode the job goes on from the last commit."""
+    """A collective failed. An elastic job continues from the last commit."""
 
 
 class ScalarError(HorovodInternalError, ValueError):
-    """A scalar where rows are needed. The original's coordinator finds that, so scripts may expect an internal error; it is an
-    argument's all the same, and no reason to go back to the last commit."""
+    """A scalar was given where rows are needed.
+
+    Horovod's coordinator finds this mistake, so scripts may expect an internal error. Here it is an error of the
+    argument, and no reason to return to the last commit.
+    """
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - the documented name
-    """Hosts have come or gone.
+    """Hosts have joined or left.
+
+    Args:
+        skip_sync: Whether no host was added, so that the state need not be synchronized.
 
     Attributes:
-        skip_sync: Nothing was added, so the state need not be synchronised.
+        skip_sync: As the argument.
     """
 
     def __init__(self, skip_sync: bool) -> None:
@@ -27,12 +33,29 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - the documented name
 
 
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
-    """The text of :class:`HorovodVersionMismatchError`."""
+    """Return the text of :class:`HorovodVersionMismatchError`.
+
+    Args:
+        name: The framework.
+        version: The version that the library was built for.
+        installed_version: The version that is installed.
+
+    Returns:
+        The text.
+    """
     return f"{name} {installed_version} is installed, but this library was built for {name} {version}"
 
 
 class HorovodVersionMismatchError(ImportError):
-    """The framework is not the one that the library was built for. Never raised here: shims are built for what is installed."""
+    """The installed framework is not the one that the library was built for.
+
+    OpenSMD never raises it: shims are built for the installed version.
+
+    Args:
+        name: The framework.
+        version: The version that the library was built for.
+        installed_version: The version that is installed.
+    """
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(get_version_mismatch_message(name, version, installed_version))
@@ -60,7 +83,10 @@ def _described(error: BaseException) -> tuple[str, str]:
 
 
 def _is_of_device(text: str) -> bool:
-    """Whether the framework tells of a device or its libraries that fail. It has a class for a few of these errors only."""
+    """Return whether the framework reports that a device or its libraries fail.
+
+    The framework has a class of its own for few of these errors.
+    """
     return any(name in text for name in ("CUDA error", "CUDA driver error", "CUDNN", "CUBLAS", "NCCL"))
 
 
@@ -71,12 +97,26 @@ def _text(text: str, code: str) -> str:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the cause of a session's end is another rank."""
+    """Return whether another rank caused the end of the session.
+
+    Args:
+        error: The error.
+
+    Returns:
+        ``True`` if the next session of an elastic job may succeed.
+    """
     return _described(error)[1] in _PASSING
 
 
 def at_submission(error: BaseException) -> BaseException:
-    """What a call raises whose arguments the core or the framework refuses, or that the core cannot take any more."""
+    """Return the exception for a call that the core or the framework refused.
+
+    Args:
+        error: The error of the core or the framework.
+
+    Returns:
+        ``ValueError`` for unacceptable arguments, ``HorovodInternalError`` for a core that takes no more calls.
+    """
     text, code = _described(error)
     if code == "interrupted":
         return KeyboardInterrupt(text)
@@ -93,7 +133,14 @@ def at_submission(error: BaseException) -> BaseException:
 
 
 def at_execution(error: BaseException) -> BaseException:
-    """What waiting for a collective raises that failed."""
+    """Return the exception for a collective that failed.
+
+    Args:
+        error: The error of the core or the framework.
+
+    Returns:
+        ``HorovodInternalError``, or ``KeyboardInterrupt`` for a wait that a signal ended.
+    """
     text, code = _described(error)
     if code == "interrupted":
         return KeyboardInterrupt(text)
@@ -101,7 +148,14 @@ def at_execution(error: BaseException) -> BaseException:
 
 
 def of_control(error: BaseException) -> BaseException:
-    """What other calls raise."""
+    """Return the exception for other calls.
+
+    Args:
+        error: The error of the core.
+
+    Returns:
+        ``ValueError`` for an error of the core, else ``RuntimeError``.
+    """
     text, code = _described(error)
     if code == "interrupted":
         return KeyboardInterrupt(text)

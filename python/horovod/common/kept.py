@@ -1,7 +1,8 @@
-"""Commits that outlive the processes: torchrun's agent, unlike horovodrun, starts all of them anew when one has failed.
+"""Commits that survive the processes.
 
-The first process of each host writes each commit to a file of the user's cache folder. Before they train, the ranks take the newest of
-these files, whichever host has it. A file begins with the agent that started its writer: one of another agent is of another job.
+torchrun's agent, unlike horovodrun, restarts all processes when one has failed. The first process of each host writes
+each commit to a file in the user's cache folder. Before they train, the ranks take the newest of these files, whichever
+host has it. A file begins with the agent that started its writer: a file of another agent is of another job.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ def _file() -> Path | None:
 
 
 def _agent() -> bytes:
-    """The process that starts the ranks of this host and outlives them: the nearest ancestor that is no part of a rank."""
+    """Return the process that starts the ranks of this host and outlives them.
+
+    It is the nearest ancestor that is not a part of a rank.
+    """
     pid = os.getppid()
     with contextlib.suppress(OSError):
         while b"\0TORCHELASTIC_RESTART_COUNT=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
@@ -53,7 +57,7 @@ def _stat(pid: int) -> list[str]:
 
 
 class Kept:
-    """The commits of a job; does nothing where they need not be kept."""
+    """The commits of a job; it does nothing where they need not be kept."""
 
     def __init__(self) -> None:
         self._path = _file()
@@ -62,10 +66,10 @@ class Kept:
         self._number = 0
 
     def write(self, saved: Callable[[], Any]) -> None:
-        """Keeps a commit.
+        """Keep a commit.
 
         Args:
-            saved: Gives what :meth:`read` gives back.
+            saved: Returns the state that :meth:`read` returns.
         """
         if self._path is None:
             return
@@ -77,10 +81,13 @@ class Kept:
         partial.rename(self._path)
 
     def read(self, bcast_object: Callable[..., Any]) -> Any:
-        """The newest commit before the processes were started anew, on all ranks; ``None`` if there is none.
+        """Return the newest commit from before the restart, on all ranks.
 
         Args:
-            bcast_object: Gives all ranks an object of one.
+            bcast_object: Gives all ranks an object of one rank.
+
+        Returns:
+            The state, or ``None`` if there is no commit.
         """
         if self._path is None:
             return None
@@ -101,6 +108,6 @@ class Kept:
         return bcast_object(own[1], root_rank=numbers.index(self._number))
 
     def forget(self) -> None:
-        """The training is done."""
+        """Remove the commits when the training is done."""
         if self._path is not None and self._writes:
             self._path.unlink(missing_ok=True)

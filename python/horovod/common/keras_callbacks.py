@@ -1,5 +1,7 @@
-"""Callbacks for ``model.fit``: everything but their base class, which is that of one Keras or the other, and what their
-framework does (`engine`)."""
+"""Callbacks for ``model.fit``, without their base class and their framework.
+
+The base class is that of one Keras package or the other. ``engine`` does what depends on the framework.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,17 @@ class _Callback(_Base):
 
 
 class BroadcastGlobalVariablesCallbackImpl(_Callback):
-    """Gives all ranks the model's and the optimizer's variables of one rank, once."""
+    """Give all ranks the model's and the optimizer's variables of one rank, once.
+
+    Args:
+        backend: Ignored.
+        root_rank: Rank in the world whose values are sent.
+        device: Device from which values are sent; by default TensorFlow chooses.
+        local_variables: A variable or a list of variables that keep each rank's own values.
+
+    Raises:
+        ValueError: ``local_variables`` is something else.
+    """
 
     def __init__(self, backend: Any, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
@@ -39,11 +51,19 @@ class BroadcastGlobalVariablesCallbackImpl(_Callback):
         self._local_variables = {self.engine.key(variable) for variable in local_variables}
 
     def register_local_variable(self, variable: Any) -> None:
-        """A variable keeps each rank's value."""
+        """Let a variable keep each rank's value.
+
+        Args:
+            variable: The variable.
+        """
         self._local_variables.add(self.engine.key(variable))
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Broadcasts what exists on all ranks; one of them may have loaded more than others have made."""
+        """Broadcast variables that exist on all ranks; one rank may have loaded more than others have created.
+
+        Args:
+            logs: Ignored.
+        """
         if self.broadcast_done or self.engine.size() == 1:
             return
         for variables in self._variables():
@@ -52,7 +72,12 @@ class BroadcastGlobalVariablesCallbackImpl(_Callback):
                 self.engine.broadcast(variables, self.root_rank, self.device)
 
     def on_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Broadcasts all, after the first batch: layers and optimizers make variables when they see one."""
+        """Broadcast all variables after the first batch: layers and optimizers create variables in it.
+
+        Args:
+            batch: Ignored.
+            logs: Ignored.
+        """
         if not self.broadcast_done:
             for variables in self._variables():
                 self.engine.broadcast(variables, self.root_rank, self.device)
@@ -68,14 +93,27 @@ class BroadcastGlobalVariablesCallbackImpl(_Callback):
 
 
 class MetricAverageCallbackImpl(_Callback):
-    """Averages the metrics of an epoch over the ranks, each with the same weight."""
+    """Average the metrics of an epoch over the ranks, each with the same weight.
+
+    Args:
+        backend: Ignored.
+        device: Device on which metrics are averaged; by default TensorFlow chooses.
+    """
 
     def __init__(self, backend: Any, device: str = "") -> None:
         super().__init__()
         self.device = device
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Averages ``logs``, in place; entries that are no numbers stay as they are."""
+        """Average ``logs``, in place; entries that are no numbers are unchanged.
+
+        Args:
+            epoch: The epoch, for errors.
+            logs: The metrics.
+
+        Raises:
+            ValueError: Ranks have different metrics.
+        """
         if logs is None or self.engine.size() == 1:
             return
         names = sorted(name for name, value in logs.items() if is_number(value))
@@ -115,7 +153,21 @@ class _Hyperparameter:
 
 
 class LearningRateScheduleCallbackImpl(_Callback):
-    """Sets the learning rate to ``initial_lr * multiplier(epoch)`` for some epochs."""
+    """Set the learning rate to ``initial_lr * multiplier(epoch)`` for some epochs.
+
+    Args:
+        backend: Ignored.
+        initial_lr: The learning rate that is multiplied.
+        multiplier: A function of the epoch; or a number m, for m to the power of the epochs since ``start_epoch``.
+        start_epoch: The first epoch.
+        end_epoch: The first epoch after the schedule; ``None`` for a schedule without end.
+        staircase: Whether the rate changes once in an epoch, or at every batch, where the epoch is fractional.
+        momentum_correction: Whether momentum, which holds earlier learning rates, follows when the rate changes.
+        steps_per_epoch: Batches of an epoch; needed if Keras does not know the number.
+
+    Raises:
+        ValueError: ``initial_lr`` is missing.
+    """
 
     def __init__(
         self,
@@ -184,16 +236,33 @@ class LearningRateScheduleCallbackImpl(_Callback):
             self.restore_momentum = None
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Finds out how many batches an epoch has."""
+        """Find out how many batches an epoch has.
+
+        Args:
+            logs: Ignored.
+
+        Raises:
+            ValueError: Neither Keras nor ``steps_per_epoch`` says it.
+        """
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self._autodetect_steps_per_epoch()
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """Remembers the epoch."""
+        """Remember the epoch.
+
+        Args:
+            epoch: The epoch, from 0.
+            logs: Ignored.
+        """
         self.current_epoch = epoch
 
     def on_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        """Sets the rate."""
+        """Set the learning rate.
+
+        Args:
+            batch: The batch of the epoch, from 0.
+            logs: Ignored.
+        """
         epoch = self.current_epoch
         assert epoch is not None, "Keras calls on_epoch_begin before the first batch"
         if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
@@ -206,17 +275,36 @@ class LearningRateScheduleCallbackImpl(_Callback):
         self._adjust_learning_rate(epoch + float(batch) / self.steps_per_epoch)
 
     def on_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Sets the momentum that was."""
+        """Restore the momentum that a correction has changed for one batch.
+
+        Args:
+            batch: Ignored.
+            logs: Ignored.
+        """
         self._restore_momentum_if_needed()
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Adds the rate to ``logs``."""
+        """Add the learning rate to ``logs`` as ``lr``.
+
+        Args:
+            epoch: Ignored.
+            logs: The metrics, changed in place.
+        """
         if logs is not None:
             logs["lr"] = self._rate().get()
 
 
 class LearningRateWarmupCallbackImpl(LearningRateScheduleCallbackImpl):
-    """Raises the learning rate from ``initial_lr / size()`` to ``initial_lr`` over the first epochs, batch by batch."""
+    """Raise the learning rate from ``initial_lr / size()`` to ``initial_lr`` over the first epochs, batch by batch.
+
+    Args:
+        backend: Ignored.
+        initial_lr: The learning rate after the warm-up, such as ``0.001 * size()``.
+        warmup_epochs: Length of the warm-up in epochs.
+        momentum_correction: Whether momentum, which holds earlier learning rates, follows when the rate changes.
+        steps_per_epoch: Batches of an epoch; needed if Keras does not know the number.
+        verbose: 1: rank 0 prints a line at the end.
+    """
 
     def __init__(
         self,
@@ -244,7 +332,12 @@ class LearningRateWarmupCallbackImpl(LearningRateScheduleCallbackImpl):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Adds the rate to ``logs``; says when the warm-up is over."""
+        """Add the learning rate to ``logs``, and print a line when the warm-up is over.
+
+        Args:
+            epoch: The epoch, from 0.
+            logs: The metrics, changed in place.
+        """
         super().on_epoch_end(epoch, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and self.engine.rank() == 0:
             rate = self._rate().get()
@@ -267,12 +360,15 @@ _defined: dict[Any, SimpleNamespace] = {}
 
 
 def define(keras: Any, module: str, engine: Any) -> SimpleNamespace:
-    """The callbacks for a Keras: one class of each, as `keras` and `tf.keras` may be the same one.
+    """Define the callbacks for a Keras package: one class of each, as `keras` and `tf.keras` may be the same one.
 
     Args:
         keras: The package.
-        module: Where they are from, if they are not there yet.
-        engine: What its framework does.
+        module: Module that the classes belong to, unless they were defined for another one before.
+        engine: Does what depends on the framework.
+
+    Returns:
+        The classes.
     """
     base = keras.callbacks.Callback
     if base not in _defined:
@@ -282,8 +378,10 @@ def define(keras: Any, module: str, engine: Any) -> SimpleNamespace:
 
 def _define(keras: Any, base: Any, module: str, engine: Any) -> SimpleNamespace:
     class BroadcastGlobalVariablesCallback(_Batches, BroadcastGlobalVariablesCallbackImpl, base):
-        """Gives all ranks the model's and the optimizer's variables of one rank, once: at the end of the first batch, as layers
-        and optimizers make variables when they see one, and what exists before also before it.
+        """Give all ranks the model's and the optimizer's variables of one rank, once.
+
+        Variables that exist before the first batch are broadcast then. All variables are broadcast at the end of the
+        first batch, because layers and optimizers create variables in it.
 
         Args:
             root_rank: Whose values.
@@ -308,7 +406,7 @@ def _define(keras: Any, base: Any, module: str, engine: Any) -> SimpleNamespace:
             super().__init__(keras.backend, device)
 
     class LearningRateScheduleCallback(_Batches, LearningRateScheduleCallbackImpl, base):
-        """Sets the learning rate to ``initial_lr * multiplier(epoch)`` for the epochs from `start_epoch` to `end_epoch`.
+        """Set the learning rate to ``initial_lr * multiplier(epoch)`` from ``start_epoch`` to ``end_epoch``.
 
         Args:
             initial_lr: The learning rate that is multiplied.

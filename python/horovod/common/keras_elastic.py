@@ -15,12 +15,12 @@ _Base: Any = object
 
 
 class CommitStateCallbackImpl(_Base):
-    """Commits after every so many batches, and after each epoch.
+    """Commit a state after every so many batches, and after each epoch.
 
     Args:
-        backend: Not needed.
+        backend: Ignored.
         state: The state.
-        batches_per_commit: So many.
+        batches_per_commit: Number of batches between commits.
     """
 
     def __init__(self, backend: Any, state: Any, batches_per_commit: int = 1) -> None:
@@ -30,30 +30,44 @@ class CommitStateCallbackImpl(_Base):
         self.batches_remaining = batches_per_commit
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Counts anew: `fit` is called again after a reset."""
+        """Restart the count: `fit` is called again after a reset.
+
+        Args:
+            logs: Ignored.
+        """
         self.batches_remaining = self.batches_per_commit
 
     def on_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Commits if it is time to."""
+        """Commit if enough batches have passed.
+
+        Args:
+            batch: Ignored.
+            logs: Ignored.
+        """
         self.batches_remaining -= 1
         if self.batches_remaining == 0:
             self.batches_remaining = self.batches_per_commit
             self.state.commit()
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Commits, and counts anew."""
+        """Commit, and restart the count.
+
+        Args:
+            epoch: Ignored.
+            logs: Ignored.
+        """
         self.batches_remaining = self.batches_per_commit
         self.state.commit()
 
 
 class UpdateBatchStateCallbackImpl(_Base):
-    """Keeps ``state.batch``, and after a reset tells callbacks through ``params["steps"]`` how many steps of the epoch are left.
+    """Keep ``state.batch``, and after a reset tell callbacks how many steps of the epoch are left.
 
-    `fit` itself does not look there: it makes all steps of the epoch again.
+    Callbacks find the number in ``params["steps"]``. `fit` itself ignores it and runs all steps of the epoch again.
 
     Args:
-        backend: Not needed.
-        state: Has ``batch``.
+        backend: Ignored.
+        state: A state with ``batch``.
     """
 
     def __init__(self, backend: Any, state: Any) -> None:
@@ -62,31 +76,50 @@ class UpdateBatchStateCallbackImpl(_Base):
         self.steps_per_epoch: int | None = None
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Asks for the steps anew."""
+        """Forget the number of steps.
+
+        Args:
+            logs: Ignored.
+        """
         self.steps_per_epoch = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """Of the first epoch, the steps that are left."""
+        """Set the number of steps to those that are left in the first epoch.
+
+        Args:
+            epoch: Ignored.
+            logs: Ignored.
+        """
         if self.params.get("steps"):
             if self.steps_per_epoch is None:
                 self.steps_per_epoch = self.params["steps"]
             self.params["steps"] = self.steps_per_epoch - self.state.batch
 
     def on_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Takes note."""
+        """Record the batch in the state.
+
+        Args:
+            batch: The batch of the epoch, from 0.
+            logs: Ignored.
+        """
         self.state.batch = batch
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """The next one begins at its start."""
+        """Set the state's batch to 0 for the next epoch.
+
+        Args:
+            epoch: Ignored.
+            logs: Ignored.
+        """
         self.state.batch = 0
 
 
 class UpdateEpochStateCallbackImpl(_Base):
-    """Keeps ``state.epoch``, over all calls of `fit`.
+    """Keep ``state.epoch`` over all calls of `fit`.
 
     Args:
-        backend: Not needed.
-        state: Has ``epoch``.
+        backend: Ignored.
+        state: A state with ``epoch``.
     """
 
     def __init__(self, backend: Any, state: Any) -> None:
@@ -95,11 +128,20 @@ class UpdateEpochStateCallbackImpl(_Base):
         self.initial_epoch = state.epoch
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """`fit` counts from 0, also after a reset."""
+        """Remember the state's epoch: `fit` counts from 0, also after a reset.
+
+        Args:
+            logs: Ignored.
+        """
         self.initial_epoch = self.state.epoch
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Takes note."""
+        """Record the epoch in the state.
+
+        Args:
+            epoch: The epoch of this `fit`, from 0.
+            logs: Ignored.
+        """
         self.state.epoch = self.initial_epoch + epoch + 1
 
 
@@ -107,11 +149,14 @@ _defined: dict[Any, SimpleNamespace] = {}
 
 
 def define(keras: Any, module: str) -> SimpleNamespace:
-    """The classes, for a Keras: one of each, as `keras` and `tf.keras` may be the same one.
+    """Define the callbacks for a Keras package: one class of each, as `keras` and `tf.keras` may be the same one.
 
     Args:
-        keras: Its package.
-        module: Where they are public, if they are not there yet.
+        keras: The package.
+        module: Module that the classes belong to, unless they were defined for another one before.
+
+    Returns:
+        The classes.
     """
     base = keras.callbacks.Callback
     if base not in _defined:

@@ -1,6 +1,7 @@
-"""What one Keras asks of a callback and the other does not: callbacks serve models of both.
+"""Methods that one Keras package expects of a callback and the other does not: callbacks serve models of both.
 
-``horovod.keras`` has the callbacks of the package ``keras``. A script under ``TF_USE_LEGACY_KERAS=1`` gives them to a model of tf_keras.
+``horovod.keras`` has the callbacks of the package ``keras``. A script under ``TF_USE_LEGACY_KERAS=1`` gives them to a
+model of tf_keras.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class BatchHooks:
 
 
 def complete(callback: type) -> None:
-    """Adds to a class of callbacks what its base class lacks.
+    """Add to a class of callbacks the methods that its base class lacks.
 
     Args:
-        callback: Extends the base class of one Keras.
+        callback: A subclass of one Keras package's base class.
     """
     for name, method in vars(BatchHooks).items():
         if name.startswith("_implements_") and not hasattr(callback, name):

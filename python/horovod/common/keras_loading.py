@@ -1,4 +1,4 @@
-"""What names in a saved model mean."""
+"""The meaning of names in a saved model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from typing import Any
 def meanings(
     optimizer_modules: Iterable[Any], custom_optimizers: Sequence[type] | None, custom_objects: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The ``custom_objects`` that a model is loaded with.
+    """Return the ``custom_objects`` with which a model is loaded.
 
     Args:
-        optimizer_modules: Where optimizers are looked for by name.
-        custom_optimizers: The script's own.
-        custom_objects: What the script's names mean; they come first.
+        optimizer_modules: Modules in which optimizers are found by name.
+        custom_optimizers: The script's own classes of optimizers.
+        custom_objects: The script's names; they take precedence.
+
+    Returns:
+        Objects by name.
     """
     found: dict[str, Any] = {}
     for module in optimizer_modules:
@@ -29,8 +32,10 @@ def meanings(
 
 
 def _makes_objects(value: Any) -> bool:
-    """Whether it is a function of options only, such as ``lambda **options: hvd.DistributedOptimizer(Mine(**options))``. Losses and
-    activations take tensors by their place."""
+    """Return whether a value is a function of options only, such as ``lambda **options: Mine(**options)``.
+
+    Losses and activations take tensors as positional arguments.
+    """
     if not isinstance(value, FunctionType):
         return False
     kinds = {parameter.kind for parameter in inspect.signature(value).parameters.values()}

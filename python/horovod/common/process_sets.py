@@ -19,15 +19,20 @@ def _is_communicator(value: object) -> bool:
 
 
 class ProcessSet:
-    """Ranks of the world.
+    """A set of ranks of the world that run collectives of their own.
 
     Args:
         ranks_or_comm: Ranks in any order, or a communicator of mpi4py.
 
     Attributes:
-        process_set_id: Its number; ``None`` until it is registered.
-        ranks: In order; ``None`` where only the core knows them.
-        mpi_comm: The communicator that it was made from.
+        process_set_id: Number of the set; ``None`` until it is registered.
+        ranks: Ranks in order; ``None`` where only the core knows them.
+        mpi_comm: The communicator that the set was made from.
+
+    Example:
+        >>> even = hvd.add_process_set([0, 2])
+        >>> if even.included():
+        ...     hvd.allreduce(tensor, process_set=even)
     """
 
     process_set_id: int | None = None
@@ -50,11 +55,18 @@ class ProcessSet:
             )
 
     def size(self) -> int | None:
-        """Number of members; ``None`` until it is registered."""
+        """Return the number of members.
+
+        Returns:
+            The number; ``None`` until the set is registered.
+        """
         return None if self.process_set_id is None else _core_basics()._process_set_size(self.process_set_id)
 
     def rank(self) -> int | None:
-        """This process's place in it; ``None`` until it is registered.
+        """Return this process's rank in the set.
+
+        Returns:
+            The rank; ``None`` until the set is registered.
 
         Raises:
             ValueError: This process is no member.
@@ -62,7 +74,11 @@ class ProcessSet:
         return None if self.process_set_id is None else _core_basics()._process_set_rank(self.process_set_id)
 
     def included(self) -> bool | None:
-        """Whether this process is a member; ``None`` if the ranks are not known."""
+        """Return whether this process is a member.
+
+        Returns:
+            Whether it is; ``None`` if the ranks are not known yet.
+        """
         return None if self.ranks is None else _core_basics().rank() in self.ranks
 
     def __str__(self) -> str:
@@ -112,7 +128,7 @@ def _init_process_sets(process_sets: list[ProcessSet]) -> None:
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Registers a process set. All ranks of the world call it, members or not, in the same order.
+    """Register a process set. All ranks of the world call it, members or not, in the same order.
 
     Args:
         process_set: A set, or its ranks.
@@ -121,25 +137,29 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         The set.
 
     Raises:
-        ValueError: There is one with these ranks, ranks disagree, or sets may not be added
+        ValueError: A set with these ranks exists, ranks disagree, or sets may not be added
             (``HOROVOD_DYNAMIC_PROCESS_SETS``).
-        NotImplementedError: It was made from a communicator.
+        NotImplementedError: The set was made from a communicator.
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     if process_set.mpi_comm is not None:
         raise NotImplementedError(
-            "process sets from communicators are made by `init(comm=MPI.COMM_WORLD, process_sets=...)`: here, give their ranks"
+            "process sets from communicators are made by `init(comm=MPI.COMM_WORLD, process_sets=...)`: "
+            "here, give their ranks"
         )
     process_set.process_set_id = _core_basics()._add_process_set_impl(process_set.ranks or [])
     return process_set
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forgets a process set. All ranks of the world call it.
+    """Unregister a process set. All ranks of the world call it.
+
+    Args:
+        process_set: The set.
 
     Returns:
-        ``False`` if it is the world, or not registered.
+        ``False`` if the set is the world, or not registered; else ``True``.
     """
     if process_set.process_set_id in (None, 0) or not _core_basics()._remove_process_set_impl(
         process_set.process_set_id

@@ -1,4 +1,4 @@
-"""Small helpers that scripts for the original import."""
+"""Helpers that scripts for the original import."""
 
 from __future__ import annotations
 
@@ -17,21 +17,48 @@ EXTENSIONS = ["tensorflow", "torch", "mxnet"]
 
 
 def get_ext_suffix() -> str:
-    """The suffix of extension modules."""
+    """Return the suffix of extension modules.
+
+    Returns:
+        The suffix, such as ``.cpython-311-x86_64-linux-gnu.so``.
+    """
     return importlib.machinery.EXTENSION_SUFFIXES[0]
 
 
 def get_extension_full_path(pkg_path: str, *args: str) -> str:
-    """A path beside the file `pkg_path`, with the suffix of extension modules."""
+    """Return the path of an extension module.
+
+    Args:
+        pkg_path: A file in its folder.
+        *args: Parts of the path from there, without the suffix.
+
+    Returns:
+        The path.
+    """
     return os.path.join(os.path.dirname(pkg_path), *args[:-1], args[-1] + get_ext_suffix())
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """Does nothing: the operations for a framework are found, or built, when its module is imported."""
+    """Do nothing: operations for a framework are found, or built, when its module is imported.
+
+    Args:
+        ext_name: Ignored.
+        ext_env_var: Ignored.
+        pkg_path: Ignored.
+        *args: Ignored.
+    """
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether `horovod.<name>` can be used."""
+    """Return whether ``horovod.<name>`` can be used.
+
+    Args:
+        ext_base_name: The name, such as ``torch``.
+        verbose: Ignored.
+
+    Returns:
+        Whether it can.
+    """
     available = ext_base_name in ("torch", "tensorflow") and importlib.util.find_spec(ext_base_name) is not None
     if verbose:
         print(f"Checking whether extension {ext_base_name} is available: {available}")
@@ -54,7 +81,15 @@ def _cache(f: Callable[..., Any]) -> Callable[..., Any]:
 
 @_cache
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether the framework sees a GPU."""
+    """Return whether a framework sees a GPU.
+
+    Args:
+        ext_base_name: The framework, such as ``torch``.
+        verbose: Ignored.
+
+    Returns:
+        Whether it does.
+    """
     if not extension_available(ext_base_name):
         return False
     return importlib.import_module(f"horovod.{ext_base_name}.mpi_ops")._check_has_gpu()
@@ -82,7 +117,14 @@ ccl_built = _built("ccl_built")
 
 @contextmanager
 def env(**kwargs: str | None) -> Iterator[None]:
-    """Sets variables of the environment for a while; ``None`` leaves one as it is."""
+    """Return a context in which variables of the environment have other values.
+
+    Args:
+        **kwargs: The values; ``None`` leaves a variable unchanged.
+
+    Yields:
+        Nothing.
+    """
     before = {name: os.environ.get(name) for name, value in kwargs.items() if value is not None}
     os.environ.update({name: value for name, value in kwargs.items() if value is not None})
     try:
@@ -96,7 +138,14 @@ def env(**kwargs: str | None) -> Iterator[None]:
 
 
 def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | None, bool | None], int]:
-    """A function that makes one operation of the arguments `op` and `average`."""
+    """Return a function that combines the arguments ``op`` and ``average``.
+
+    Args:
+        reduce_ops: The module with ``Average`` and ``Sum``.
+
+    Returns:
+        A function of both, which returns the operation.
+    """
 
     def resolve(op: int | None, average: bool | None) -> int:
         if op is not None:
@@ -114,31 +163,66 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | 
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether it is 1, 2, 4, .."""
+    """Return whether a number of ranks is a power of two.
+
+    Args:
+        num_rank: The number.
+
+    Returns:
+        Whether it is.
+    """
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
 def split_list(l: list[Any], n: int) -> list[list[Any]]:  # noqa: E741 - the documented name
-    """`n` consecutive parts of nearly one length, the longer ones first."""
+    """Split a list into consecutive parts of nearly the same length, the longer ones first.
+
+    Args:
+        l: The list.
+        n: Number of parts.
+
+    Returns:
+        The parts.
+    """
     length, longer = divmod(len(l), n)
     starts = [part * length + min(part, longer) for part in range(n + 1)]
     return [l[starts[part] : starts[part + 1]] for part in range(n)]
 
 
 def check_installed_version(name: str, version: str, exception: Exception | None = None) -> None:
-    """Does nothing: there is no version that the library was built against."""
+    """Do nothing: the library was not built against a version.
+
+    Args:
+        name: Ignored.
+        version: Ignored.
+        exception: Ignored.
+    """
 
 
 def is_iterable(x: object) -> bool:
-    """Whether one can iterate over it."""
+    """Return whether an object can be iterated over.
+
+    Args:
+        x: The object.
+
+    Returns:
+        Whether it can.
+    """
     return isinstance(x, Iterable)
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Whether a version is at least `target`, which is `a.b.c`.
+    """Return whether a version is at least another one.
+
+    Args:
+        ver: The version.
+        target: The other one, as ``a.b.c``.
+
+    Returns:
+        Whether it is.
 
     Raises:
-        ValueError: `target` is not.
+        ValueError: ``target`` has another form.
     """
     if not isinstance(ver, str) or not isinstance(target, str) or not re.fullmatch(r"\d+\.\d+\.\d+", target):
         raise ValueError(f"cannot compare version {ver!r} with {target!r}: expected strings, the second as `a.b.c`")

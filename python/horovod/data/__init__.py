@@ -1,4 +1,4 @@
-"""Data loaders that fill a queue while the last batch is trained on."""
+"""Data loaders that load batches ahead while the last batch is trained on."""
 
 from __future__ import annotations
 

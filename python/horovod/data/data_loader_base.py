@@ -1,4 +1,4 @@
-"""A loader of batches, and a mixin that makes one load ahead on a thread."""
+"""A loader of batches, and a mixin that loads ahead on a thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class BaseDataLoader:
-    """Yields batches. Subclasses say how many there are and where they come from."""
+    """A loader of batches. Subclasses define ``__len__`` and ``_iterate``."""
 
     def __len__(self) -> int:
         """Batches of an epoch."""
@@ -41,15 +41,18 @@ _Base: Any = object
 
 
 class AsyncDataLoaderMixin(_Base):
-    """Loads ahead: the first of the bases, in front of a :class:`BaseDataLoader`.
+    """Load ahead; put it before a :class:`BaseDataLoader` in the list of bases.
 
     One thread loads epoch after epoch into a queue.
 
     Args:
         async_loader_queue_size: Most batches that wait; 0 loads on the script's thread.
-        debug_data_loader: Accepted, and has no effect.
-        *args: For the other bases.
-        **kwargs: For the other bases.
+        debug_data_loader: Accepted for compatibility, without effect.
+        *args: Passed to the other bases.
+        **kwargs: Passed to the other bases.
+
+    Example:
+        >>> class Loader(AsyncDataLoaderMixin, MyDataLoader): ...
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class AsyncDataLoaderMixin(_Base):
             self._put(_Failure(error))
 
     def close_async_loader(self) -> None:
-        """Ends the thread; what it has loaded is dropped. Iterating starts another one."""
+        """End the thread and drop the batches that it has loaded. The next iteration starts another thread."""
         self.finished_event.set()
         if self.thread is not None:
             self.thread.join()

@@ -1,4 +1,7 @@
-"""Horovod's API for Keras: ``import horovod.keras as hvd``: the ``keras`` package, on TensorFlow or PyTorch (``KERAS_BACKEND``)."""
+"""Horovod's API for the ``keras`` package: ``import horovod.keras as hvd``.
+
+Keras runs on TensorFlow or PyTorch (``KERAS_BACKEND``).
+"""
 
 from __future__ import annotations
 

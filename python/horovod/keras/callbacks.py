@@ -26,7 +26,17 @@ _BestModelCheckpoint: Any = _classes.BestModelCheckpoint
 
 
 class BestModelCheckpoint(_BestModelCheckpoint):
-    """As ``horovod.tensorflow.keras.callbacks.BestModelCheckpoint``, with the arguments in the order that this module has."""
+    """Save the best model of a training.
+
+    Same as ``horovod.tensorflow.keras.callbacks.BestModelCheckpoint``, with the arguments in another order.
+
+    Args:
+        monitor: The metric.
+        verbose: 1 prints a line for each file.
+        mode: ``min``, ``max`` or ``auto``.
+        save_freq: ``epoch``, or a number of batches.
+        save_weights_only: Whether to save weights instead of the model.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Starting jobs."""
+"""The launcher's Python API: ``horovod.run``."""
 
 from __future__ import annotations
 
@@ -109,43 +109,51 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """Runs a function on all processes of a new job.
+    """Run a function on all processes of a new job, and return their results.
 
     Args:
-        func: Any function; closures and lambdas as well, with ``cloudpickle``.
+        func: Any function; with ``cloudpickle`` also closures and lambdas.
         args: Its arguments.
-        kwargs: More of them.
-        num_proc: Processes.
-        min_num_proc: Of an elastic job: slots without which nobody trains.
-        max_num_proc: Slots beyond which none is used.
-        slots: Of hosts for which the discovery script prints none.
-        reset_limit: Sessions after the first, at most.
-        cooldown_range: How long a host where a process failed is not used, the first time and at most, in seconds.
-        hosts: Such as ``a:2,b:4``; by default all are here.
+        kwargs: Its keyword arguments.
+        num_proc: Number of processes.
+        min_num_proc: Least number of slots of an elastic job: it waits until they are available.
+        max_num_proc: Largest number of slots of an elastic job.
+        slots: Slots of hosts for which the discovery script prints none.
+        reset_limit: Largest number of sessions after the first.
+        cooldown_range: Least and largest time that a host is not used after a process failed there, in seconds.
+        hosts: Hosts and slots, such as ``a:2,b:4``; by default all processes run on this host.
         hostfile: A file of lines ``name slots=n``.
-        host_discovery_script: Prints lines ``name:slots``.
-        start_timeout: Seconds until all processes must have joined.
+        host_discovery_script: A script that prints lines ``name:slots``.
+        start_timeout: Longest wait until all processes have joined, in seconds.
         ssh_port: Port of ``ssh``.
-        ssh_identity_file: Key for it.
-        disable_cache: Checks of other hosts are done anew, not once an hour.
-        output_filename: A folder that gets what each process prints.
-        verbose: Says what is being done.
-        use_gloo: The core's own control plane, as by default.
-        use_mpi: ``mpirun`` starts the processes.
-        mpi_args: More arguments of it.
-        network_interface: Deprecated: `network_interfaces`.
-        network_interfaces: Interfaces for NCCL, as a list or with commas; by default those that hosts have in common.
-        executable: The Python to use.
-        np: Deprecated: `num_proc`.
-        min_np: Deprecated: `min_num_proc`.
-        max_np: Deprecated: `max_num_proc`.
+        ssh_identity_file: Key of ``ssh``.
+        disable_cache: Whether checks of other hosts run for each job instead of once an hour.
+        output_filename: A folder for what each process prints.
+        verbose: Whether to print progress.
+        use_gloo: Whether the core's own control plane starts the processes, which is the default.
+        use_mpi: Whether ``mpirun`` starts the processes.
+        mpi_args: More arguments of ``mpirun``.
+        network_interface: Deprecated: use ``network_interfaces``.
+        network_interfaces: Interfaces for NCCL, as a list or separated by commas; by default those that hosts have in
+            common.
+        executable: The Python interpreter; by default this process's.
+        np: Deprecated: use ``num_proc``.
+        min_np: Deprecated: use ``min_num_proc``.
+        max_np: Deprecated: use ``max_num_proc``.
 
     Returns:
-        What the function returned, by rank; of an elastic job, of the first `min_num_proc` ranks.
+        The function's results by rank; of an elastic job, those of the first ``min_num_proc`` ranks.
 
     Raises:
         ValueError: Arguments exclude each other.
         RuntimeError: A process failed; its exception is the cause.
+
+    Example:
+        >>> def train():
+        ...     hvd.init()
+        ...     return hvd.rank()
+        >>> horovod.run(train, num_proc=2)
+        [0, 1]
     """
     from horovod.runner import launch
     from horovod.runner.util.network import Interfaces

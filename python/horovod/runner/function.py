@@ -1,4 +1,4 @@
-"""Functions that run on all processes of a new job: how they get there, and how their results come back."""
+"""Functions that run on all processes of a new job: their transfer, and that of their results."""
 
 from __future__ import annotations
 
@@ -98,7 +98,10 @@ class _Desk:
 
 
 def _limit_waits(peer: socket.socket, seconds: int) -> None:
-    """How long one read may wait; 0 is for ever. Unlike `settimeout` it also holds for a `Connection` of this socket."""
+    """Limit the time of one read; 0 means no limit.
+
+    Unlike `settimeout` this also holds for a `Connection` of the socket.
+    """
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", seconds, 0))
 
 
@@ -109,14 +112,14 @@ def _end(one: socket.socket) -> None:
 
 
 def run_function(options: argparse.Namespace, start: Callable[[argparse.Namespace], None]) -> list[Any]:
-    """Runs ``options.run_func`` on all processes of a job.
+    """Run ``options.run_func`` on all processes of a job.
 
     Args:
-        options: Those of ``horovodrun``; the command becomes the one that runs the function.
+        options: Options of ``horovodrun``; the command becomes the one that runs the function.
         start: Starts the job with these options, and returns when all processes have ended.
 
     Returns:
-        What the function returned, by rank; of an elastic job, of the first ``options.min_num_proc`` ranks.
+        The function's results by rank; of an elastic job, those of the first ``options.min_num_proc`` ranks.
 
     Raises:
         RuntimeError: A process failed; its exception is the cause.

@@ -1,4 +1,4 @@
-"""Jobs under the core's own launcher, `smdrun`; the original's name for that is Gloo."""
+"""Jobs under the core's own launcher, `smdrun`, which takes the place of the original's Gloo."""
 
 from __future__ import annotations
 
@@ -28,12 +28,26 @@ FAILED = "Horovod detected that one or more processes exited with non-zero statu
 
 
 def is_here(host: str) -> bool:
-    """Whether a name is this host's, or one of its addresses."""
+    """Return whether a name is that of this host.
+
+    Args:
+        host: A name or an address.
+
+    Returns:
+        Whether it is.
+    """
     return _core.is_this_host(host)
 
 
 def create_slot_env_vars(slot_info: SlotInfo) -> dict[str, str]:
-    """What a process is told of its place."""
+    """Return the variables that tell a process its place.
+
+    Args:
+        slot_info: The place.
+
+    Returns:
+        Values by name.
+    """
     return {
         "HOROVOD_HOSTNAME": str(slot_info.hostname),
         "HOROVOD_RANK": str(slot_info.rank),
@@ -46,7 +60,17 @@ def create_slot_env_vars(slot_info: SlotInfo) -> dict[str, str]:
 
 
 def create_run_env_vars(server_ip: str, nics: Any, port: int, elastic: bool = False) -> dict[str, str]:
-    """What all processes are told."""
+    """Return the variables that all processes get.
+
+    Args:
+        server_ip: Address of the store.
+        nics: Interfaces of the hosts.
+        port: Port of the store.
+        elastic: Whether processes may join and leave.
+
+    Returns:
+        Values by name.
+    """
     interfaces = list(Interfaces(nics or ()))
     env = {
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": server_ip,
@@ -60,14 +84,29 @@ def create_run_env_vars(server_ip: str, nics: Any, port: int, elastic: bool = Fa
 
 
 def get_run_command(command: Sequence[str], server_ip: str, nics: Any, port: int, elastic: bool = False) -> str:
-    """A command for the shell, with :func:`create_run_env_vars` in front."""
+    """Return a command of the shell that sets the variables of :func:`create_run_env_vars` first.
+
+    Args:
+        command: The command that each process runs.
+        server_ip: Address of the store.
+        nics: Interfaces of the hosts.
+        port: Port of the store.
+        elastic: Whether processes may join and leave.
+
+    Returns:
+        The command.
+    """
     variables = create_run_env_vars(server_ip, nics, port, elastic)
     words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     return " ".join([*words, *map(shlex.quote, command)])
 
 
 def register_shutdown_event() -> threading.Event:
-    """An event that is set when this process is asked to end."""
+    """Create an event that is set when this process is asked to end.
+
+    Returns:
+        The event.
+    """
     event = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: event.set())
@@ -114,7 +153,18 @@ def _reasoned(words: list[str], command: Sequence[str], env: dict[str, str], set
 
 
 def gloo_run(settings: Any, nics: Any, env: dict[str, str], server_ip: str | None, command: Sequence[str]) -> None:
-    """As :func:`launch_gloo`, as the command line calls it."""
+    """Run a job as :func:`launch_gloo`, with the arguments of the command line.
+
+    Args:
+        settings: Settings of the job.
+        nics: Interfaces of the hosts.
+        env: Environment of the processes.
+        server_ip: This host's address for the processes.
+        command: The command that each process runs.
+
+    Raises:
+        RuntimeError: A process failed.
+    """
     launch_gloo(command, None, settings, nics, env, server_ip)
 
 
@@ -126,22 +176,23 @@ def launch_gloo(
     env: dict[str, str],
     server_ip: str | None,
 ) -> None:
-    """Runs a job on fixed hosts to its end.
+    """Run a job on fixed hosts to its end.
 
     Args:
-        command: What each process runs.
-        exec_command: Runs a process to its end by other ways than ssh, in a thread of its own: gets a command for the shell, the process's
-            :class:`SlotInfo` and events, the first of which to be set asks it to end the process; returns the exit code and when that
-            came, in seconds since 1970. The process needs the job's secret, `settings.key` if there is one, in ``_HOROVOD_SECRET_KEY``;
-            this process has it there meanwhile. ``None``: the core's launcher starts processes, and needs neither `nics` nor `server_ip`.
-        settings: Those of the job.
+        command: The command that each process runs.
+        exec_command: Runs a process to its end by other ways than ssh, in a thread of its own. It gets a command of the
+            shell, the process's :class:`SlotInfo`, and events; the first event that is set asks it to end the process.
+            It returns the exit code and the time of the end in seconds since 1970. The process needs the job's secret,
+            ``settings.key`` if there is one, in ``_HOROVOD_SECRET_KEY``, where this process has it meanwhile. With
+            ``None`` the core's launcher starts processes, and needs neither ``nics`` nor ``server_ip``.
+        settings: Settings of the job.
         nics: Interfaces of the hosts.
-        env: The processes' environment.
+        env: Environment of the processes.
         server_ip: This host's address for the processes.
 
     Raises:
         RuntimeError: A process failed.
-        Exception: What `exec_command` raised, once it has ended the other processes.
+        Exception: The exception of ``exec_command``, after the other processes have ended.
     """
     if exec_command is not None:
         _launch_by(exec_command, command, settings, nics, env, server_ip or "127.0.0.1")
@@ -199,7 +250,16 @@ def _launch_by(
 
 
 def gloo_run_elastic(settings: Any, env: dict[str, str], command: Sequence[str]) -> None:
-    """As :func:`launch_gloo_elastic`, as the command line calls it."""
+    """Run a job as :func:`launch_gloo_elastic`, with the arguments of the command line.
+
+    Args:
+        settings: Settings of the job.
+        env: Environment of the processes.
+        command: The command that each process runs.
+
+    Raises:
+        RuntimeError: The job could not continue.
+    """
     launch_gloo_elastic(command, None, settings, env, None, None, None)
 
 
@@ -212,19 +272,21 @@ def launch_gloo_elastic(
     rendezvous: Any,
     executable: str | None,
 ) -> None:
-    """Runs a job whose hosts come and go.
+    """Run a job whose hosts may join and leave.
 
     Args:
-        command: What each process runs.
-        exec_command: See :func:`launch_gloo`; ``None``: the core's launcher starts processes, and needs none of the last three.
-        settings: Those of the job.
-        env: The processes' environment.
-        get_common_interfaces: Interfaces of the hosts, from the job's :class:`~horovod.runner.elastic.driver.ElasticDriver`.
-        rendezvous: The store that processes ask for their places; a new one by default.
-        executable: Accepted.
+        command: The command that each process runs.
+        exec_command: See :func:`launch_gloo`. With ``None`` the core's launcher starts processes, and ignores the last
+            three arguments.
+        settings: Settings of the job.
+        env: Environment of the processes.
+        get_common_interfaces: Returns interfaces of the hosts for the job's
+            :class:`~horovod.runner.elastic.driver.ElasticDriver`.
+        rendezvous: The store from which processes get their places; a new one by default.
+        executable: Accepted for compatibility, without effect.
 
     Raises:
-        RuntimeError: It could not go on.
+        RuntimeError: The job could not continue.
     """
     if exec_command is not None:
         rendezvous = rendezvous or RendezvousServer(settings.verbose, settings.key)

@@ -17,7 +17,11 @@ from horovod.runner.util import lsf
 
 
 def is_jsrun_installed() -> bool:
-    """Whether there is a ``jsrun``."""
+    """Return whether there is a ``jsrun``.
+
+    Returns:
+        Whether there is.
+    """
     return shutil.which("jsrun") is not None
 
 
@@ -29,15 +33,15 @@ def js_run(
     stdout: Any = None,
     stderr: Any = None,
 ) -> None:
-    """Starts a job. From the command line, this process becomes ``jsrun``.
+    """Start a job. From the command line, this process becomes ``jsrun``.
 
     Args:
-        settings: Those of the job.
-        nics: Not needed: LSF knows the hosts.
-        env: The processes' environment.
-        command: What each process runs.
-        stdout: Where ``jsrun``'s output goes.
-        stderr: The same for errors.
+        settings: Settings of the job.
+        nics: Ignored: LSF knows the hosts.
+        env: Environment of the processes.
+        command: The command that each process runs.
+        stdout: Receives ``jsrun``'s output.
+        stderr: Receives ``jsrun``'s errors.
 
     Raises:
         Exception: There is no ``jsrun``, or no MPI.
@@ -73,17 +77,19 @@ def js_run(
 
 
 def generate_jsrun_rankfile(settings: Any, path: str | None = None) -> str:
-    """Writes which process gets which processors of which host: on each, the processes share them out evenly, as its GPUs.
+    """Write the assignment of processes to processors.
+
+    The processes of a host share its processors and its GPUs evenly.
 
     Args:
-        settings: Those of the job.
+        settings: Settings of the job.
         path: The file; by default a new one.
 
     Returns:
-        The file's name.
+        Name of the file.
 
     Raises:
-        ValueError: A host has more slots than GPUs, or all have too few.
+        ValueError: A host has more slots than GPUs, or the hosts have too few slots.
     """
     gpus = lsf.LSFUtils.get_num_gpus()
     places = list(_places(hosts_util.parse_hosts(settings.hosts), gpus, settings.num_proc))
@@ -110,8 +116,8 @@ def _places(hosts: Sequence[hosts_util.HostInfo], gpus: int, most: int) -> Itera
     for host in hosts:
         if host.slots > gpus:
             raise ValueError(
-                f"Invalid host input, slot count for host '{host.hostname}:{host.slots}' is greater than number of GPUs per "
-                f"host '{gpus}'."
+                f"Invalid host input, slot count for host '{host.hostname}:{host.slots}' is greater than number of "
+                f"GPUs per host '{gpus}'."
             )
         for slot in range(min(host.slots, most)):
             yield host.hostname, slot

@@ -164,10 +164,13 @@ def _parser(suppress: bool) -> argparse.ArgumentParser:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line as a namespace.
+    """Parse the command line.
 
     Args:
-        argv: Without the program's name; ``None`` takes the process's own.
+        argv: The arguments without the program's name; by default those of this process.
+
+    Returns:
+        The options.
 
     Raises:
         ValueError: A number is out of its range.
@@ -194,12 +197,28 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """Whether there is an ``mpirun`` that could start the processes."""
+    """Return whether there is an ``mpirun`` that could start the processes.
+
+    Args:
+        verbose: Accepted for compatibility, without effect.
+
+    Returns:
+        Whether there is.
+    """
     return mpi_available()
 
 
 def is_gloo_used(use_gloo: bool | None = None, use_mpi: bool | None = None, use_jsrun: bool | None = None) -> bool:
-    """Whether the core's own control plane starts the processes."""
+    """Return whether the core's own control plane starts the processes.
+
+    Args:
+        use_gloo: Whether it is asked for.
+        use_mpi: Whether MPI is asked for.
+        use_jsrun: Whether ``jsrun`` is asked for.
+
+    Returns:
+        Whether it does.
+    """
     return bool(use_gloo) or not (use_mpi or use_jsrun)
 
 
@@ -212,10 +231,19 @@ def run_controller(
     js_run: Any,
     verbosity: int | None,
 ) -> None:
-    """Calls the function of the controller that is asked for, or else of the first that there is.
+    """Call the function of the controller that is asked for, or else of the first that is available.
+
+    Args:
+        use_gloo: Whether the core's own control plane is asked for.
+        gloo_run: Starts a job by it.
+        use_mpi: Whether MPI is asked for.
+        mpi_run: Starts a job by it.
+        use_jsrun: Whether ``jsrun`` is asked for.
+        js_run: Starts a job by it.
+        verbosity: Accepted for compatibility, without effect.
 
     Raises:
-        ValueError: It is not here.
+        ValueError: The controller is not available.
     """
     verbose = verbosity is not None and verbosity >= 2
     if use_gloo:
@@ -250,7 +278,14 @@ def _is_elastic(args: argparse.Namespace) -> bool:
 
 
 def check_build(verbose: bool = False) -> str:
-    """Prints what there is, in the original's words, and ends the process with 0."""
+    """Print the available components in the original's form, and end the process with 0.
+
+    Args:
+        verbose: Accepted for compatibility, without effect.
+
+    Returns:
+        Nothing: the process ends.
+    """
     print(_build_report())
     raise SystemExit(0)
 
@@ -345,7 +380,7 @@ def _common_interfaces(
     kept: cache.Cache | None,
     env: dict[str, str],
 ) -> Interfaces:
-    """The interfaces that NCCL is told of: those that are asked for, or on several hosts those that they have in common."""
+    """Return the interfaces for NCCL: those of the options, or on several hosts those that the hosts have in common."""
     if not settings.nics and "NCCL_SOCKET_IFNAME" in env and elsewhere:
         return Interfaces()
     try:
@@ -416,7 +451,8 @@ def _run_elastic(args: argparse.Namespace) -> None:
         _, available = hosts.parse_hosts_and_slots(listed or f"localhost:{args.num_proc}")
         if len(available) < 2:
             raise ValueError(
-                "Cannot run in fault tolerance mode with fewer than 2 hosts: give more hosts, or a host discovery script"
+                "Cannot run in fault tolerance mode with fewer than 2 hosts: give more hosts, or a host discovery "
+                "script"
             )
         discovery = FixedHosts(available)
     settings = elastic_settings.ElasticSettings(
@@ -462,7 +498,7 @@ def _run_command(args: argparse.Namespace) -> None:
 
 
 def run_commandline() -> None:
-    """The console script."""
+    """Run ``horovodrun``."""
     try:
         args = parse_args()
         if args.check_build:

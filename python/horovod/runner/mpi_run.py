@@ -35,27 +35,62 @@ _MISSING_TEXT = (
 
 
 def mpi_available(env: dict[str, str] | None = None) -> bool:
-    """Whether there is an ``mpirun`` of a kind that is known."""
+    """Return whether there is an ``mpirun`` of a known kind.
+
+    Args:
+        env: The environment; by default this process's.
+
+    Returns:
+        Whether there is.
+    """
     return _get_mpi_implementation(env) not in (_UNKNOWN_IMPL, _MISSING_IMPL)
 
 
 def is_open_mpi(env: dict[str, str] | None = None) -> bool:
-    """Whether it is Open MPI's."""
+    """Return whether ``mpirun`` is that of Open MPI.
+
+    Args:
+        env: The environment; by default this process's.
+
+    Returns:
+        Whether it is.
+    """
     return _get_mpi_implementation(env) == _OMPI_IMPL
 
 
 def is_spectrum_mpi(env: dict[str, str] | None = None) -> bool:
-    """Whether it is IBM's."""
+    """Return whether ``mpirun`` is that of IBM's Spectrum MPI.
+
+    Args:
+        env: The environment; by default this process's.
+
+    Returns:
+        Whether it is.
+    """
     return _get_mpi_implementation(env) == _SMPI_IMPL
 
 
 def is_mpich(env: dict[str, str] | None = None) -> bool:
-    """Whether it is MPICH's."""
+    """Return whether ``mpirun`` is that of MPICH.
+
+    Args:
+        env: The environment; by default this process's.
+
+    Returns:
+        Whether it is.
+    """
     return _get_mpi_implementation(env) == _MPICH_IMPL
 
 
 def is_intel_mpi(env: dict[str, str] | None = None) -> bool:
-    """Whether it is Intel's."""
+    """Return whether ``mpirun`` is that of Intel MPI.
+
+    Args:
+        env: The environment; by default this process's.
+
+    Returns:
+        Whether it is.
+    """
     return _get_mpi_implementation(env) == _IMPI_IMPL
 
 
@@ -84,7 +119,7 @@ def _get_mpi_implementation(env: dict[str, str] | None = None) -> str:
 def _get_mpi_implementation_flags(
     tcp_flag: bool | None, env: dict[str, str] | None = None
 ) -> tuple[list[str] | None, list[str] | None, str | None]:
-    """What the ``mpirun`` that is here is told, how it binds, and whose it is; three times ``None`` if there is none."""
+    """Return flags of the installed ``mpirun``, its binding arguments and kind; three times ``None`` without one."""
     implementation = _get_mpi_implementation(env)
     if implementation == _OMPI_IMPL:
         return list(_OMPI_FLAGS), list(_NO_BINDING_ARGS), implementation
@@ -96,7 +131,10 @@ def _get_mpi_implementation_flags(
 
 
 def _line(settings: Any, nics: Any, exported: Sequence[str], command: Sequence[str], found: tuple[Any, ...]) -> str:
-    """The line for the shell. Scripts compare it: each option has its place, which stays, empty, if it is not needed."""
+    """Return the line for the shell.
+
+    Scripts compare it. Each option has its place, which stays empty if the option is not needed.
+    """
     flags, binding, implementation = found
     is_hydra = implementation in (_MPICH_IMPL, _IMPI_IMPL)
     # Open MPI reads the hosts itself.
@@ -140,18 +178,18 @@ def mpi_run(
     stdout: Any = None,
     stderr: Any = None,
 ) -> None:
-    """Starts a job. From the command line, this process becomes ``mpirun``.
+    """Start a job. From the command line, this process becomes ``mpirun``.
 
     Args:
-        settings: Those of the job.
+        settings: Settings of the job.
         nics: Interfaces for MPI's own messages.
-        env: The processes' environment.
-        command: What each process runs.
-        stdout: Where ``mpirun``'s output goes.
-        stderr: The same for errors.
+        env: Environment of the processes.
+        command: The command that each process runs.
+        stdout: Receives ``mpirun``'s output.
+        stderr: Receives ``mpirun``'s errors.
 
     Raises:
-        Exception: `env` is no dictionary, or there is no MPI.
+        Exception: ``env`` is no dictionary, or there is no MPI.
         RuntimeError: ``mpirun`` failed.
     """
     if env is not None and not isinstance(env, dict):

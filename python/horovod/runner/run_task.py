@@ -1,4 +1,4 @@
-"""What each process of :func:`horovod.run` runs."""
+"""The process of a job of :func:`horovod.run`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ def _pickled(rank: int, succeeded: bool, outcome: Any) -> bytes:
 
 
 def main() -> int:
-    """Fetches the function, runs it, and delivers what it returns."""
+    """Fetch the function, run it, and deliver its result.
+
+    Returns:
+        The exit code.
+    """
     port, key = os.environ.pop("HOROVOD_RUN_DESK").split(":")
     # The launcher's host is where the rendezvous is; processes of `mpirun` without one are on the same host.
     host = os.environ.get("SMD_RENDEZVOUS", "127.0.0.1:0").rpartition(":")[0]

@@ -1,4 +1,7 @@
-"""What runs on each host while interfaces are looked for: ``python -m horovod.runner.task_fn``, told everything on its standard input."""
+"""The task that runs on each host during the search for interfaces: ``python -m horovod.runner.task_fn``.
+
+It reads its instructions from standard input.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,11 @@ def _task_fn(index: int, num_hosts: int, driver_addresses: Addresses, key: bytes
 
 
 def main() -> int:
-    """Reads what the driver tells, and does it."""
+    """Read the driver's instructions and follow them.
+
+    Returns:
+        The exit code.
+    """
     _task_fn(*codec.loads_base64(sys.stdin.read()))
     return 0
 

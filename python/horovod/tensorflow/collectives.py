@@ -1,4 +1,4 @@
-"""Collectives that know of compression and of tensors with only some rows."""
+"""Collectives with compression, and for ``tf.IndexedSlices``."""
 
 from __future__ import annotations
 
@@ -37,30 +37,33 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> Any:
-    """Reduces a tensor over the ranks of a process set; differentiable.
+    """Reduce a tensor over the ranks of a process set; differentiable.
 
     Args:
         tensor: Same shape and type on all ranks; or ``tf.IndexedSlices``, whose rows are gathered.
         average: Deprecated: ``True`` means ``op=Average``, ``False`` ``op=Sum``.
-        device_dense: Where a tensor is reduced; by default TensorFlow chooses.
-        device_sparse: Where ``tf.IndexedSlices`` are gathered.
-        compression: How it travels.
+        device_dense: Device on which dense tensors are reduced; by default TensorFlow chooses.
+        device_sparse: Device on which ``tf.IndexedSlices`` are gathered; by default TensorFlow chooses.
+        compression: Type in which tensors travel, a member of ``Compression``.
         op: ``Average`` (the default), ``Sum``, ``Adasum``, ``Min``, ``Max`` or ``Product``.
-        prescale_factor: Multiplied with each rank's values first.
+        prescale_factor: Multiplied with each rank's values before the reduction.
         postscale_factor: Multiplied with the result.
-        name: Matches ranks' calls; in a graph it follows from the tensor's if there is none.
-        process_set: Whose ranks.
-        ignore_name_scope: Only what follows the last slash of the node's name counts.
+        name: Matches the ranks' calls: the same on all ranks. In a graph it follows from the tensor's name by default.
+        process_set: The ranks that take part.
+        ignore_name_scope: Whether only what follows the last slash of the node's name counts.
 
     Returns:
         A tensor of the same shape and type.
 
     Raises:
-        ValueError: The arguments are not acceptable.
-        NotImplementedError: ``tf.IndexedSlices`` cannot be reduced like that.
+        ValueError: An argument is not acceptable.
+        NotImplementedError: ``tf.IndexedSlices`` cannot be reduced with this ``op``.
         tf.errors.InvalidArgumentError: The name is in use, or this rank is not in the process set.
         tf.errors.FailedPreconditionError: Ranks disagree.
-        tf.errors.UnknownError: A rank is gone.
+        tf.errors.UnknownError: A rank has ended.
+
+    Example:
+        >>> loss = hvd.allreduce(loss)  # the average over the ranks
     """
     op = handle_average_backwards_compatibility(op, average)
     if isinstance(tensor, tf.IndexedSlices):
@@ -77,8 +80,8 @@ def allreduce(
 def _check_sparse(op: int, prescale_factor: float, postscale_factor: float) -> None:
     if op == Adasum:
         raise NotImplementedError(
-            "The Adasum reduction does not currently support sparse tensors. As a workaround please pass sparse_as_dense=True "
-            "to DistributedOptimizer"
+            "The Adasum reduction does not currently support sparse tensors. As a workaround please pass "
+            "sparse_as_dense=True to DistributedOptimizer"
         )
     if op not in (Average, Sum):
         raise NotImplementedError("sparse tensors are reduced by Average and Sum only")
@@ -113,7 +116,30 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """As :func:`allreduce`, of several tensors: the dense ones run together or none does."""
+    """Reduce several tensors as :func:`allreduce`: the dense ones run together or none does.
+
+    Args:
+        tensors: Inputs; same number, shapes and types on all ranks.
+        average: Deprecated: ``True`` means ``op=Average``, ``False`` ``op=Sum``.
+        device_dense: Device on which dense tensors are reduced; by default TensorFlow chooses.
+        device_sparse: Device on which ``tf.IndexedSlices`` are gathered; by default TensorFlow chooses.
+        compression: Type in which tensors travel, a member of ``Compression``.
+        op: ``Average`` (the default), ``Sum``, ``Adasum``, ``Min``, ``Max`` or ``Product``.
+        prescale_factor: Multiplied with each rank's values before the reduction.
+        postscale_factor: Multiplied with the result.
+        process_set: The ranks that take part.
+        ignore_name_scope: Whether only what follows the last slash of the node's name counts.
+        name: Matches the ranks' calls: the same on all ranks. In a graph it follows from the tensor's name by default.
+
+    Returns:
+        One result for each tensor.
+
+    Raises:
+        ValueError: An argument is not acceptable.
+        tf.errors.InvalidArgumentError: The name is in use, or this rank is not in the process set.
+        tf.errors.FailedPreconditionError: Ranks disagree.
+        tf.errors.UnknownError: A rank has ended.
+    """
     if not tensors:
         return list(tensors)
     op = handle_average_backwards_compatibility(op, average)
@@ -147,19 +173,29 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> tf.Tensor:
-    """Reduces over the ranks, and leaves each with its share of the rows; differentiable. The first ranks get one row more
-    if the rows cannot be shared out evenly.
+    """Reduce a tensor over the ranks, and give each rank a part of the rows; differentiable.
+
+    The first ranks get one row more if the rows cannot be divided evenly.
 
     Args:
-        tensor: Same shape and type on all ranks.
-        device_dense: See :func:`allreduce`.
-        compression: How it travels.
+        tensor: Input of shape ``[rows, ...]``; same shape and type on all ranks.
+        device_dense: Device on which dense tensors are reduced; by default TensorFlow chooses.
+        compression: Type in which tensors travel, a member of ``Compression``.
         op: ``Average`` or ``Sum``.
-        name: See :func:`allreduce`.
-        process_set: Whose ranks.
-        ignore_name_scope: See :func:`allreduce`.
-        prescale_factor: Multiplied with each rank's values first.
+        name: Matches the ranks' calls: the same on all ranks. In a graph it follows from the tensor's name by default.
+        process_set: The ranks that take part.
+        ignore_name_scope: Whether only what follows the last slash of the node's name counts.
+        prescale_factor: Multiplied with each rank's values before the reduction.
         postscale_factor: Multiplied with the result.
+
+    Returns:
+        This rank's rows of the result.
+
+    Raises:
+        ValueError: An argument is not acceptable.
+        tf.errors.InvalidArgumentError: The name is in use, or this rank is not in the process set.
+        tf.errors.FailedPreconditionError: Ranks disagree.
+        tf.errors.UnknownError: A rank has ended.
     """
     with tf.device(device_dense):
         small, ctx = compression.compress(_dense(tensor))
@@ -177,7 +213,26 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[tf.Tensor]:
-    """As :func:`reducescatter`, of several tensors: all run together or none does."""
+    """Reduce and scatter several tensors as :func:`reducescatter`: all run together or none does.
+
+    Args:
+        tensors: Inputs; same number, shapes and types on all ranks.
+        device_dense: Device on which dense tensors are reduced; by default TensorFlow chooses.
+        compression: Type in which tensors travel, a member of ``Compression``.
+        op: ``Average`` or ``Sum``.
+        process_set: The ranks that take part.
+        prescale_factor: Multiplied with each rank's values before the reduction.
+        postscale_factor: Multiplied with the result.
+
+    Returns:
+        This rank's rows of each result.
+
+    Raises:
+        ValueError: An argument is not acceptable.
+        tf.errors.InvalidArgumentError: The name is in use, or this rank is not in the process set.
+        tf.errors.FailedPreconditionError: Ranks disagree.
+        tf.errors.UnknownError: A rank has ended.
+    """
     if not tensors:
         return list(tensors)
     with tf.device(device_dense):

@@ -1,4 +1,4 @@
-"""How tensors travel."""
+"""Types in which tensors are sent."""
 
 from __future__ import annotations
 
@@ -10,33 +10,54 @@ from smdistributed.dataparallel.tensorflow import compression as shared
 
 
 class Compressor:
-    """What a choice of one's own has."""
+    """The interface of a compression. Subclass it for a compression of your own."""
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """What is sent, and what :meth:`decompress` needs to know."""
+        """Return the tensor in the form in which it is sent.
+
+        Args:
+            tensor: The tensor to send.
+
+        Returns:
+            The compressed tensor, and a context for :meth:`decompress`.
+        """
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
-        """The tensor again."""
+        """Return a received tensor in its original form.
+
+        Args:
+            tensor: The received tensor.
+            ctx: The context that :meth:`compress` returned.
+
+        Returns:
+            The tensor.
+        """
         raise NotImplementedError
 
 
 class NoneCompressor(shared.NoneCompression, Compressor):
-    """Unchanged."""
+    """Send tensors unchanged."""
 
 
 class FP16Compressor(shared.FP16Compression, Compressor):
-    """Floating tensors are sent as float16; others are untouched."""
+    """Send floating-point tensors as float16; others are unchanged."""
 
 
 class BF16Compressor(shared.BF16Compression, Compressor):
-    """Floating tensors are sent as bfloat16, which has the range of float32. An extension."""
+    """Send floating-point tensors as bfloat16, which has the range of float32. An extension."""
 
 
 class Compression:
-    """The choices."""
+    """The compressions of tensors.
+
+    Attributes:
+        none: Tensors travel in their own type.
+        fp16: As float16.
+        bf16: As bfloat16. An extension.
+    """
 
     none = NoneCompressor
     fp16 = FP16Compressor

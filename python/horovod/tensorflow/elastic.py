@@ -1,4 +1,4 @@
-"""Training that goes on when workers die or come: ``hvd.elastic``."""
+"""Elastic training, which continues when workers fail or join: ``hvd.elastic``."""
 
 from __future__ import annotations
 
@@ -24,11 +24,24 @@ _OURS = ("Horovod", "Smd", "smd:")
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a training function whose first argument is a state: it is called again, with the state of the last commit,
-    after a worker has failed, and with the state as it is after hosts have come or gone.
+    """Decorate a training function so that it continues after workers fail, leave or join.
+
+    The function's first argument is a state. After a worker has failed, the function is called again with the state of
+    the last commit. After hosts have joined or left, it is called again with the current state.
 
     Args:
-        func: Trains; what it returns is returned.
+        func: The training function.
+
+    Returns:
+        The decorated function, which returns what ``func`` returns.
+
+    Example:
+        >>> @hvd.elastic.run
+        ... def train(state):
+        ...     for state.epoch in range(state.epoch, 10):
+        ...         train_epoch(state.model)
+        ...         state.commit()
+        >>> train(hvd.elastic.TensorFlowKerasState(model, epoch=0))
     """
     return run_fn(func, _reset, _translated)
 
@@ -62,12 +75,14 @@ def _graph_broadcast(session: Any) -> Callable[..., Any]:
 
 
 class TensorFlowState(ObjectState):
-    """The state of a training on variables. Where it is restored or synchronised, distributed optimizers drop what they have summed
-    of ``backward_passes_per_step``: ranks begin the next step together.
+    """The state of a training on variables.
+
+    When it is restored or synchronized, distributed optimizers drop the gradients that they have summed for
+    ``backward_passes_per_step``: ranks begin the next step together.
 
     Args:
-        variables: All of them; in a graph of TensorFlow 1 its global variables by default.
-        session: For a graph of TensorFlow 1; the default session by default.
+        variables: All variables; in a graph of TensorFlow 1 its global variables by default.
+        session: Session for a graph of TensorFlow 1; the default session by default.
         **kwargs: Plain objects such as ``epoch=0``, which become attributes.
     """
 
@@ -85,14 +100,17 @@ class TensorFlowState(ObjectState):
         self._save_variables()
 
     def save(self) -> None:
+        """Keep variables and objects in memory."""
         self._save_variables()
         super().save()
 
     def restore(self) -> None:
+        """Return to the saved state."""
         self._restore_variables()
         super().restore()
 
     def sync(self) -> None:
+        """Take over rank 0's state, and save it."""
         self._forget_sums()
         if tf.executing_eagerly():
             broadcast_variables(self.variables, root_rank=0)
@@ -138,12 +156,14 @@ class TensorFlowState(ObjectState):
 
 
 class TensorFlowKerasState(ObjectState):
-    """The state of a training on a Keras model. Sums of ``backward_passes_per_step`` are dropped as those of :class:`TensorFlowState`.
+    """The state of a training on a Keras model.
+
+    It drops sums of ``backward_passes_per_step`` as :class:`TensorFlowState` does.
 
     Args:
-        model: Built.
-        optimizer: By default the model's.
-        backend: Not needed.
+        model: The model, built.
+        optimizer: The optimizer; by default the model's.
+        backend: Ignored.
         **kwargs: Plain objects such as ``epoch=0, batch=0``, which become attributes.
 
     Raises:
@@ -163,10 +183,12 @@ class TensorFlowKerasState(ObjectState):
         self._save_model()
 
     def save(self) -> None:
+        """Keep model, optimizer and objects in memory."""
         self._save_model()
         super().save()
 
     def restore(self) -> None:
+        """Return to the saved state."""
         self._restore_model()
         super().restore()
 
@@ -188,6 +210,7 @@ class TensorFlowKerasState(ObjectState):
         super()._take(objects)
 
     def sync(self) -> None:
+        """Take over rank 0's state, and save it."""
         forget_sums()
         broadcast_variables(self._variables(), root_rank=0)
         self._save_model()

@@ -1,4 +1,4 @@
-"""Variables and objects, the same on all ranks."""
+"""Broadcasts of variables and objects."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ from smdistributed.dataparallel.tensorflow.replicas import note_broadcast
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
 ) -> tf.Operation | None:
-    """Assigns the values of `root_rank` to variables on all ranks.
+    """Assign the root's values to variables on all ranks.
 
     Args:
         variables: ``tf.Variable`` and Keras variables, the same on all ranks.
-        root_rank: Whose values.
-        process_set: Whose ranks.
-        inplace: Whether the memory of the variables is written to, all at once.
+        root_rank: Rank in the world whose values are sent.
+        process_set: The ranks that take part.
+        inplace: Whether to write to the memory of the variables, all at once.
 
     Returns:
-        In a graph of TensorFlow 1, the operation to run.
+        In a graph of TensorFlow 1, the operation to run; else ``None``.
+
+    Example:
+        >>> hvd.broadcast_variables(model.variables, root_rank=0)
     """
     note_broadcast()
     variables = [underlying(variable) for variable in variables]
@@ -48,7 +51,13 @@ def broadcast_variables(
 
 
 def broadcast_global_variables(root_rank: int) -> tf.Operation:
-    """The operation that assigns the values of `root_rank` to all global variables of a graph of TensorFlow 1.
+    """Return the operation that assigns the root's values to all global variables of a graph of TensorFlow 1.
+
+    Args:
+        root_rank: Rank in the world whose values are sent.
+
+    Returns:
+        The operation to run.
 
     Raises:
         RuntimeError: In eager mode, which has no such collection.
@@ -62,11 +71,11 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
-    """Gives all global variables the values of one rank when a ``MonitoredTrainingSession`` is made.
+    """Give all global variables the values of one rank when a ``MonitoredTrainingSession`` is created.
 
     Args:
-        root_rank: Whose values.
-        device: Where they are sent from; by default TensorFlow chooses.
+        root_rank: Rank in the world whose values are sent.
+        device: Device from which values are sent; by default TensorFlow chooses.
     """
 
     def __init__(self, root_rank: int, device: str = "") -> None:
@@ -76,13 +85,18 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
         self.device = device
 
     def begin(self) -> None:
-        """Adds the operation to the graph, which is finalized after this."""
+        """Add the operation to the graph before it is finalized."""
         if self.bcast_op is None or self.bcast_op.graph is not tf.compat.v1.get_default_graph():
             with tf.device(self.device):
                 self.bcast_op = broadcast_global_variables(self.root_rank)
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
-        """Broadcasts, once the variables have their first values."""
+        """Broadcast once the variables have their initial values.
+
+        Args:
+            session: The session.
+            coord: Ignored.
+        """
         session.run(self.bcast_op)
 
 
@@ -91,7 +105,10 @@ def _pickled(obj: Any) -> np.ndarray:
 
 
 class _Sender:
-    """Runs a collective on arrays: at once in eager mode, in a session of a graph otherwise, for which it is made once."""
+    """Runs a collective on arrays.
+
+    It runs at once in eager mode. Otherwise it runs in a session of a graph, for which the operation is created once.
+    """
 
     def __init__(self, session: tf.compat.v1.Session | None, call: Callable[[Any, str], tf.Tensor]) -> None:
         self._session = session
@@ -123,14 +140,17 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The root's object, pickled on the way.
+    """Return the root's object on every rank; it is pickled on the way.
 
     Args:
-        obj: Of other ranks it is not looked at.
-        root_rank: Whose.
-        session: Runs it, in a graph of TensorFlow 1; by default the current one.
-        name: Matches ranks' calls.
-        process_set: Whose ranks.
+        obj: The object on the root; ignored on other ranks.
+        root_rank: Rank in the world whose object is sent.
+        session: Session for a graph of TensorFlow 1; by default the current one.
+        name: Matches the ranks' calls: the same on all ranks.
+        process_set: The ranks that take part.
+
+    Returns:
+        The root's object.
     """
     return broadcast_object_fn(root_rank, session, name or "broadcast_object", process_set)(obj)
 
@@ -141,7 +161,19 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """A function that is :func:`broadcast_object` of its argument; in a graph of TensorFlow 1, its operations are made once."""
+    """Return a function that broadcasts its argument as :func:`broadcast_object` does.
+
+    In a graph of TensorFlow 1, its operations are created once.
+
+    Args:
+        root_rank: Rank in the world whose object is sent.
+        session: Session for a graph of TensorFlow 1; by default the current one.
+        name: Matches the ranks' calls: the same on all ranks.
+        process_set: The ranks that take part.
+
+    Returns:
+        A function of the object.
+    """
     name = name or "broadcast_object_fn"
     sender = _Sender(session, lambda tensor, full: broadcast(tensor, root_rank, full, process_set=process_set))
     if not tf.executing_eagerly():
@@ -165,7 +197,17 @@ def allgather_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """The objects of all ranks, pickled on the way, in the order of ranks."""
+    """Return the objects of all ranks; they are pickled on the way.
+
+    Args:
+        obj: This rank's object.
+        session: Session for a graph of TensorFlow 1; by default the current one.
+        name: Matches the ranks' calls: the same on all ranks.
+        process_set: The ranks that take part.
+
+    Returns:
+        The objects in the order of ranks.
+    """
     name = name or "allgather_object"
     sender = _Sender(session, lambda tensor, full: allgather(tensor, full, process_set=process_set))
     pickled = _pickled(obj)

@@ -27,13 +27,14 @@ class LocalGradientAggregationHelper:
     """Sums gradients in variables of this rank, and reduces every n-th sum.
 
     Args:
-        backward_passes_per_step: How many gradients are summed.
+        backward_passes_per_step: Number of gradients that are summed.
         allreduce_func: Reduces gradients; called with them and their variables.
         sparse_as_dense: Whether ``tf.IndexedSlices`` may become dense.
-        average_aggregated_gradients: Whether sums are divided by how many they are of.
+        average_aggregated_gradients: Whether sums are divided by their number of gradients.
 
     Attributes:
-        counter: Gradients of the sum so far, a variable; 0 when it was reduced just now. ``None`` before the first.
+        counter: Variable with the number of gradients in the sum; 0 after a reduction. ``None`` before the first
+            gradient.
     """
 
     _OPTIMIZER_TYPE_KERAS = "optimizer_type_keras"
@@ -83,11 +84,13 @@ class LocalGradientAggregationHelper:
             raise ValueError(f"there were {len(self._sums)} gradients to aggregate, and now there are {len(gradients)}")
         late = [place for place, total in enumerate(self._sums) if total is None and gradients[place] is not None]
         if late and self.counter is not None and tf.inside_function():
-            # What was traced before would leave it out, and TensorFlow makes variables in a function's first trace only.
+            # What was traced before would leave it out, and TensorFlow makes variables in a function's first trace
+            # only.
             name = getattr(variables[late[0]], "name", late[0])
             raise ValueError(
-                f"variable `{name}` has a gradient now, and had none when the first of {self.backward_passes_per_step} passes was "
-                "traced: all passes of a tf.function need gradients of the same variables"
+                f"variable `{name}` has a gradient now, and had none when the first of "
+                f"{self.backward_passes_per_step} passes was traced: all passes of a tf.function need gradients of the "
+                "same variables"
             )
         # Outside of a function that is being traced.
         with tf.init_scope():
@@ -106,10 +109,10 @@ class LocalGradientAggregationHelper:
         return [each.assign(tf.zeros_like(each), read_value=False) for each in (self.counter, *sums)]
 
     def forget(self, session: Any = None) -> None:
-        """Drops the sums.
+        """Drop the sums.
 
         Args:
-            session: For those in a graph of TensorFlow 1.
+            session: Session of a graph of TensorFlow 1.
         """
         if self._forgetting is not None:
             if session is not None and session.graph is self._forgetting.graph:
@@ -118,10 +121,17 @@ class LocalGradientAggregationHelper:
             self._forget()
 
     def compute_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Adds gradients to the sums.
+        """Add gradients to the sums.
+
+        Args:
+            gradients: One gradient for each variable, or ``None``.
+            variables: The variables.
 
         Returns:
-            The reduced sums, in every n-th call; in the others sums so far, which are not to be applied.
+            The reduced sums in every n-th call. In other calls the sums so far, which are not to be applied.
+
+        Raises:
+            ValueError: The number of gradients changed, or slices cannot become dense.
         """
         gradients = [self._dense(gradient) for gradient in gradients]
         variables = list(variables)
@@ -154,7 +164,15 @@ class LocalGradientAggregationHelper:
         return [by_place.get(place) for place in range(len(gradients))]
 
     def apply_gradients(self, apply_grads_closure: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
-        """Calls the first function if the sums were reduced just now, the second one if not. Neither result is kept."""
+        """Run the step if the sums were just reduced; otherwise run the alternative.
+
+        Args:
+            apply_grads_closure: Takes the step.
+            otherwise: Runs between steps.
+
+        Returns:
+            A scalar boolean that is ready when the function has run; the functions' results are dropped.
+        """
 
         def done(call: Callable[[], Any]) -> Callable[[], tf.Tensor]:
             def run() -> tf.Tensor:

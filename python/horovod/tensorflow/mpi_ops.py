@@ -3,9 +3,9 @@
 Ranks submit them in any order; they find each other by the name of the node, or, in eager mode, by the caller's name or
 what the operation is called, which is safe as eager calls block.
 
-- HTF-1: operations are stateful, so that TensorFlow neither drops nor merges one nor computes it beforehand. It would also
-  run stateful ones one after the other in a ``tf.function``, and gradients could not be reduced together: :func:`_run`
-  takes them out of that chain.
+- HTF-1: operations are stateful, so that TensorFlow neither drops nor merges one nor computes it beforehand. It would
+  also run stateful ones one after the other in a ``tf.function``, and gradients could not be reduced together:
+  :func:`_run` takes them out of that chain.
 """
 
 from __future__ import annotations
@@ -72,7 +72,14 @@ def _load_library(name: str) -> Any:
 
 
 def check_num_rank_power_of_2(num_rank: int) -> bool:
-    """As ``num_rank_is_power_2``."""
+    """Return whether a number of ranks is a power of two, as ``num_rank_is_power_2``.
+
+    Args:
+        num_rank: The number.
+
+    Returns:
+        Whether it is.
+    """
     return num_rank_is_power_2(num_rank)
 
 
@@ -143,8 +150,11 @@ def _reduce(
     /,
     **arguments: Any,
 ) -> list[tf.Tensor]:
-    """Calls a reduction. Floats are scaled wherever they are, in their own type, and factors are only compared: a node's are float32.
-    Scaled integers and Adasum are the host's: TensorFlow copies them."""
+    """Call a reduction.
+
+    Floating-point tensors are scaled in their own type, wherever they are, and the core only compares the factors:
+    those of a node are float32. Scaled integers and Adasum run on the host, and TensorFlow copies their tensors.
+    """
     is_plain = factors == (1.0, 1.0)
     is_scaled = not is_plain and all(tensor.dtype.base_dtype.is_floating for tensor in tensors)
     sent = [_times(tensor, factors[0]) for tensor in tensors] if is_scaled else list(tensors)
@@ -219,13 +229,22 @@ def allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
-    """The rows of all ranks, one rank's after the other's; differentiable. Ranks may have different numbers of rows.
+    """Concatenate the rows of all ranks; differentiable.
 
     Args:
-        tensor: At least one dimension; all but the first are the same on all ranks.
-        name: Matches ranks' calls; in a graph it follows from the tensor's if there is none.
-        ignore_name_scope: Only what follows the last slash of the node's name counts.
-        process_set: Whose ranks.
+        tensor: Input of shape ``[rows, ...]``. Ranks may have different numbers of rows.
+        name: Matches the ranks' calls: the same on all ranks. In a graph it follows from the tensor's name by default.
+        ignore_name_scope: Whether only what follows the last slash of the node's name counts.
+        process_set: The ranks that take part.
+
+    Returns:
+        The rows of rank 0, then those of rank 1, and so on.
+
+    Raises:
+        ValueError: An argument is not acceptable.
+        tf.errors.InvalidArgumentError: The name is in use, or this rank is not in the process set.
+        tf.errors.FailedPreconditionError: Ranks disagree.
+        tf.errors.UnknownError: A rank has ended.
     """
     tensor = tf.convert_to_tensor(tensor)
     options = {"ignore_name_scope": ignore_name_scope, "process_set_id": _number(process_set)}
@@ -238,7 +257,23 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """As :func:`allgather`, of several tensors: all run together or none does."""
+    """Concatenate the rows of several tensors as :func:`allgather`: all run together or none does.
+
+    Args:
+        tensors: Inputs.
+        name: Matches the ranks' calls: the same on all ranks. In a graph it follows from the tensor's name by default.
+        ignore_name_scope: Whether only what follows the last slash of the node's name counts.
+        process_set: The ranks that take part.
+
+    Returns:
+        One output for each tensor.
+
+    Raises:
+        ValueError: An argument is not acceptable.
+        tf.errors.InvalidArgumentError: The name is in use, or this rank is not in the process set.
+        tf.errors.FailedPreconditionError: Ranks disagree.
+        tf.errors.UnknownError: A rank has ended.
+    """
     if not tensors:
         return list(tensors)
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
@@ -258,7 +293,24 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
-    """The tensor of `root_rank`, a rank of the world; differentiable."""
+    """Return the root's tensor on every rank; differentiable.
+
+    Args:
+        tensor: Input; same shape and type on all ranks.
+        root_rank: Rank in the world whose values are sent.
+        name: Matches the ranks' calls: the same on all ranks. In a graph it follows from the tensor's name by default.
+        ignore_name_scope: Whether only what follows the last slash of the node's name counts.
+        process_set: The ranks that take part.
+
+    Returns:
+        A tensor with the root's values.
+
+    Raises:
+        ValueError: An argument is not acceptable.
+        tf.errors.InvalidArgumentError: The name is in use, or this rank is not in the process set.
+        tf.errors.FailedPreconditionError: Ranks disagree.
+        tf.errors.UnknownError: A rank has ended.
+    """
     tensor = tf.convert_to_tensor(tensor)
     options = {
         "root_rank": int(root_rank),
@@ -274,19 +326,19 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """Gives variables the values of `root_rank`, in place.
+    """Give variables the root's values, in place.
 
     Args:
-        variables: All resource variables, or all of TensorFlow 1's.
-        root_rank: Whose values.
-        name: Matches ranks' calls.
-        process_set: Whose ranks.
+        variables: Resource variables, or reference variables of TensorFlow 1; not both.
+        root_rank: Rank in the world whose values are sent.
+        name: Matches the ranks' calls: the same on all ranks. In a graph it follows from the tensor's name by default.
+        process_set: The ranks that take part.
 
     Returns:
-        What the variables are then.
+        The new values of the variables.
 
     Raises:
-        ValueError: They are of both kinds.
+        ValueError: There are variables of both kinds.
     """
     replicas.note_broadcast()
     variables = list(variables)
@@ -338,17 +390,23 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Sends rows to each rank, and gets rows from each; differentiable.
+    """Send rows to each rank, and receive rows from each; differentiable.
 
     Args:
         tensor: Rows, in the order of the ranks that they are for.
         splits: Rows for each rank; ``None`` means equal parts.
-        name: See :func:`allgather`.
-        ignore_name_scope: See :func:`allgather`.
-        process_set: Whose ranks.
+        name: Matches the ranks' calls: the same on all ranks. In a graph it follows from the tensor's name by default.
+        ignore_name_scope: Whether only what follows the last slash of the node's name counts.
+        process_set: The ranks that take part.
 
     Returns:
-        What was received, in the order of ranks, and if there are splits, how many rows from each.
+        The received rows in the order of ranks. With ``splits``, also how many rows came from each rank.
+
+    Raises:
+        ValueError: An argument is not acceptable.
+        tf.errors.InvalidArgumentError: The name is in use, or this rank is not in the process set.
+        tf.errors.FailedPreconditionError: Ranks disagree.
+        tf.errors.UnknownError: A rank has ended.
     """
     tensor = tf.convert_to_tensor(tensor)
     if isinstance(splits, (tf.Tensor, tf.Variable)) and splits.dtype.base_dtype != tf.int32:
@@ -406,7 +464,11 @@ def _grouped_reducescatter(
 def _compare_step(
     numbers: Sequence[int], names: Sequence[str], ignore_name_scope: bool, process_set: ProcessSet
 ) -> tf.Operation | None:
-    """Fails on all ranks unless they are about to reduce gradients with the same numbers; in a graph, the operation that does."""
+    """Fail on all ranks unless they are about to reduce gradients with the same numbers.
+
+    Returns:
+        In a graph, the operation that compares; else ``None``.
+    """
     return _run(
         "HorovodStep",
         MPI_LIB.horovod_step,
@@ -420,8 +482,9 @@ def _compare_step(
 
 
 def join() -> tf.Tensor:
-    """Says that this rank has no more data, and waits until all ranks have. Meanwhile it takes part in the others'
-    all-reduces with what changes nothing; their other collectives fail.
+    """Declare that this rank has no more data, and wait until all ranks have declared it.
+
+    Meanwhile the rank contributes neutral elements to the others' all-reduces. Their other collectives fail.
 
     Returns:
         The rank that joined last.
@@ -430,32 +493,76 @@ def join() -> tf.Tensor:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> tf.Operation | None:
-    """Returns when every member of the process set has called it; in a graph, the operation that does."""
+    """Wait until every member of a process set has called it.
+
+    Args:
+        process_set: The ranks that take part.
+
+    Returns:
+        In a graph, the operation that waits; else ``None``.
+    """
     return MPI_LIB.horovod_barrier(process_set_id=_number(process_set))
 
 
 def rank_op(name: str | None = None) -> tf.Tensor:
-    """:func:`rank`, when the operation runs."""
+    """Return an operation that reads :func:`rank` when it runs.
+
+    Args:
+        name: Name of the node.
+
+    Returns:
+        A scalar of int32.
+    """
     return MPI_LIB.horovod_rank(name=name)
 
 
 def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """:func:`local_rank`, when the operation runs."""
+    """Return an operation that reads :func:`local_rank` when it runs.
+
+    Args:
+        name: Name of the node.
+
+    Returns:
+        A scalar of int32.
+    """
     return MPI_LIB.horovod_local_rank(name=name)
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """:func:`size`, when the operation runs; of a process set."""
+    """Return an operation that reads the size of a process set when it runs.
+
+    Args:
+        process_set_id: Number of the process set; 0 is the world.
+        name: Name of the node.
+
+    Returns:
+        A scalar of int32.
+    """
     return MPI_LIB.horovod_size(process_set_id=process_set_id, name=name)
 
 
 def local_size_op(name: str | None = None) -> tf.Tensor:
-    """:func:`local_size`, when the operation runs."""
+    """Return an operation that reads :func:`local_size` when it runs.
+
+    Args:
+        name: Name of the node.
+
+    Returns:
+        A scalar of int32.
+    """
     return MPI_LIB.horovod_local_size(name=name)
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """1 if this rank is in the process set when the operation runs, else 0."""
+    """Return an operation that checks whether this rank is in a process set when it runs.
+
+    Args:
+        process_set_id: Number of the process set.
+        name: Name of the node.
+
+    Returns:
+        A scalar of int32: 1 if it is, else 0.
+    """
     return MPI_LIB.horovod_process_set_included(process_set_id=process_set_id, name=name)
 
 
@@ -497,7 +604,8 @@ def _factors(operation: Any) -> dict[str, Any]:
 def _warn_of_gradient(op: int) -> None:
     if op not in (Average, Sum):
         warn_once(
-            f"the gradient of an allreduce with op={_REDUCTIONS[op]} is the same operation on the gradient, as in Horovod"
+            f"the gradient of an allreduce with op={_REDUCTIONS[op]} is the same operation on the gradient, "
+            "as in Horovod"
         )
 
 

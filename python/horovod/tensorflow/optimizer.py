@@ -1,4 +1,7 @@
-"""Optimizers of ``tf.compat.v1.train`` that reduce gradients over the ranks; those of Keras are in ``horovod._keras``."""
+"""Optimizers of ``tf.compat.v1.train`` that reduce gradients over the ranks.
+
+Those of Keras are in ``horovod._keras``.
+"""
 
 from __future__ import annotations
 
@@ -186,28 +189,36 @@ def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts t
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """An optimizer that reduces gradients over the ranks before it applies them.
+    """Make an optimizer reduce gradients over the ranks before it applies them.
 
     Args:
-        optimizer: A ``tf.compat.v1.train.Optimizer``, or one of Keras 3 or tf_keras.
-        name: Of the optimizer; by default ``Distributed`` and the class's name.
+        optimizer: A ``tf.compat.v1.train.Optimizer``, or an optimizer of Keras 3 or tf_keras.
+        name: Name of the optimizer; by default ``Distributed`` and the class's name.
         use_locking: Whether an optimizer of TensorFlow 1 locks variables.
-        device_dense: Where gradients are reduced; by default TensorFlow chooses.
-        device_sparse: Where ``tf.IndexedSlices`` are gathered.
-        compression: How gradients travel.
-        sparse_as_dense: Whether ``tf.IndexedSlices`` become dense first.
-        backward_passes_per_step: How many gradients each rank sums before they are reduced and applied.
-        op: ``Average`` or ``Sum``; for an optimizer of TensorFlow 1 also ``Adasum``, of the differences that its steps make.
-        gradient_predivide_factor: Of an average: divide by it before, and by the rest after the sum.
-        average_aggregated_gradients: Whether sums of `backward_passes_per_step` gradients are divided by that.
-        num_groups: Deprecated: `groups`.
-        groups: How many groups of gradients are reduced together each; or lists of variables that are.
-        process_set: Whose ranks.
+        device_dense: Device on which dense tensors are reduced; by default TensorFlow chooses.
+        device_sparse: Device on which ``tf.IndexedSlices`` are gathered; by default TensorFlow chooses.
+        compression: Type in which gradients travel, a member of ``Compression``.
+        sparse_as_dense: Whether ``tf.IndexedSlices`` become dense before they are reduced.
+        backward_passes_per_step: Number of gradients that each rank sums before they are reduced and applied.
+        op: ``Average`` or ``Sum``. For an optimizer of TensorFlow 1 also ``Adasum``, of the differences that its steps
+            make.
+        gradient_predivide_factor: With ``Average``: gradients are divided by it before the sum, and by the rest after
+            it.
+        average_aggregated_gradients: Whether these sums are divided by their number of gradients.
+        num_groups: Deprecated: use ``groups``.
+        groups: Number of groups of gradients that are reduced together, or lists of variables that are.
+        process_set: The ranks that take part.
         scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
 
+    Returns:
+        The distributed optimizer.
+
     Raises:
-        ValueError: The arguments are not acceptable.
-        NotImplementedError: Adasum in a process set.
+        ValueError: An argument is not acceptable.
+        NotImplementedError: ``op`` is ``Adasum`` and the process set is not that of all ranks.
+
+    Example:
+        >>> optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.01 * hvd.size()))
     """
     groups = resolve_groups(num_groups, groups)
     if backward_passes_per_step <= 0:

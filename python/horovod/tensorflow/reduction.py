@@ -1,7 +1,7 @@
 """The reduction of a step's gradients: what the tape and the optimizers share.
 
-In a graph each gradient, or each group of them, is a collective of its own, which starts when its gradients are there. Eager
-callers wait for each collective, so there all dense gradients are one.
+In a graph each gradient, or each group of them, is a collective of its own, which starts when its gradients are there.
+Eager callers wait for each collective, so there all dense gradients are one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Gradients = Sequence[tf.Tensor | tf.IndexedSlices | None]
 
 #: What makes replicas equal.
 _BROADCAST = (
-    "`hvd.broadcast_variables(model.variables, root_rank=0)` before the first step or right after it, or give `fit` the callback "
-    "`hvd.callbacks.BroadcastGlobalVariablesCallback(0)`"
+    "`hvd.broadcast_variables(model.variables, root_rank=0)` before the first step or right after it, or give `fit` "
+    "the callback `hvd.callbacks.BroadcastGlobalVariablesCallback(0)`"
 )
 
 # On what has been reduced: a gradient may pass an optimizer's method and then another one that reduces, too.
@@ -34,20 +34,38 @@ _MARK = "_hvd_reduced"
 
 
 def are_reduced(gradients: Gradients) -> bool:
-    """Whether these are the results of a reduction."""
+    """Return whether gradients are the results of a reduction.
+
+    Args:
+        gradients: The gradients.
+
+    Returns:
+        ``True`` if there are some and all are marked.
+    """
     present = [gradient for gradient in gradients if gradient is not None]
     return bool(present) and all(getattr(gradient, _MARK, False) for gradient in present)
 
 
 def mark_reduced(gradients: Gradients) -> None:
-    """Says so."""
+    """Mark gradients as the results of a reduction.
+
+    Args:
+        gradients: The gradients.
+    """
     for gradient in gradients:
         if gradient is not None:
             setattr(gradient, _MARK, True)
 
 
 def key(variable: Any) -> Any:
-    """What stands for a variable in sets: the same for a Keras variable and what is inside."""
+    """Return a key of a variable for sets and dictionaries.
+
+    Args:
+        variable: The variable.
+
+    Returns:
+        The key; the same for a Keras variable and the ``tf.Variable`` in it.
+    """
     variable = underlying(variable)
     return variable.ref() if hasattr(variable, "ref") else id(variable)
 
@@ -57,10 +75,16 @@ def _name_of(variable: Any) -> str:
 
 
 def layers_of(local_layers: Any) -> list[Any]:
-    """A layer, a list of them or ``None`` as a list.
+    """Return layers as a list.
+
+    Args:
+        local_layers: A layer, a list of layers or ``None``.
+
+    Returns:
+        The list.
 
     Raises:
-        ValueError: Some are no layers.
+        ValueError: An entry is no layer.
     """
     layers = list(local_layers) if isinstance(local_layers, (list, tuple, set)) else [local_layers]
     layers = [] if local_layers is None else layers
@@ -71,10 +95,17 @@ def layers_of(local_layers: Any) -> list[Any]:
 
 
 def resolve_groups(num_groups: int, groups: Any) -> Any:
-    """What the two arguments mean together.
+    """Return the groups that both arguments mean together.
+
+    Args:
+        num_groups: Deprecated: use ``groups``.
+        groups: Number of groups of gradients that are reduced together, or lists of variables that are.
+
+    Returns:
+        The groups: a number, lists of variables, or ``None``.
 
     Raises:
-        ValueError: They are none of what is documented.
+        ValueError: An argument is not acceptable.
     """
     import warnings
 
@@ -100,7 +131,15 @@ def resolve_groups(num_groups: int, groups: Any) -> Any:
 
 
 def check_predivide(gradient_predivide_factor: float, op: int) -> None:
-    """Raises ValueError for a factor that has no meaning."""
+    """Check that a factor is given for averages only.
+
+    Args:
+        gradient_predivide_factor: The factor.
+        op: The reduction.
+
+    Raises:
+        ValueError: The factor is not 1, and ``op`` is not ``Average``.
+    """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
 
@@ -126,11 +165,19 @@ class Reduction:
         check_predivide(self.gradient_predivide_factor, self.op)
 
     def add_local(self, variable: Any) -> None:
-        """Leaves the gradients of a variable alone."""
+        """Leave the gradients of a variable unreduced.
+
+        Args:
+            variable: The variable.
+        """
         self.local.add(key(variable))
 
     def add_layers(self, layers: Iterable[Any]) -> None:
-        """The same for all trainable weights of layers."""
+        """Leave the gradients of all trainable weights of layers unreduced.
+
+        Args:
+            layers: The layers.
+        """
         for layer in layers:
             for variable in layer.trainable_weights:
                 self.add_local(variable)
@@ -161,8 +208,8 @@ class Reduction:
                 if gradient is not None and is_local[index] and self.scale_local_gradients:
                     results[index] = self._scaled(gradient)
             places = [i for i, gradient in enumerate(results) if gradient is not None and not is_local[i]]
-            # Before anything waits that others do not have; a graph does so at its beginning. What is of local variables alone
-            # is a rank's own affair.
+            # Before anything waits that others do not have; a graph does so at its beginning. What is of local
+            # variables alone is a rank's own affair.
             names = [_name_of(variables[place]) for place in places]
             compared = None if all(is_local) else _compare_step(places, names, use_generic_names, self.process_set)
             with tf.control_dependencies([] if compared is None else [compared]):

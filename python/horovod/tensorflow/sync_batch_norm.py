@@ -1,7 +1,7 @@
 """Batch normalization over the batches of all ranks.
 
-Keras 3 and tf_keras ask a layer of theirs for the moments of a batch in one method, which both call with the input and the
-axes; that is what changes.
+Keras 3 and tf_keras ask a layer of theirs for the moments of a batch in one method, which both call with the input and
+the axes; that is what changes.
 """
 
 from __future__ import annotations
@@ -96,7 +96,14 @@ def _check(fused: bool | None) -> None:
 
 @functools.cache
 def layer_class(base: type) -> type:
-    """The layer for a Keras whose ordinary one is `base`."""
+    """Return the layer of this module for a Keras package.
+
+    Args:
+        base: Its ordinary layer of batch normalization.
+
+    Returns:
+        A subclass of it.
+    """
     return _of_tf_keras(base) if hasattr(base, "_calculate_mean_and_var") else _of_keras3(base)
 
 

@@ -74,23 +74,35 @@ def DistributedGradientTape(  # noqa: N802 - the documented name, of what script
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """A tape whose ``gradient`` reduces what it returns over the ranks. It records, watches and forgets what the given one does.
+    """Return a tape whose ``gradient`` reduces the gradients over the ranks.
+
+    The tape records, watches and forgets what the given one does.
 
     Args:
         gradtape: The tape.
-        device_dense: Where gradients are reduced; by default TensorFlow chooses.
-        device_sparse: Where ``tf.IndexedSlices`` are gathered.
-        compression: How gradients travel.
-        sparse_as_dense: Whether ``tf.IndexedSlices`` become dense first.
+        device_dense: Device on which dense tensors are reduced; by default TensorFlow chooses.
+        device_sparse: Device on which ``tf.IndexedSlices`` are gathered; by default TensorFlow chooses.
+        compression: Type in which gradients travel, a member of ``Compression``.
+        sparse_as_dense: Whether ``tf.IndexedSlices`` become dense before they are reduced.
         op: The reduction.
-        gradient_predivide_factor: Of an average: divide by it before, and by the rest after the sum.
-        num_groups: Deprecated: `groups`.
-        groups: How many groups of gradients are reduced together each; or lists of variables that are.
-        process_set: Whose ranks.
-        scale_local_gradients: Whether gradients of local sources are divided by the number of ranks.
+        gradient_predivide_factor: With ``Average``: gradients are divided by it before the sum, and by the rest after
+            it.
+        num_groups: Deprecated: use ``groups``.
+        groups: Number of groups of gradients that are reduced together, or lists of variables that are.
+        process_set: The ranks that take part.
+        scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
+
+    Returns:
+        The tape.
 
     Raises:
-        ValueError: The arguments are not acceptable.
+        ValueError: An argument is not acceptable.
+
+    Example:
+        >>> with tf.GradientTape() as tape:
+        ...     loss = loss_of(model(batch))
+        >>> tape = hvd.DistributedGradientTape(tape)
+        >>> gradients = tape.gradient(loss, model.trainable_variables)
     """
     reduction = Reduction(
         device_dense=device_dense,
@@ -121,14 +133,28 @@ def PartialDistributedGradientTape(  # noqa: N802 - the documented name
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """As :func:`DistributedGradientTape`; gradients of some layers stay each rank's own.
+    """Return a tape as :func:`DistributedGradientTape`; gradients of some layers stay each rank's own.
 
     Args:
-        local_layers: A Keras layer or a list of them.
-        gradtape: The tape; for it and the others see :func:`DistributedGradientTape`.
+        gradtape: The tape.
+        device_dense: Device on which dense tensors are reduced; by default TensorFlow chooses.
+        device_sparse: Device on which ``tf.IndexedSlices`` are gathered; by default TensorFlow chooses.
+        compression: Type in which gradients travel, a member of ``Compression``.
+        sparse_as_dense: Whether ``tf.IndexedSlices`` become dense before they are reduced.
+        op: The reduction.
+        gradient_predivide_factor: With ``Average``: gradients are divided by it before the sum, and by the rest after
+            it.
+        num_groups: Deprecated: use ``groups``.
+        groups: Number of groups of gradients that are reduced together, or lists of variables that are.
+        process_set: The ranks that take part.
+        local_layers: A Keras layer or a list of layers whose gradients are not reduced.
+        scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
+
+    Returns:
+        The tape.
 
     Raises:
-        ValueError: The arguments are not acceptable.
+        ValueError: An argument is not acceptable.
     """
     layers = layers_of(local_layers)
     tape = DistributedGradientTape(

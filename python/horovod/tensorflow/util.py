@@ -1,4 +1,4 @@
-"""Small helpers that scripts for the original import."""
+"""Helpers that scripts for the original import."""
 
 from __future__ import annotations
 
@@ -23,21 +23,42 @@ def _make_subgraph(f: Callable[..., Any]) -> Any:
 
 
 def vars_to_refs(vars: Any) -> Any:
-    """What stands for variables in sets and keys of dictionaries."""
+    """Return references to variables, for sets and keys of dictionaries.
+
+    Args:
+        vars: A variable, or a list or tuple of variables.
+
+    Returns:
+        A reference, or a tuple of references.
+    """
     if isinstance(vars, (list, tuple)):
         return tuple(vars_to_refs(variable) for variable in vars)
     return vars.ref()
 
 
 def refs_to_vars(refs: Any) -> Any:
-    """The variables again."""
+    """Return the variables of references.
+
+    Args:
+        refs: What :func:`vars_to_refs` returned.
+
+    Returns:
+        A variable, or a list of variables.
+    """
     if isinstance(refs, (list, tuple)):
         return [refs_to_vars(ref) for ref in refs]
     return refs.deref()
 
 
 def is_active(process_set: ProcessSet) -> bool:
-    """Whether gradients are reduced at all: this rank is in the process set, which has others or may get some."""
+    """Return whether gradients are reduced.
+
+    Args:
+        process_set: The process set.
+
+    Returns:
+        ``True`` if this rank is in the process set, and the set has other ranks or may get some.
+    """
     if process_set.included() is False:
         return False
     size = process_set.size()

@@ -43,7 +43,19 @@ def _gather(
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """As :func:`allgather`; returns a handle at once."""
+    """Concatenate the rows of all ranks as :func:`allgather`, and return at once.
+
+    Args:
+        tensor: Input; do not write to it before the handle is complete.
+        name: Matches the ranks' calls: the same on all ranks. By default the core gives the call a number.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle for :func:`poll` and :func:`synchronize`.
+
+    Raises:
+        ValueError: An argument is not acceptable, or the name is in use.
+    """
     return _kept(_gather("allgather", [tensor], name, process_set, False, _first))
 
 
@@ -58,11 +70,31 @@ class HorovodAllgather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, name: Any, process_set: Any) -> Any:
+        """Gather the rows of all ranks.
+
+        Args:
+            ctx: The context of autograd.
+            tensor: Input.
+            name: See :func:`allgather`.
+            process_set: See :func:`allgather`.
+
+        Returns:
+            The rows of all ranks.
+        """
         ctx.rows, ctx.process_set = tensor.shape[0] if tensor.dim() else 0, process_set
         return _gather("allgather", [tensor], name, process_set, True, _first).wait()
 
     @staticmethod
     def backward(ctx: Any, grad_output: Any) -> Any:
+        """Average the gradients, and return this rank's rows.
+
+        Args:
+            ctx: The context of autograd.
+            grad_output: Gradient of the rows of all ranks.
+
+        Returns:
+            The gradient of the input, and ``None`` for other arguments.
+        """
         grad = allreduce(grad_output, op=Average, process_set=ctx.process_set)
         heights = allgather(torch.tensor([ctx.rows]), process_set=ctx.process_set)
         return _own_rows(grad, heights, ctx.process_set), None, None
@@ -71,14 +103,39 @@ class HorovodAllgather(torch.autograd.Function):
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """The rows of all ranks, one rank's after the other's; differentiable. Ranks may have different numbers of rows."""
+    """Concatenate the rows of all ranks; differentiable.
+
+    Args:
+        tensor: Input of shape ``[rows, ...]``. Ranks may have different numbers of rows.
+        name: Matches the ranks' calls: the same on all ranks. By default the core gives the call a number.
+        process_set: The ranks that take part.
+
+    Returns:
+        The rows of rank 0, then those of rank 1, and so on.
+
+    Raises:
+        ValueError: An argument is not acceptable, or the name is in use.
+        HorovodInternalError: Ranks disagree, or a rank has ended.
+    """
     return HorovodAllgather.apply(tensor, name, process_set)
 
 
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """As :func:`grouped_allgather`; returns one handle at once."""
+    """Concatenate the rows of several tensors as :func:`grouped_allgather`, and return at once.
+
+    Args:
+        tensors: Inputs.
+        name: Matches the ranks' calls: the same on all ranks. By default the core gives the call a number.
+        process_set: The ranks that take part.
+
+    Returns:
+        One handle for all tensors.
+
+    Raises:
+        ValueError: An argument is not acceptable, or the name is in use.
+    """
     return _kept(_gather("grouped_allgather", list(tensors), name, process_set, False, tuple))
 
 
@@ -87,12 +144,32 @@ class HorovodGroupedAllgather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, name: Any, process_set: Any, *tensors: Any) -> Any:
+        """Gather the rows of all ranks.
+
+        Args:
+            ctx: The context of autograd.
+            name: See :func:`allgather`.
+            process_set: See :func:`allgather`.
+            *tensors: Inputs.
+
+        Returns:
+            The rows of all ranks, for each tensor.
+        """
         ctx.rows = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
         ctx.process_set = process_set
         return _gather("grouped_allgather", list(tensors), name, process_set, True, tuple).wait()
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Any) -> Any:
+        """Average the gradients, and return this rank's rows.
+
+        Args:
+            ctx: The context of autograd.
+            *grad_output: Gradients of the outputs.
+
+        Returns:
+            ``None`` for other arguments, and the gradients of the inputs.
+        """
         grads = grouped_allreduce(list(grad_output), op=Average, process_set=ctx.process_set)
         heights = allgather(torch.tensor([ctx.rows]), process_set=ctx.process_set)
         own = [_own_rows(grad, heights[:, at], ctx.process_set) for at, grad in enumerate(grads)]
@@ -102,7 +179,20 @@ class HorovodGroupedAllgather(torch.autograd.Function):
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[torch.Tensor, ...]:
-    """As :func:`allgather`, of several tensors: all run together or none does."""
+    """Concatenate the rows of several tensors as :func:`allgather`: all run together or none does.
+
+    Args:
+        tensors: Inputs.
+        name: Matches the ranks' calls: the same on all ranks. By default the core gives the call a number.
+        process_set: The ranks that take part.
+
+    Returns:
+        One output for each tensor.
+
+    Raises:
+        ValueError: An argument is not acceptable, or the name is in use.
+        HorovodInternalError: Ranks disagree, or a rank has ended.
+    """
     return HorovodGroupedAllgather.apply(name, process_set, *tensors) if tensors else ()
 
 
@@ -117,20 +207,54 @@ def _broadcast(
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """As :func:`broadcast`; returns a handle at once."""
+    """Return the root's tensor as :func:`broadcast` does, by a handle.
+
+    Args:
+        tensor: Input; same shape and type on all ranks.
+        root_rank: Rank in the world whose values are sent.
+        name: Matches the ranks' calls: the same on all ranks. By default the core gives the call a number.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle for :func:`poll` and :func:`synchronize`.
+
+    Raises:
+        ValueError: An argument is not acceptable, or the name is in use.
+    """
     return _kept(_broadcast(tensor, False, root_rank, name, process_set, False))
 
 
 class HorovodBroadcast(torch.autograd.Function):
-    """A broadcast; the root gets the average of the gradients."""
+    """A broadcast; the gradient of the root's input is the average of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, root_rank: Any, name: Any, process_set: Any) -> Any:
+        """Broadcast the root's tensor.
+
+        Args:
+            ctx: The context of autograd.
+            tensor: Input.
+            root_rank: See :func:`broadcast`.
+            name: See :func:`broadcast`.
+            process_set: See :func:`broadcast`.
+
+        Returns:
+            The root's values.
+        """
         ctx.root_rank, ctx.process_set = root_rank, process_set
         return _broadcast(tensor, False, root_rank, name, process_set, True).wait()
 
     @staticmethod
     def backward(ctx: Any, grad_output: Any) -> Any:
+        """Average the gradients for the root.
+
+        Args:
+            ctx: The context of autograd.
+            grad_output: Gradient of the output.
+
+        Returns:
+            The average on the root and zeros elsewhere; ``None`` for other arguments.
+        """
         grad = allreduce(grad_output, op=Average, process_set=ctx.process_set)
         return grad if rank() == ctx.root_rank else torch.zeros_like(grad), None, None, None
 
@@ -138,21 +262,62 @@ class HorovodBroadcast(torch.autograd.Function):
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """The tensor of `root_rank`, a rank of the world; differentiable."""
+    """Return the root's tensor on every rank; differentiable.
+
+    Args:
+        tensor: Input; same shape and type on all ranks.
+        root_rank: Rank in the world whose values are sent.
+        name: Matches the ranks' calls: the same on all ranks. By default the core gives the call a number.
+        process_set: The ranks that take part.
+
+    Returns:
+        A new tensor with the root's values.
+
+    Raises:
+        ValueError: An argument is not acceptable, or the name is in use.
+        HorovodInternalError: Ranks disagree, or a rank has ended.
+    """
     return HorovodBroadcast.apply(tensor, root_rank, name, process_set)
 
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """As :func:`broadcast_`; returns a handle at once."""
+    """Broadcast in place as :func:`broadcast_`, and return at once.
+
+    Args:
+        tensor: Input and output; same shape and type on all ranks.
+        root_rank: Rank in the world whose values are sent.
+        name: Matches the ranks' calls: the same on all ranks. By default the core gives the call a number.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle for :func:`poll` and :func:`synchronize`.
+
+    Raises:
+        ValueError: An argument is not acceptable, or the name is in use.
+    """
     return _kept(_broadcast(tensor, True, root_rank, name, process_set, False))
 
 
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """As :func:`broadcast`, in place; not differentiable."""
+    """Give every rank the root's values, in place; not differentiable.
+
+    Args:
+        tensor: Input and output; same shape and type on all ranks.
+        root_rank: Rank in the world whose values are sent.
+        name: Matches the ranks' calls: the same on all ranks. By default the core gives the call a number.
+        process_set: The ranks that take part.
+
+    Returns:
+        ``tensor``.
+
+    Raises:
+        ValueError: An argument is not acceptable, or the name is in use.
+        HorovodInternalError: Ranks disagree, or a rank has ended.
+    """
     return _broadcast(tensor, True, root_rank, name, process_set, True).wait()
 
 
@@ -185,15 +350,40 @@ def _exchange(tensor: torch.Tensor, splits: Any, name: str | None, process_set: 
 def alltoall_async(
     tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """As :func:`alltoall`; returns a handle at once, for the output and the received splits."""
+    """Exchange rows as :func:`alltoall`, and return at once.
+
+    Args:
+        tensor: Rows, in the order of the ranks that they are for.
+        splits: Rows for each rank: a list, or a tensor of int32; ``None`` means equal parts.
+        name: Matches the ranks' calls: the same on all ranks. By default the core gives the call a number.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle for the output and the received splits.
+
+    Raises:
+        ValueError: An argument is not acceptable, or the name is in use.
+    """
     return _kept(_exchange(tensor, splits, name, process_set, False))
 
 
 class HorovodAlltoall(torch.autograd.Function):
-    """An all-to-all; the gradient goes back the way the rows came."""
+    """An all-to-all; its gradient returns the rows to their senders."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, splits: Any, name: Any, process_set: Any) -> Any:
+        """Exchange rows.
+
+        Args:
+            ctx: The context of autograd.
+            tensor: Rows to send.
+            splits: See :func:`alltoall`.
+            name: See :func:`alltoall`.
+            process_set: See :func:`alltoall`.
+
+        Returns:
+            The received rows, and how many came from each rank.
+        """
         output, received = _exchange(tensor, splits, name, process_set, True).wait()
         ctx.received, ctx.process_set = received, process_set
         ctx.rows = tensor.shape[0]
@@ -202,6 +392,16 @@ class HorovodAlltoall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Any, *_: Any) -> Any:
+        """Return the gradients of rows to their senders.
+
+        Args:
+            ctx: The context of autograd.
+            grad_output: Gradient of the received rows.
+            *_: Ignored.
+
+        Returns:
+            The gradient of the input, and ``None`` for other arguments.
+        """
         grad: torch.Tensor = alltoall(grad_output, splits=ctx.received, process_set=ctx.process_set)[0]
         if grad.shape[0] < ctx.rows:
             # Rows that went nowhere.
@@ -212,16 +412,20 @@ class HorovodAlltoall(torch.autograd.Function):
 def alltoall(
     tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Sends rows to each rank, and gets rows from each; differentiable.
+    """Send rows to each rank, and receive rows from each; differentiable.
 
     Args:
         tensor: Rows, in the order of the ranks that they are for.
         splits: Rows for each rank: a list, or a tensor of int32; ``None`` means equal parts.
-        name: See :func:`allreduce`.
-        process_set: Whose ranks.
+        name: Matches the ranks' calls: the same on all ranks. By default the core gives the call a number.
+        process_set: The ranks that take part.
 
     Returns:
-        What was received, in the order of ranks, and if there are splits, how many rows from each.
+        The received rows in the order of ranks. With ``splits``, also how many rows came from each rank.
+
+    Raises:
+        ValueError: An argument is not acceptable, or the name is in use.
+        HorovodInternalError: Ranks disagree, or a rank has ended.
     """
     output, received = HorovodAlltoall.apply(tensor, splits, name, process_set)
     return output if splits is None else (output, received)

@@ -1,4 +1,4 @@
-"""Objects, parameters and the state of optimizers, the same on all ranks."""
+"""Broadcasts of parameters, optimizers and objects."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from smdistributed._common import unpickling
 def broadcast_parameters(
     params: dict[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Gives every rank the root's parameters, in place.
+    """Give every rank the root's parameters, in place.
 
     Args:
-        params: What ``state_dict()`` or ``named_parameters()`` gives, or a list of tensors.
-        root_rank: Whose.
-        process_set: Whose ranks.
+        params: What ``state_dict()`` or ``named_parameters()`` returns, or a list of tensors.
+        root_rank: Rank in the world whose values are sent.
+        process_set: The ranks that take part.
 
     Raises:
-        ValueError: `params` is something else.
+        ValueError: ``params`` is something else.
+
+    Example:
+        >>> hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     """
     if isinstance(params, dict):
         named = sorted(params.items())
@@ -47,13 +50,16 @@ def broadcast_parameters(
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The root's object, pickled on the way.
+    """Return the root's object on every rank; it is pickled on the way.
 
     Args:
-        obj: Of other ranks it is not looked at.
-        root_rank: Whose.
-        name: Matches ranks' calls.
-        process_set: Whose ranks.
+        obj: The object on the root; ignored on other ranks.
+        root_rank: Rank in the world whose object is sent.
+        name: Matches the ranks' calls: the same on all ranks. By default the core gives the call a number.
+        process_set: The ranks that take part.
+
+    Returns:
+        The root's object.
     """
     # Not the type's name: others need not pass an object of it.
     name = name or "broadcast_object"
@@ -70,7 +76,16 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """The objects of all ranks, pickled on the way, in the order of ranks."""
+    """Return the objects of all ranks; they are pickled on the way.
+
+    Args:
+        obj: This rank's object.
+        name: Matches the ranks' calls: the same on all ranks. By default the core gives the call a number.
+        process_set: The ranks that take part.
+
+    Returns:
+        The objects in the order of ranks.
+    """
     name = name or "allgather_object"
     pickled = torch.frombuffer(bytearray(unpickling.dumps(obj)), dtype=torch.uint8)
     lengths = allgather(torch.tensor([pickled.numel()]), f"{name}.sz", process_set)
@@ -87,17 +102,22 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Gives every rank the options and the state of the root's optimizer. Parameters and gradients stay as they are; where the
-    optimizer is new, parameters without a gradient get one of zeros.
+    """Give every rank the options and the state of the root's optimizer.
+
+    Parameters and their gradients are unchanged. Where the optimizer is new, parameters without a gradient get a
+    gradient of zeros.
 
     Args:
-        optimizer: The same one on all ranks, or one that wraps it.
-        root_rank: Whose.
-        model: Its embeddings tell which parameters have sparse gradients.
-        process_set: Whose ranks.
+        optimizer: The same optimizer on all ranks, or a wrapper of it.
+        root_rank: Rank in the world whose state is sent.
+        model: Tells by its embeddings which parameters have sparse gradients.
+        process_set: The ranks that take part.
 
     Raises:
-        ValueError: LBFGS has a state that is no mapping from parameters.
+        ValueError: The optimizer is LBFGS, whose state is no mapping from parameters.
+
+    Example:
+        >>> hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
@@ -140,9 +160,9 @@ def broadcast_optimizer_state(
 
 
 def _give_zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
-    """Gives parameters without a gradient one of zeros, as scripts for the original find them after a broadcast of a new optimizer.
+    """Give parameters without a gradient one of zeros, as Horovod's broadcast of a new optimizer does.
 
-    Gradients that are there stay as they are.
+    Gradients that exist are unchanged.
     """
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     layers = [] if model is None else [layer for layer in model.modules() if isinstance(layer, kinds)]

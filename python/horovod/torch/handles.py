@@ -103,10 +103,16 @@ _NOTHING = _Nothing()
 
 
 def poll(handle: int) -> bool:
-    """Whether the operation is complete or failed.
+    """Return whether an operation is complete or has failed, without waiting.
+
+    Args:
+        handle: The handle.
+
+    Returns:
+        ``True`` if :func:`synchronize` would return or raise at once.
 
     Raises:
-        ValueError: There is no such handle, or no more.
+        ValueError: There is no such handle, or it is used up.
     """
     if handle not in _handle_map:
         raise ValueError(f"Handle {handle} was not created or has been cleared.")
@@ -114,7 +120,13 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int) -> Any:
-    """Waits for an operation and returns its result; the handle is used up. ``None`` for a handle that there is not.
+    """Wait for an operation, and return its result; the handle is then used up.
+
+    Args:
+        handle: The handle.
+
+    Returns:
+        The result of the operation; ``None`` for an unknown handle.
 
     Raises:
         HorovodInternalError: The operation failed.

@@ -1,4 +1,4 @@
-"""What few scripts call of the original's extension module."""
+"""Functions of the original's extension module that few scripts call."""
 
 from __future__ import annotations
 
@@ -6,15 +6,26 @@ from horovod.torch import mpi_ops
 
 
 def horovod_torch_poll(handle: int) -> bool:
-    """As :func:`horovod.torch.poll`."""
+    """Return whether an operation is complete, as :func:`horovod.torch.poll`.
+
+    Args:
+        handle: The handle.
+
+    Returns:
+        Whether it is.
+    """
     return mpi_ops.poll(handle)
 
 
 def horovod_torch_wait_and_clear(handle: int) -> None:
-    """As :func:`horovod.torch.synchronize`."""
+    """Wait for an operation, as :func:`horovod.torch.synchronize`.
+
+    Args:
+        handle: The handle.
+    """
     mpi_ops.synchronize(handle)
 
 
 def horovod_torch_reset() -> None:
-    """Forgets all handles."""
+    """Forget all handles."""
     mpi_ops._handle_map.clear()

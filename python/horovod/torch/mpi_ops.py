@@ -108,14 +108,15 @@ from horovod.torch.sparse import sparse_allreduce_async  # noqa: F401
 
 
 def join(device: int = -1) -> int:
-    """Says that this rank has no more data, and waits until all ranks have. Meanwhile it takes part in the others'
-    all-reduces with what changes nothing; their other collectives fail.
+    """Declare that this rank has no more data, and wait until all ranks have declared it.
+
+    Meanwhile the rank contributes neutral elements to the others' all-reduces. Their other collectives fail.
 
     Args:
-        device: Number of the CUDA device on which it takes part in all-reduces of CUDA tensors. The device that this rank's
-            collectives were called on comes before it, with a warning. By default the current one, if CUDA is in use
-            here, else the one with this rank's number on the host. If there is none, others' all-reduces of CUDA tensors
-            fail on every rank.
+        device: Number of the CUDA device on which this rank takes part in all-reduces of CUDA tensors. If the rank has
+            called collectives on another device, that one is used, with a warning. The default is the current device if
+            CUDA is in use in this process, else the device with this rank's number on the host. If there is none,
+            others' all-reduces of CUDA tensors fail on every rank.
 
     Returns:
         The rank that joined last.
@@ -128,7 +129,11 @@ def join(device: int = -1) -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Returns when every member of the process set has called it."""
+    """Wait until every member of a process set has called it.
+
+    Args:
+        process_set: The ranks that take part.
+    """
     _submit(torch.ops.smd.named_barrier.default, "barrier", _number(process_set), finish=lambda _: None).wait()
 
 

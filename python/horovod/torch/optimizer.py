@@ -1,7 +1,7 @@
 """Optimizers that reduce gradients over the ranks.
 
-The result of :func:`DistributedOptimizer` is a view of the given optimizer: an object of a subclass with the same name that
-shares its ``__dict__``. So options, state and hooks are one, whichever of both is used.
+The result of :func:`DistributedOptimizer` is a view of the given optimizer: an object of a subclass with the same name
+that shares its ``__dict__``. So options, state and hooks are one, whichever of both is used.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class _DistributedOptimizer(_Base):
             chunks = [chunk for chunk in split_list(own, groups) if chunk]
         else:
             chunks = [[index_of[parameter] for parameter in group if parameter in index_of] for group in groups]
-        # Rank 0's order counts, since groups could have been made in any. A worker that joins an elastic job late makes its
-        # optimizer while the others train, so there nobody compares.
+        # Rank 0's order counts, since groups could have been made in any. A worker that joins an elastic job late makes
+        # its optimizer while the others train, so there nobody compares.
         if self._is_global() and os.environ.get("HOROVOD_ELASTIC") != "1":
             chunks = broadcast_object(chunks, 0, "distributed_optimizer.groups")
         parameters = list(index_of)
@@ -239,7 +239,10 @@ class _DistributedOptimizer(_Base):
         super().load_state_dict(*args, **kwargs)
 
     def _forget(self) -> None:
-        """Drops gradients that no step has taken: a rank that joins a job has none, and ranks must come to a step together."""
+        """Drop gradients that no step has taken.
+
+        A rank that joins a job has no such gradients, and all ranks must begin the next step together.
+        """
         for arrived in self._arrived.values():
             # The others may lack them, and would not come.
             arrived.clear()
@@ -282,8 +285,11 @@ class _DistributedOptimizer(_Base):
                 self._reduce_group(number)
 
     def _compare(self) -> None:
-        """Ranks that lack a gradient would leave the others waiting. Those that wait are told at once, and those that do not when
-        they come to their next step: who has all gradients needs nobody to take this one."""
+        """Compare the names of the gradients that the ranks have reduced.
+
+        A rank that lacks a gradient would leave the others waiting. Ranks that wait are told at once. A rank with all
+        gradients waits for none, and is told in its next step.
+        """
         if self._planned_reducer.vote_result != PLANNED:
             first = next(iter(self._parameter_names.values()))
             names = "\n".join([self._parameter_names[parameter] for parameter in self._handles])
@@ -339,9 +345,9 @@ class _DistributedOptimizer(_Base):
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
-                    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
-                    "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context "
-                    "if you use optimizer.synchronize() in your code.",
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
+                    "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
                     stacklevel=2,
                 )
             self.synchronize()
@@ -365,8 +371,11 @@ class _DistributedOptimizer(_Base):
 
 
 def _is_sparse(parameter: Any) -> bool:
-    """Whether gradients of a parameter that has none are sparse on ranks that have one: its layer says so. A rank meets this
-    case when it has not used the layer, and then looks for it once a parameter."""
+    """Return whether a parameter without a gradient has sparse gradients on ranks that have one.
+
+    The parameter's layer tells. A rank meets this case when it has not used the layer. The search runs once a
+    parameter.
+    """
     known = getattr(parameter, "_hvd_sparse", None)
     if known is None:
         kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -425,7 +434,7 @@ class _DistributedAdasumOptimizer(_Base):
 
 
 def _compare_replicas(optimizer: Any, ranks: list[int] | None) -> None:
-    """Tells the other ranks what this one is about to train, in the first step of a session: rank 0 warns if they differ."""
+    """Tell the other ranks the values of the parameters, once in a session; rank 0 warns if they differ."""
     session = _core.session_id()
     if optimizer.__dict__.get("_replicas_told") == session:
         return
@@ -564,25 +573,30 @@ def DistributedOptimizer(  # noqa: N802 - the documented name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """An optimizer that reduces gradients over the ranks while backward goes on.
+    """Make an optimizer reduce gradients over the ranks while backward runs.
 
     Args:
-        optimizer: Stays usable, and shares everything with the result.
+        optimizer: The optimizer. It stays usable, and shares all state with the result.
         named_parameters: Names of all its parameters; without them they are numbered.
-        compression: How gradients travel.
-        backward_passes_per_step: Gradients of so many passes are summed before they are reduced.
+        compression: Type in which gradients travel, a member of ``Compression``.
+        backward_passes_per_step: Number of backward passes whose gradients are summed before they are reduced.
         op: ``Average``, ``Sum`` or ``Adasum``.
-        gradient_predivide_factor: With ``Average``: gradients are divided by it before and by the rest after.
-        num_groups: Deprecated: `groups`.
+        gradient_predivide_factor: With ``Average``: splits the division by the number of ranks. Gradients are divided
+            by the factor before the sum, and by the rest after it.
+        num_groups: Deprecated: use ``groups``.
         groups: Parameters that are reduced together: a number of groups, or lists of parameters.
-        sparse_as_dense: Makes sparse gradients dense.
-        process_set: Whose ranks.
+        sparse_as_dense: Whether sparse gradients become dense before they are reduced.
+        process_set: The ranks that take part.
 
     Returns:
-        An object of a subclass with the same name.
+        An optimizer of a subclass with the same name.
 
     Raises:
-        ValueError: The arguments do not fit.
+        ValueError: An argument is not acceptable, or the optimizer reduces gradients already.
+        NotImplementedError: ``op`` is ``Adasum`` and the process set is not that of all ranks.
+
+    Example:
+        >>> optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     """
     if isinstance(optimizer, (_DistributedOptimizer, _DistributedAdasumOptimizer)):
         raise ValueError("the optimizer is a DistributedOptimizer already: its gradients would be reduced twice")

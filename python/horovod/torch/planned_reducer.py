@@ -1,5 +1,7 @@
-"""Rounds of an optimizer: its dense gradients are reduced by plan, in buckets that fill during backward, wherever all ranks
-have the same plan. The core says what a round is (``reducer/ballot.rs``); what is not planned goes by name.
+"""Rounds of an optimizer: reductions of its dense gradients by plan.
+
+The gradients lie in buckets that fill during backward, wherever all ranks have the same plan. The core defines a round
+(``reducer/ballot.rs``). Gradients without a plan are reduced by name.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ _KEPT = {Compression.fp16: torch.float16, Compression.bf16: torch.bfloat16}
 
 
 class PlannedReducer:
-    """A round begins with the first gradient that is complete, and ends in ``synchronize``.
+    """The rounds of one optimizer. A round begins with the first complete gradient, and ends in ``synchronize``.
 
     Args:
-        names: Of the optimizer's parameters.
-        op: How gradients are reduced.
+        names: Names of the optimizer's parameters.
+        op: The reduction of gradients.
         factor: ``gradient_predivide_factor``.
-        compression: How they travel.
-        process_set: Whose ranks.
+        compression: Type in which gradients travel.
+        process_set: The ranks that take part.
     """
 
     def __init__(
@@ -70,10 +72,14 @@ class PlannedReducer:
         self._order: list[int] = []
 
     def begin(self, parameters: Iterable[torch.Tensor]) -> None:
-        """A gradient of the optimizer is complete: the first one begins a round.
+        """Begin a round with the first complete gradient of the optimizer.
 
-        Gradients on GPUs are in none, and go by name, where what is ready runs together. On a device a bucket is queued by autograd's
-        thread when it is full: it cannot wait for the verdict, and what is queued cannot be taken back.
+        Gradients on GPUs are in no round. They are reduced by name, where gradients that are ready together run
+        together. On a device, autograd's thread queues a bucket when it is full: it cannot wait for the vote, and
+        cannot take back the bucket.
+
+        Args:
+            parameters: All parameters of the optimizer.
         """
         if self._begun or not self._votes:
             return
@@ -110,7 +116,8 @@ class PlannedReducer:
             return
         self._reducer, self._making, self._planned = None, None, planned
         self._index = {parameter: index for index, parameter in enumerate(planned)}
-        # Optimizers that are at work at the same time must not have it in common, as they must not have names of parameters.
+        # Optimizers that are at work at the same time must not have it in common, as they must not have names of
+        # parameters.
         self._name = min(map(self._names.__getitem__, parameters))
         described = [(self._names[each], tuple(each.shape), str(each.dtype)) for each in planned]
         self._what = hashlib.sha256(repr((self._op, self._reduction, described)).encode()).hexdigest()
@@ -138,8 +145,15 @@ class PlannedReducer:
         self._making = None
 
     def take(self, parameter: torch.Tensor, accumulating: bool) -> bool:
-        """Whether a complete gradient goes by plan, if by the verdict any does. `accumulating` says that autograd is about to
-        let go of it."""
+        """Take a complete gradient into the round, if its parameter is planned.
+
+        Args:
+            parameter: The parameter.
+            accumulating: Whether autograd is about to release the gradient.
+
+        Returns:
+            Whether the gradient goes by plan, if the vote allows it.
+        """
         index = self._index.get(parameter)
         if index is None:
             return False
@@ -154,7 +168,11 @@ class PlannedReducer:
         return True
 
     def given_back(self) -> list[torch.Tensor]:
-        """Parameters that were taken, once it is known that they go by name."""
+        """Return parameters that were taken, once it is known that they go by name.
+
+        Returns:
+            The parameters; none while the vote is open, or if it allowed the plan.
+        """
         try:
             if not self._is_open or self._ballot.verdict_so_far() in (UNKNOWN, PLANNED):
                 return []
@@ -168,10 +186,10 @@ class PlannedReducer:
         return taken
 
     def end(self, gradient_of: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-        """Ends the round, if there is one.
+        """End the round, if there is one.
 
         Args:
-            gradient_of: A parameter's gradient; makes one if it has none.
+            gradient_of: Returns a parameter's gradient; creates one if there is none.
 
         Returns:
             Parameters that were taken and go by name after all.

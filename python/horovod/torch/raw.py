@@ -1,4 +1,4 @@
-"""The forms with a result that the caller gives, which the original's own modules and few scripts call."""
+"""Collectives with an output that the caller gives. The original's own modules use them, and few scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All-reduces: of one tensor, and of several together."""
+"""All-reduces of one tensor, and of several together."""
 
 from __future__ import annotations
 
@@ -88,8 +88,11 @@ def _reduce(
 def _finish_otherwise(
     tensors: list[torch.Tensor], in_place: bool, factor: float, finish: Callable[[list], Any]
 ) -> Callable[[list], Any]:
-    """The end of what the core does in the host's memory only: scaling, which is done here on the device, and compared by the
-    core; and Adasum and scaled integers, which travel through the host."""
+    """Return the end of a reduction that the core does only in the host's memory.
+
+    Scaling is done here on the device, and the core compares the factors. Adasum and scaled integers travel through the
+    host.
+    """
 
     # Parameters may be reduced in place, as the core does it.
     @torch.no_grad()
@@ -111,7 +114,23 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """As :func:`allreduce`; returns a handle at once."""
+    """Reduce a tensor as :func:`allreduce`, and return at once.
+
+    Args:
+        tensor: Input; same shape and type on all ranks.
+        average: Deprecated: ``True`` means ``op=Average``, ``False`` ``op=Sum``.
+        name: Matches the ranks' calls: the same on all ranks. By default the core gives the call a number.
+        op: ``Average`` (the default), ``Sum``, ``Adasum``, ``Min``, ``Max`` or ``Product``.
+        prescale_factor: Multiplied with each rank's values before the reduction.
+        postscale_factor: Multiplied with the result.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle for :func:`poll` and :func:`synchronize`.
+
+    Raises:
+        ValueError: An argument is not acceptable, or the name is in use.
+    """
     op = handle_average_backwards_compatibility(op, average)
     factors = prescale_factor, postscale_factor
     return _kept(_reduce("allreduce", [tensor], False, name, op, *factors, process_set, False, _first))
@@ -126,7 +145,23 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """As :func:`allreduce_`; returns a handle at once."""
+    """Reduce a tensor in place as :func:`allreduce_`, and return at once.
+
+    Args:
+        tensor: Input and output; same shape and type on all ranks.
+        average: Deprecated: ``True`` means ``op=Average``, ``False`` ``op=Sum``.
+        name: Matches the ranks' calls: the same on all ranks. By default the core gives the call a number.
+        op: ``Average`` (the default), ``Sum``, ``Adasum``, ``Min``, ``Max`` or ``Product``.
+        prescale_factor: Multiplied with each rank's values before the reduction.
+        postscale_factor: Multiplied with the result.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle for :func:`poll` and :func:`synchronize`.
+
+    Raises:
+        ValueError: An argument is not acceptable, or the name is in use.
+    """
     op = handle_average_backwards_compatibility(op, average)
     factors = prescale_factor, postscale_factor
     return _kept(_reduce("allreduce", [tensor], True, name, op, *factors, process_set, False, _first))
@@ -141,7 +176,24 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """As :func:`allreduce`, in place; not differentiable."""
+    """Reduce ``tensor`` over the ranks of a process set, in place; not differentiable.
+
+    Args:
+        tensor: Input and output; same shape and type on all ranks.
+        average: Deprecated: ``True`` means ``op=Average``, ``False`` ``op=Sum``.
+        name: Matches the ranks' calls: the same on all ranks. By default the core gives the call a number.
+        op: ``Average`` (the default), ``Sum``, ``Adasum``, ``Min``, ``Max`` or ``Product``.
+        prescale_factor: Multiplied with each rank's values before the reduction.
+        postscale_factor: Multiplied with the result.
+        process_set: The ranks that take part.
+
+    Returns:
+        ``tensor``.
+
+    Raises:
+        ValueError: An argument is not acceptable, or the name is in use.
+        HorovodInternalError: Ranks disagree, or a rank has ended.
+    """
     op = handle_average_backwards_compatibility(op, average)
     factors = prescale_factor, postscale_factor
     return _reduce("allreduce", [tensor], True, name, op, *factors, process_set, True, _first).wait()
@@ -155,7 +207,7 @@ def _warn_of_gradient(op: int) -> None:
 
 
 class HorovodAllreduce(torch.autograd.Function):
-    """An all-reduce whose gradient is one, too."""
+    """An all-reduce whose gradient is an all-reduce, too."""
 
     @staticmethod
     def forward(
@@ -168,6 +220,21 @@ class HorovodAllreduce(torch.autograd.Function):
         postscale_factor: Any,
         process_set: Any,
     ) -> Any:
+        """Reduce a tensor.
+
+        Args:
+            ctx: The context of autograd.
+            tensor: Input.
+            average: Ignored: ``op`` says it.
+            name: See :func:`allreduce`.
+            op: See :func:`allreduce`.
+            prescale_factor: See :func:`allreduce`.
+            postscale_factor: See :func:`allreduce`.
+            process_set: See :func:`allreduce`.
+
+        Returns:
+            The reduced tensor.
+        """
         ctx.call = (op, prescale_factor, postscale_factor, process_set)
         return _reduce(
             "allreduce", [tensor], False, name, op, prescale_factor, postscale_factor, process_set, True, _first
@@ -175,6 +242,15 @@ class HorovodAllreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Any) -> Any:
+        """Reduce the gradient by the same operation.
+
+        Args:
+            ctx: The context of autograd.
+            grad_output: Gradient of the output.
+
+        Returns:
+            The gradient of the input, and ``None`` for other arguments.
+        """
         _warn_of_gradient(ctx.call[0])
         op, *factors, process_set = ctx.call
         grad = allreduce(
@@ -197,24 +273,27 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Reduces `tensor` over the ranks of a process set; differentiable.
+    """Reduce ``tensor`` over the ranks of a process set; differentiable.
 
     Args:
-        tensor: Same shape and type on all ranks.
+        tensor: Input; same shape and type on all ranks.
         average: Deprecated: ``True`` means ``op=Average``, ``False`` ``op=Sum``.
-        name: Matches ranks' calls; given by the core if there is none.
-        compression: How it travels.
+        name: Matches the ranks' calls: the same on all ranks. By default the core gives the call a number.
+        compression: Type in which the tensor travels, a member of ``Compression``.
         op: ``Average`` (the default), ``Sum``, ``Adasum``, ``Min``, ``Max`` or ``Product``.
-        prescale_factor: Multiplied with each rank's values first.
+        prescale_factor: Multiplied with each rank's values before the reduction.
         postscale_factor: Multiplied with the result.
-        process_set: Whose ranks.
+        process_set: The ranks that take part.
 
     Returns:
-        A tensor of the same shape and type.
+        A new tensor of the same shape and type.
 
     Raises:
-        ValueError: The arguments are not acceptable, or the name is in use.
-        HorovodInternalError: Ranks disagree, or one is gone.
+        ValueError: An argument is not acceptable, or the name is in use.
+        HorovodInternalError: Ranks disagree, or a rank has ended.
+
+    Example:
+        >>> loss = hvd.allreduce(loss, name="loss")  # the average over the ranks
     """
     op = handle_average_backwards_compatibility(op, average)
     small, ctx = compression.compress(tensor)
@@ -231,7 +310,23 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """As :func:`grouped_allreduce`; returns one handle at once."""
+    """Reduce several tensors as :func:`grouped_allreduce`, and return at once.
+
+    Args:
+        tensors: Inputs; same number, shapes and types on all ranks.
+        average: Deprecated: ``True`` means ``op=Average``, ``False`` ``op=Sum``.
+        name: Matches the ranks' calls: the same on all ranks. By default the core gives the call a number.
+        op: ``Average`` (the default), ``Sum``, ``Adasum``, ``Min``, ``Max`` or ``Product``.
+        prescale_factor: Multiplied with each rank's values before the reduction.
+        postscale_factor: Multiplied with the result.
+        process_set: The ranks that take part.
+
+    Returns:
+        One handle for all tensors.
+
+    Raises:
+        ValueError: An argument is not acceptable, or the name is in use.
+    """
     op = handle_average_backwards_compatibility(op, average)
     factors = prescale_factor, postscale_factor
     return _kept(_grouped(list(tensors), False, name, op, *factors, process_set, False, tuple))
@@ -246,7 +341,23 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """As :func:`grouped_allreduce_`; returns one handle at once."""
+    """Reduce several tensors in place as :func:`grouped_allreduce_`, and return at once.
+
+    Args:
+        tensors: Inputs and outputs; same number, shapes and types on all ranks.
+        average: Deprecated: ``True`` means ``op=Average``, ``False`` ``op=Sum``.
+        name: Matches the ranks' calls: the same on all ranks. By default the core gives the call a number.
+        op: ``Average`` (the default), ``Sum``, ``Adasum``, ``Min``, ``Max`` or ``Product``.
+        prescale_factor: Multiplied with each rank's values before the reduction.
+        postscale_factor: Multiplied with the result.
+        process_set: The ranks that take part.
+
+    Returns:
+        One handle for all tensors.
+
+    Raises:
+        ValueError: An argument is not acceptable, or the name is in use.
+    """
     op = handle_average_backwards_compatibility(op, average)
     factors = prescale_factor, postscale_factor
     return _kept(_grouped(list(tensors), True, name, op, *factors, process_set, False, tuple))
@@ -261,7 +372,24 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """As :func:`grouped_allreduce`, in place; not differentiable."""
+    """Reduce several tensors in place: all run together or none does; not differentiable.
+
+    Args:
+        tensors: Inputs and outputs; same number, shapes and types on all ranks.
+        average: Deprecated: ``True`` means ``op=Average``, ``False`` ``op=Sum``.
+        name: Matches the ranks' calls: the same on all ranks. By default the core gives the call a number.
+        op: ``Average`` (the default), ``Sum``, ``Adasum``, ``Min``, ``Max`` or ``Product``.
+        prescale_factor: Multiplied with each rank's values before the reduction.
+        postscale_factor: Multiplied with the result.
+        process_set: The ranks that take part.
+
+    Returns:
+        ``tensors``.
+
+    Raises:
+        ValueError: An argument is not acceptable, or the name is in use.
+        HorovodInternalError: Ranks disagree, or a rank has ended.
+    """
     op = handle_average_backwards_compatibility(op, average)
     return synchronize(
         grouped_allreduce_async_(tensors, None, name, op, prescale_factor, postscale_factor, process_set)
@@ -275,7 +403,7 @@ def _grouped(tensors: list[torch.Tensor], in_place: bool, name: str | None, op: 
 
 
 class HorovodGroupedAllreduce(torch.autograd.Function):
-    """All-reduces that run together, whose gradients are reduced together."""
+    """All-reduces that run together, and whose gradients are reduced together."""
 
     @staticmethod
     def forward(
@@ -288,6 +416,21 @@ class HorovodGroupedAllreduce(torch.autograd.Function):
         process_set: Any,
         *tensors: Any,
     ) -> Any:
+        """Reduce tensors.
+
+        Args:
+            ctx: The context of autograd.
+            average: Ignored: ``op`` says it.
+            name: See :func:`allreduce`.
+            op: See :func:`allreduce`.
+            prescale_factor: See :func:`allreduce`.
+            postscale_factor: See :func:`allreduce`.
+            process_set: See :func:`allreduce`.
+            *tensors: Inputs.
+
+        Returns:
+            The reduced tensors.
+        """
         ctx.call = (op, prescale_factor, postscale_factor, process_set)
         return _grouped(
             list(tensors), False, name, op, prescale_factor, postscale_factor, process_set, True, tuple
@@ -295,6 +438,15 @@ class HorovodGroupedAllreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Any) -> Any:
+        """Reduce the gradients by the same operation.
+
+        Args:
+            ctx: The context of autograd.
+            *grad_output: Gradients of the outputs.
+
+        Returns:
+            ``None`` for other arguments, and the gradients of the inputs.
+        """
         _warn_of_gradient(ctx.call[0])
         op, prescale_factor, postscale_factor, process_set = ctx.call
         grads = grouped_allreduce(
@@ -317,7 +469,25 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """As :func:`allreduce`, of several tensors: all run together or none does."""
+    """Reduce several tensors as :func:`allreduce`: all run together or none does.
+
+    Args:
+        tensors: Inputs; same number, shapes and types on all ranks.
+        average: Deprecated: ``True`` means ``op=Average``, ``False`` ``op=Sum``.
+        name: Matches the ranks' calls: the same on all ranks. By default the core gives the call a number.
+        compression: Type in which the tensor travels, a member of ``Compression``.
+        op: ``Average`` (the default), ``Sum``, ``Adasum``, ``Min``, ``Max`` or ``Product``.
+        prescale_factor: Multiplied with each rank's values before the reduction.
+        postscale_factor: Multiplied with the result.
+        process_set: The ranks that take part.
+
+    Returns:
+        New tensors of the same shapes and types.
+
+    Raises:
+        ValueError: An argument is not acceptable, or the name is in use.
+        HorovodInternalError: Ranks disagree, or a rank has ended.
+    """
     op = handle_average_backwards_compatibility(op, average)
     if not tensors:
         return []

@@ -1,4 +1,4 @@
-"""Reduce-scatters: reductions that leave each rank with its share of the rows."""
+"""Reduce-scatters: reductions that leave each rank with a part of the rows."""
 
 from __future__ import annotations
 
@@ -45,8 +45,11 @@ def _scatter(
 def _scaled_otherwise(
     tensors: list[torch.Tensor], factors: tuple[float, float], finish: Callable[[list], Any]
 ) -> tuple[list[torch.Tensor], bool, Callable[[list], Any]]:
-    """CUDA tensors with factors, which the core applies in the host's memory only: floats are scaled here, on the device,
-    and the core compares the factors; integers travel through the host."""
+    """Scale CUDA tensors, because the core applies factors only in the host's memory.
+
+    Floating-point tensors are scaled here on the device, and the core compares the factors. Integers travel through the
+    host.
+    """
     if not tensors[0].is_cuda or factors == (1.0, 1.0):
         return tensors, False, finish
     device = tensors[0].device
@@ -69,7 +72,22 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """As :func:`reducescatter`; returns a handle at once."""
+    """Reduce and scatter a tensor as :func:`reducescatter`, and return at once.
+
+    Args:
+        tensor: Input; same shape and type on all ranks.
+        name: Matches the ranks' calls: the same on all ranks. By default the core gives the call a number.
+        op: ``Average`` or ``Sum``.
+        process_set: The ranks that take part.
+        prescale_factor: Multiplied with each rank's values before the reduction.
+        postscale_factor: Multiplied with the result.
+
+    Returns:
+        A handle for :func:`poll` and :func:`synchronize`.
+
+    Raises:
+        ValueError: An argument is not acceptable, or the name is in use.
+    """
     factors = prescale_factor, postscale_factor
     return _kept(_scatter("reducescatter", [tensor], name, op, process_set, factors, False, _first))
 
@@ -81,18 +99,41 @@ def _scaled_back(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
 
 
 class HorovodReducescatter(torch.autograd.Function):
-    """A reduce-scatter; its gradient is gathered."""
+    """A reduce-scatter whose gradient is an all-gather."""
 
     @staticmethod
     def forward(
         ctx: Any, tensor: Any, name: Any, op: Any, process_set: Any, prescale_factor: Any, postscale_factor: Any
     ) -> Any:
+        """Reduce and scatter a tensor.
+
+        Args:
+            ctx: The context of autograd.
+            tensor: Input.
+            name: See :func:`reducescatter`.
+            op: See :func:`reducescatter`.
+            process_set: See :func:`reducescatter`.
+            prescale_factor: See :func:`reducescatter`.
+            postscale_factor: See :func:`reducescatter`.
+
+        Returns:
+            This rank's rows of the result.
+        """
         factors = prescale_factor, postscale_factor
         ctx.call = (op, process_set, factors)
         return _scatter("reducescatter", [tensor], name, op, process_set, factors, True, _first).wait()
 
     @staticmethod
     def backward(ctx: Any, grad_output: Any) -> Any:
+        """Gather the gradients of all rows.
+
+        Args:
+            ctx: The context of autograd.
+            grad_output: Gradient of this rank's rows.
+
+        Returns:
+            The gradient of the input, and ``None`` for other arguments.
+        """
         grad = allgather(grad_output, process_set=ctx.call[1])
         return _scaled_back(ctx, grad), None, None, None, None, None
 
@@ -106,8 +147,26 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Reduces over the ranks, and leaves each with its share of the rows; differentiable. The first ranks get one row more
-    if the rows cannot be shared out evenly."""
+    """Reduce a tensor over the ranks, and give each rank a part of the rows; differentiable.
+
+    The first ranks get one row more if the rows cannot be divided evenly.
+
+    Args:
+        tensor: Input of shape ``[rows, ...]``; same shape and type on all ranks.
+        name: Matches the ranks' calls: the same on all ranks. By default the core gives the call a number.
+        compression: Type in which the tensor travels, a member of ``Compression``.
+        op: ``Average`` or ``Sum``.
+        process_set: The ranks that take part.
+        prescale_factor: Multiplied with each rank's values before the reduction.
+        postscale_factor: Multiplied with the result.
+
+    Returns:
+        This rank's rows of the result.
+
+    Raises:
+        ValueError: An argument is not acceptable, or the name is in use.
+        HorovodInternalError: Ranks disagree, or a rank has ended.
+    """
     small, ctx = compression.compress(tensor)
     reduced = HorovodReducescatter.apply(small, name, op, process_set, prescale_factor, postscale_factor)
     return compression.decompress(reduced, ctx)
@@ -121,7 +180,22 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """As :func:`grouped_reducescatter`; returns one handle at once."""
+    """Reduce and scatter several tensors as :func:`grouped_reducescatter`, and return at once.
+
+    Args:
+        tensors: Inputs; same number, shapes and types on all ranks.
+        name: Matches the ranks' calls: the same on all ranks. By default the core gives the call a number.
+        op: ``Average`` or ``Sum``.
+        process_set: The ranks that take part.
+        prescale_factor: Multiplied with each rank's values before the reduction.
+        postscale_factor: Multiplied with the result.
+
+    Returns:
+        One handle for all tensors.
+
+    Raises:
+        ValueError: An argument is not acceptable, or the name is in use.
+    """
     factors = prescale_factor, postscale_factor
     return _kept(_scatter("grouped_reducescatter", list(tensors), name, op, process_set, factors, False, tuple))
 
@@ -133,12 +207,35 @@ class HorovodGroupedReducescatter(torch.autograd.Function):
     def forward(
         ctx: Any, name: Any, op: Any, process_set: Any, prescale_factor: Any, postscale_factor: Any, *tensors: Any
     ) -> Any:
+        """Reduce and scatter tensors.
+
+        Args:
+            ctx: The context of autograd.
+            name: See :func:`reducescatter`.
+            op: See :func:`reducescatter`.
+            process_set: See :func:`reducescatter`.
+            prescale_factor: See :func:`reducescatter`.
+            postscale_factor: See :func:`reducescatter`.
+            *tensors: Inputs.
+
+        Returns:
+            This rank's rows of each result.
+        """
         factors = prescale_factor, postscale_factor
         ctx.call = (op, process_set, factors)
         return _scatter("grouped_reducescatter", list(tensors), name, op, process_set, factors, True, tuple).wait()
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Any) -> Any:
+        """Gather the gradients of all rows.
+
+        Args:
+            ctx: The context of autograd.
+            *grad_output: Gradients of this rank's rows.
+
+        Returns:
+            ``None`` for other arguments, and the gradients of the inputs.
+        """
         grads = grouped_allgather(list(grad_output), process_set=ctx.call[1])
         return (None, None, None, None, None, *(_scaled_back(ctx, grad) for grad in grads))
 
@@ -152,7 +249,24 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """As :func:`reducescatter`, of several tensors: all run together or none does."""
+    """Reduce and scatter several tensors as :func:`reducescatter`: all run together or none does.
+
+    Args:
+        tensors: Inputs; same number, shapes and types on all ranks.
+        name: Matches the ranks' calls: the same on all ranks. By default the core gives the call a number.
+        compression: Type in which the tensor travels, a member of ``Compression``.
+        op: ``Average`` or ``Sum``.
+        process_set: The ranks that take part.
+        prescale_factor: Multiplied with each rank's values before the reduction.
+        postscale_factor: Multiplied with the result.
+
+    Returns:
+        This rank's rows of each result.
+
+    Raises:
+        ValueError: An argument is not acceptable, or the name is in use.
+        HorovodInternalError: Ranks disagree, or a rank has ended.
+    """
     if not tensors:
         return []
     small, ctxs = zip(*(compression.compress(tensor) for tensor in tensors), strict=True)

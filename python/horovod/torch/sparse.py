@@ -1,4 +1,4 @@
-"""All-reduces of sparse tensors: everybody's indices and values are gathered."""
+"""All-reduces of sparse tensors: an all-gather of the ranks' indices and values."""
 
 from __future__ import annotations
 
@@ -16,12 +16,30 @@ from horovod.torch.reductions import _OPS
 
 
 def sparse_of(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """A sparse tensor that is not coalesced. PyTorch's own function warns whoever has not said whether such tensors are to be checked."""
+    """Create a sparse tensor that is not coalesced.
+
+    PyTorch's own function warns where the script has not said whether such tensors are to be checked.
+
+    Args:
+        indices: Of shape ``[sparse dimensions, entries]``.
+        values: Of shape ``[entries, ...]``.
+        shape: Shape of the tensor.
+
+    Returns:
+        The tensor.
+    """
     return torch.ops.aten._sparse_coo_tensor_unsafe(indices, values, shape)
 
 
 def no_rows(parameter: torch.Tensor) -> torch.Tensor:
-    """A sparse gradient of a parameter that adds nothing to the others'."""
+    """Create a sparse gradient without entries.
+
+    Args:
+        parameter: The parameter of the gradient.
+
+    Returns:
+        The gradient, which adds nothing to those of the others.
+    """
     indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
     values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
     return sparse_of(indices, values, parameter.shape)
@@ -33,10 +51,19 @@ def sparse_allreduce_async(
     op: int = Average,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[], torch.Tensor]:
-    """Reduces a sparse tensor: gathers everybody's indices and values.
+    """Reduce a sparse tensor by gathering the ranks' indices and values, and return at once.
+
+    Args:
+        tensor: A sparse tensor; same shape and type on all ranks.
+        name: Matches the ranks' calls: the same on all ranks. By default the core gives the call a number.
+        op: ``Average`` or ``Sum``.
+        process_set: The ranks that take part.
 
     Returns:
         A function that waits, and returns a sparse tensor that is not coalesced.
+
+    Raises:
+        NotImplementedError: ``op`` is neither ``Average`` nor ``Sum``.
     """
     if op not in (Average, Sum):
         raise NotImplementedError(f"a sparse tensor cannot be reduced with op={_OPS.get(op, op)}: use Average or Sum")

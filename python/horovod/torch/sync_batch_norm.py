@@ -24,14 +24,24 @@ basics._cleanups.append(_restart)
 
 
 class SyncBatchNorm(_BatchNorm):
-    """As ``torch.nn.BatchNorm1d`` and its siblings over the concatenated batches of all ranks, which may differ in size. On
-    CPUs, too."""
+    """Batch normalization over the batches of all ranks, which may differ in size.
+
+    It takes the arguments of ``torch.nn.BatchNorm1d`` and its siblings, and works on CPUs, too.
+    """
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalize a batch.
+
+        Args:
+            input: Of shape ``[batch, channels, ...]``.
+
+        Returns:
+            A tensor of the same shape and type.
+        """
         self._check_input_dim(input)
         exponential_average_factor = 0.0 if self.momentum is None else self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
@@ -59,10 +69,13 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
-        """The module with its layers of batch normalisation replaced by this one; an extension.
+        """Replace a module's layers of batch normalization by this one; an extension.
 
         Args:
-            module: Its other layers stay what they are.
+            module: The module; its other layers are unchanged.
+
+        Returns:
+            The module, or the new layer if the module is a layer of batch normalization.
         """
         converted = module
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):

@@ -1,1 +1,1 @@
-"""What the launcher and its processes share."""
+"""Modules that the launcher and its processes share."""

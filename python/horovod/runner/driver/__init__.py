@@ -1,1 +1,1 @@
-"""What looks for the interfaces that hosts have in common."""
+"""The search for interfaces that hosts have in common."""

@@ -24,12 +24,12 @@ _LOOK_EVERY = 0.2
 
 
 class HorovodRunDriverService(driver_service.BasicDriverService):
-    """The launcher's end.
+    """The launcher's end of the search for interfaces.
 
     Args:
-        num_hosts: Hosts.
-        key: The secret.
-        nics: Interfaces to be found at; all by default.
+        num_hosts: Number of hosts.
+        key: The job's secret.
+        nics: Interfaces at which the service is reached; all by default.
     """
 
     NAME = "horovod driver service"
@@ -39,12 +39,12 @@ class HorovodRunDriverService(driver_service.BasicDriverService):
 
 
 class HorovodRunDriverClient(driver_service.BasicDriverClient):
-    """A host's end.
+    """A host's end of the search for interfaces.
 
     Args:
-        driver_addresses: Where the driver may be found.
-        key: The secret.
-        verbose: Accepted.
+        driver_addresses: Addresses of the driver to try, by interface.
+        key: The job's secret.
+        verbose: Accepted for compatibility, without effect.
         match_intf: See :class:`~horovod.runner.common.util.network.BasicClient`.
     """
 
@@ -151,7 +151,14 @@ def _said(task: subprocess.Popen, complaints: IO[bytes]) -> str:
 
 
 def get_local_interfaces(settings: Any) -> Interfaces:
-    """The interfaces of a job on this host alone: those that are asked for, or the loopback's."""
+    """Return the interfaces of a job on this host alone.
+
+    Args:
+        settings: Settings of the job.
+
+    Returns:
+        The interfaces of the settings, or else the loopback's.
+    """
     if settings.verbose >= 2:
         print("All hosts are local, finding the interfaces with address 127.0.0.1")
     found = Interfaces(settings.nics or {name for name, ip in get_local_host_intfs().items() if ip == "127.0.0.1"})
@@ -181,16 +188,19 @@ class _Unkept:
 def get_common_interfaces(
     settings: Any, all_host_names: Sequence[str], remote_host_names: Sequence[str] | None = None, fn_cache: Any = None
 ) -> Interfaces:
-    """The interfaces at which all hosts of a job reach each other.
+    """Return the interfaces at which all hosts of a job reach each other.
 
     Args:
-        settings: Those of the job; `nics`, if there are any, are taken as they are.
-        all_host_names: Hosts.
-        remote_host_names: Those that are not this one.
+        settings: Settings of the job; their ``nics``, if there are any, are the result.
+        all_host_names: All hosts.
+        remote_host_names: The hosts other than this one.
         fn_cache: A :class:`~horovod.runner.util.cache.Cache` that keeps the answer, or ``None``.
 
+    Returns:
+        The interfaces.
+
     Raises:
-        TimeoutError: A host is missing.
+        TimeoutError: A host does not answer.
         RuntimeError: A task has failed, or hosts have no interface in common.
     """
     if not remote_host_names:

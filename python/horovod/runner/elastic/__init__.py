@@ -1,1 +1,1 @@
-"""Jobs whose processes come and go; the core drives them (`smdrun elastic`)."""
+"""Jobs whose processes may join and leave; the core drives them (`smdrun elastic`)."""

@@ -1,4 +1,4 @@
-"""Texts and kinds."""
+"""Texts and kinds of changes."""
 
 from enum import IntFlag
 
@@ -6,7 +6,7 @@ RESET_LIMIT_EXCEEDED_MESSAGE = "number of resets during elastic job exceeded lim
 
 
 class HostUpdateResult(IntFlag):
-    """What has changed."""
+    """How the hosts of a job have changed."""
 
     no_update = 0
     removed = 1

@@ -1,4 +1,4 @@
-"""Finding hosts."""
+"""Discovery of hosts."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from smdistributed import _core
 
 
 class HostDiscovery:
-    """Tells which hosts there are."""
+    """The interface of a discovery of hosts."""
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Names and slots."""
+        """Return the available hosts.
+
+        Returns:
+            Slots by name.
+        """
         raise NotImplementedError
 
 
 class HostDiscoveryScript(HostDiscovery):
-    """Asks a script, whose output has lines ``name:slots``.
+    """Runs a script that prints lines ``name:slots``.
 
     Args:
         discovery_script: The script.
-        slots: Of lines without a number.
+        slots: Slots of lines without a number.
     """
 
     def __init__(self, discovery_script: str, slots: int | None) -> None:
@@ -33,6 +37,11 @@ class HostDiscoveryScript(HostDiscovery):
         self.default_slots = slots
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """Run the script.
+
+        Returns:
+            Slots by name.
+        """
         output = io.StringIO()
         code = safe_shell_exec.execute(self.script, stdout=output)
         if code != 0:
@@ -47,25 +56,34 @@ class HostDiscoveryScript(HostDiscovery):
 
 
 class FixedHosts(HostDiscovery):
-    """Hosts that are set.
+    """Hosts that the caller sets.
 
     Args:
-        host_slots: Names and slots.
+        host_slots: Slots by name.
     """
 
     def __init__(self, host_slots: dict[str, int]) -> None:
         self._host_slots = host_slots
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """Return the hosts.
+
+        Returns:
+            Slots by name.
+        """
         return self._host_slots
 
     def set(self, host_slots: dict[str, int]) -> None:
-        """Replaces the hosts."""
+        """Replace the hosts.
+
+        Args:
+            host_slots: Slots by name.
+        """
         self._host_slots = host_slots
 
 
 class DiscoveredHosts:
-    """The hosts of a moment.
+    """The hosts at one moment.
 
     Args:
         host_slots: Slots by name.
@@ -82,25 +100,37 @@ class DiscoveredHosts:
         return set(self.host_assignment_order)
 
     def get_slots(self, host: str) -> int:
-        """Slots of a host; 0 if it is none of these."""
+        """Return the slots of a host.
+
+        Args:
+            host: Name of the host.
+
+        Returns:
+            The number; 0 for an unknown host.
+        """
         return self.host_slots.get(host, 0)
 
     def count_available_slots(self) -> int:
-        """Slots of all of them."""
+        """Return the slots of all hosts.
+
+        Returns:
+            The number.
+        """
         return sum(self.get_slots(host) for host in self.host_assignment_order)
 
 
 class HostManager:
-    """The hosts that may be used, as `discovery` finds them: the oldest first, without those where a worker failed.
+    """The hosts that a job may use: the oldest first, without hosts where a worker failed.
 
-    What is decided is the core's, as for ``smdrun elastic``.
+    The core decides, as for ``smdrun elastic``.
 
     Args:
         discovery: A :class:`HostDiscovery`.
-        cooldown_range: How long a host that is blacklisted is not used, the first time and at most, in seconds; for ever without it.
+        cooldown_range: Least and largest time that a blacklisted host is not used, in seconds, each 1 to 3600. Without
+            it, a blacklisted host is never used again.
 
     Raises:
-        ValueError: The range is none: both are 1 to 3600, the smaller first.
+        ValueError: ``cooldown_range`` is not such a range.
     """
 
     def __init__(self, discovery: HostDiscovery, cooldown_range: tuple[float, float] | None = None) -> None:
@@ -125,46 +155,72 @@ class HostManager:
             return self._current
 
     def update_available_hosts(self) -> HostUpdateResult:
-        """Asks the discovery, and returns what is different since the last time: hosts or slots more, fewer, or both."""
+        """Run the discovery.
+
+        Returns:
+            The change since the last call: more hosts or slots, fewer, or both.
+        """
         found = self._discovery.find_available_hosts_and_slots()
         with self._lock:
             self._hosts.discover(list(found.items()))
             return self._look()
 
     def blacklist(self, host: str) -> None:
-        """A worker failed there: the host is not used any more, or for a while."""
+        """Stop using a host where a worker failed, for a while or for the rest of the job.
+
+        Args:
+            host: Name of the host.
+        """
         with self._lock:
             self._hosts.ban(host)
             self._look()
 
     def is_blacklisted(self, host: str) -> bool:
-        """Whether it may not be used now."""
+        """Return whether a host may not be used now.
+
+        Args:
+            host: Name of the host.
+
+        Returns:
+            Whether it is blacklisted.
+        """
         with self._lock:
             return bool(self._hosts.is_banned(host))
 
     @staticmethod
     def order_available_hosts(available_hosts: Iterable[str], ordered_hosts: Iterable[str]) -> list[str]:
-        """Orders hosts by age: hosts that were there before keep their order, and new ones follow.
+        """Order hosts by age: known hosts keep their order, and new ones follow.
 
         Args:
-            available_hosts: Names of the hosts that are there now.
-            ordered_hosts: Names of the hosts that were there before, oldest first.
+            available_hosts: Names of the current hosts.
+            ordered_hosts: Names of the earlier hosts, oldest first.
 
         Returns:
-            The names of `available_hosts`, oldest first.
+            The names of ``available_hosts``, oldest first.
         """
         available = list(available_hosts)
         kept = [host for host in ordered_hosts if host in available]
         return [*kept, *(host for host in available if host not in kept)]
 
     def decided_by(self, make: Any) -> Any:
-        """From now on, what `make` makes of the hosts so far decides; it is returned."""
+        """Let another object of the core decide from now on.
+
+        Args:
+            make: Creates the object from the hosts so far.
+
+        Returns:
+            The object.
+        """
         with self._lock:
             self._hosts = make(self._known)
             return self._hosts
 
     def look(self) -> HostUpdateResult:
-        """What is different since the last look, without asking the discovery: bans begin and end."""
+        """Check for hosts whose time on the blacklist has begun or ended, without running the discovery.
+
+        Returns:
+            The change since the last call.
+        """
         with self._lock:
             return self._look()
 

@@ -1,6 +1,6 @@
-"""An elastic job whose workers are calls of a function: who starts processes by other ways than ssh uses this.
+"""An elastic job whose workers are calls of a function, for launchers that start processes by other ways than ssh.
 
-What is decided, who works where and when a session begins, is the core's, as in ``smdrun elastic`` and ``horovodrun --min-np``.
+The core decides where each worker runs and when a session begins, as in ``smdrun elastic`` and ``horovodrun --min-np``.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Place = tuple[str, int]
 
 
 class Results:
-    """How a job ended.
+    """The outcome of a job.
 
     Args:
-        error_message: Why it could not go on; ``None`` if it is done.
+        error_message: Reason of a failure; ``None`` if the job succeeded.
         worker_results: Exit code and time of the end of each worker of the last session, by ``host[slot]``.
     """
 
@@ -60,17 +60,17 @@ class _Worker:
 
 
 class ElasticDriver:
-    """Drives a job.
+    """Drives an elastic job.
 
     Args:
-        rendezvous: A :class:`~horovod.runner.http.http_server.RendezvousServer`, which is told the places of each session.
-        discovery: Finds hosts; is asked every second.
-        min_num_proc: Slots without which nobody trains.
-        max_num_proc: Slots beyond which none is used; ``None``: all are.
-        timeout: Longest wait for slots, or for a worker to come back, in seconds.
-        reset_limit: Sessions after the first, at most.
+        rendezvous: A :class:`~horovod.runner.http.http_server.RendezvousServer`, which gets the places of each session.
+        discovery: Finds hosts; called every second.
+        min_num_proc: Least number of slots of a session.
+        max_num_proc: Largest number of slots of a session; ``None`` means all.
+        timeout: Longest wait for slots, or for a worker to return, in seconds.
+        reset_limit: Largest number of sessions after the first.
         cooldown_range: See :class:`~horovod.runner.elastic.discovery.HostManager`.
-        verbose: 1: says what happens.
+        verbose: 1 prints progress.
     """
 
     def __init__(
@@ -112,12 +112,13 @@ class ElasticDriver:
     def start(
         self, num_proc: int, create_worker_fn: Callable[[SlotInfo, list[threading.Event]], tuple[int, float]]
     ) -> None:
-        """Waits for slots and starts workers.
+        """Wait for slots and start workers.
 
         Args:
-            num_proc: Slots that the first session waits for.
-            create_worker_fn: Runs a worker to its end, in a thread of its own, and returns its exit code and when it ended, in seconds
-                since 1970. Gets the worker's place, and events: when one is set, the worker is to end.
+            num_proc: Number of slots that the first session waits for.
+            create_worker_fn: Runs a worker to its end, in a thread of its own. It gets the worker's place and events;
+                when an event is set, the worker is to end. It returns the exit code and the time of the end in seconds
+                since 1970.
 
         Raises:
             TimeoutException: There were not enough slots in time.
@@ -132,10 +133,14 @@ class ElasticDriver:
         in_thread(self._tick, name="horovod-elastic")
 
     def wait_for_available_slots(self, min_num_proc: int, min_hosts: int = 1) -> None:
-        """Waits until there are so many slots, on so many hosts.
+        """Wait until enough slots are available.
+
+        Args:
+            min_num_proc: Least number of slots.
+            min_hosts: Least number of hosts.
 
         Raises:
-            TimeoutException: That took longer than the job's timeout.
+            TimeoutException: The wait took longer than the job's timeout.
             RuntimeError: The job has ended.
         """
 
@@ -146,20 +151,22 @@ class ElasticDriver:
 
         with self._changed:
             if not self._changed.wait_for(enough, self._timeout):
-                there = self._host_manager.current_hosts.count_available_slots()
+                current = self._host_manager.current_hosts
+                there, hosts = current.count_available_slots(), len(current.available_hosts)
                 raise TimeoutException(
-                    f"timed out after {self._timeout:.0f} s waiting for the minimum number of slots to become available: there "
-                    f"are {there} of {min_num_proc}, on {len(self._host_manager.current_hosts.available_hosts)} host(s)"
+                    f"timed out after {self._timeout:.0f} s waiting for the minimum number of slots to become "
+                    f"available: there are {there} of {min_num_proc}, on {hosts} host(s)"
                 )
             if self._shutdown.is_set():
                 raise RuntimeError(f"the job has ended: {self._error or 'it was stopped'}")
 
     def get_results(self) -> Results:
-        """Waits for the end of the job.
+        """Wait for the end of the job.
 
         Returns:
-            How the job ended, and how the workers of its last session ended. Workers of earlier sessions do not count. If the
-            job succeeded, neither do those of a blacklisted host: the session goes on, or ends, without that host.
+            How the job ended, and how the workers of its last session ended. Workers of earlier sessions do not count.
+            If the
+            job succeeded, neither do workers of a blacklisted host: the session continues or ends without that host.
         """
         self._finished.wait()
         with self._changed:
@@ -170,7 +177,11 @@ class ElasticDriver:
             return Results(self._error, {f"{host}[{slot}]": result for (host, slot), result in results.items()})
 
     def stop(self, error_message: str | None = None) -> None:
-        """Ends the job and its workers."""
+        """End the job and its workers.
+
+        Args:
+            error_message: Reason of a failure; ``None`` if the job succeeded.
+        """
         with self._changed:
             if self._finished.is_set():
                 return
@@ -184,13 +195,24 @@ class ElasticDriver:
             self._changed.notify_all()
 
     def finished(self) -> bool:
-        """Whether the job has ended."""
+        """Return whether the job has ended.
+
+        Returns:
+            Whether it has.
+        """
         return self._finished.is_set()
 
     # What workers and those who start them call.
 
     def record_ready(self, host: str, slot: int) -> None:
-        """A worker asks for a place in the next session; returns when that begins, or when there is none for it any more."""
+        """Record that a worker asks for a place in the next session, and wait until the session begins.
+
+        The call also returns when there is no place for the worker any more.
+
+        Args:
+            host: Name of the host.
+            slot: Number of the slot on the host.
+        """
         self._worker_registry.record_ready(host, slot)
         with self._changed:
             worker = self._worker(host, slot)
@@ -198,7 +220,11 @@ class ElasticDriver:
                 self._changed.wait_for(lambda: not worker.is_waiting or worker.stop.is_set() or self._finished.is_set())
 
     def entered(self, host: str, slot: int) -> None:
-        """As :meth:`record_ready`, without the wait.
+        """Record that a worker asks for a place, as :meth:`record_ready`, without waiting.
+
+        Args:
+            host: Name of the host.
+            slot: Number of the slot on the host.
 
         Raises:
             RuntimeError: There is no worker at this place.
@@ -213,21 +239,43 @@ class ElasticDriver:
             self._acts()
 
     def register_worker_server(self, host: str, slot: int, addresses: Addresses, secret_key: bytes) -> None:
-        """Where a worker hears of hosts."""
+        """Register the service at which a worker receives notices of hosts.
+
+        Args:
+            host: Name of the host.
+            slot: Number of the slot on the host.
+            addresses: Addresses of the service, by interface.
+            secret_key: Its secret.
+        """
         with self._changed:
             worker = self._worker(host, slot)
             if worker is not None:
                 worker.server = (addresses, secret_key)
 
     def get_worker_client(self, slot_info: SlotInfo) -> WorkerNotificationClient | None:
-        """Tells the worker of a place of hosts; ``None`` if nothing is known of its service."""
+        """Return a client of the service at which a worker receives notices of hosts.
+
+        Args:
+            slot_info: The worker's place.
+
+        Returns:
+            The client; ``None`` if the worker has registered no service.
+        """
         with self._changed:
             worker = self._worker(slot_info.hostname, slot_info.local_rank)
             server = worker.server if worker is not None else None
         return WorkerNotificationClient(*server) if server is not None else None
 
     def get_slot_info(self, host: str, slot: int) -> SlotInfo:
-        """The place in the present session; that with the rank -1 if there is none."""
+        """Return a worker's place in the current session.
+
+        Args:
+            host: Name of the host.
+            slot: Number of the slot on the host.
+
+        Returns:
+            The place; one with rank -1 if the worker has none.
+        """
         with self._changed:
             return self._seats.get((host, slot), INVALID_SLOT_INFO)
 
@@ -241,21 +289,44 @@ class ElasticDriver:
         return found
 
     def has_rank_assignment(self, host: str, slot: int) -> bool:
-        """Whether there is one."""
+        """Return whether a worker has a place in the current session.
+
+        Args:
+            host: Name of the host.
+            slot: Number of the slot on the host.
+
+        Returns:
+            Whether it has.
+        """
         return self.get_slot_info(host, slot).rank != -1
 
     def get_coordinator_info(self) -> SlotInfo | None:
-        """The place of rank 0."""
+        """Return the place of rank 0.
+
+        Returns:
+            The place, or ``None`` before the first session.
+        """
         with self._changed:
             return next((slot for slot in self._seats.values() if slot.rank == 0), None)
 
     def world_size(self) -> int:
-        """Workers of the present session."""
+        """Return the number of workers of the current session.
+
+        Returns:
+            The number.
+        """
         with self._changed:
             return len(self._seats)
 
     def local_size(self, host: str) -> int:
-        """Those of a host."""
+        """Return the number of workers of a host in the current session.
+
+        Args:
+            host: Name of the host.
+
+        Returns:
+            The number.
+        """
         with self._changed:
             return sum(name == host for name, _ in self._seats)
 

@@ -1,4 +1,4 @@
-"""What workers of an elastic job have said."""
+"""States that workers of an elastic job have reported."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ FAILURE = "FAILURE"
 
 
 class WorkerStateRegistry:
-    """The last word of each place's worker; the driver hears of it.
+    """The last state of each worker, which the driver learns as well.
 
     Args:
-        driver: Its core decides what follows.
-        host_manager: The job's hosts.
-        reset_limit: Sessions after the first, at most: the core ends the job beyond.
-        verbose: Accepted.
+        driver: The driver, whose core decides what follows.
+        host_manager: Hosts of the job.
+        reset_limit: Largest number of sessions after the first; beyond it the core ends the job.
+        verbose: Accepted for compatibility, without effect.
     """
 
     def __init__(self, driver: Any, host_manager: Any, reset_limit: int | None = None, verbose: int = 0) -> None:
@@ -28,40 +28,77 @@ class WorkerStateRegistry:
         self._states: dict[tuple[str, int], str] = {}
 
     def reset(self) -> None:
-        """A session begins: nobody has said anything."""
+        """Forget all states when a session begins."""
         with self._lock:
             self._states.clear()
 
     def get(self, state: str) -> set[tuple[str, int]]:
-        """Hosts and slots of the workers in this state."""
+        """Return the workers in a state.
+
+        Args:
+            state: The state.
+
+        Returns:
+            Hosts and slots.
+        """
         with self._lock:
             return {place for place, found in self._states.items() if found == state}
 
     def count(self, state: str) -> int:
-        """How many these are."""
+        """Return the number of workers in a state.
+
+        Args:
+            state: The state.
+
+        Returns:
+            The number.
+        """
         return len(self.get(state))
 
     def size(self) -> int:
-        """Workers that have said something."""
+        """Return the number of workers that have reported a state.
+
+        Returns:
+            The number.
+        """
         with self._lock:
             return len(self._states)
 
     def get_recorded_slots(self) -> set[tuple[str, int]]:
-        """Their hosts and slots."""
+        """Return the workers that have reported a state.
+
+        Returns:
+            Hosts and slots.
+        """
         with self._lock:
             return set(self._states)
 
     def record_ready(self, host: str, slot: int) -> None:
-        """A worker asks for a place in the next session."""
+        """Record that a worker asks for a place in the next session.
+
+        Args:
+            host: Name of the host.
+            slot: Number of the slot on the host.
+        """
         self._record(host, slot, READY)
         self._driver.entered(host, slot)
 
     def record_success(self, host: str, slot: int) -> None:
-        """A worker has ended well."""
+        """Record that a worker has ended successfully.
+
+        Args:
+            host: Name of the host.
+            slot: Number of the slot on the host.
+        """
         self._record(host, slot, SUCCESS)
 
     def record_failure(self, host: str, slot: int) -> None:
-        """A worker has failed."""
+        """Record that a worker has failed.
+
+        Args:
+            host: Name of the host.
+            slot: Number of the slot on the host.
+        """
         self._record(host, slot, FAILURE)
 
     def _record(self, host: str, slot: int, state: str) -> None:

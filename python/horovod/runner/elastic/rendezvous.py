@@ -1,4 +1,4 @@
-"""Where workers of an elastic job ask for their places."""
+"""The store from which workers of an elastic job get their places."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ WORKER_ADDRESSES = "worker_addresses"
 
 
 def create_rendezvous_handler(driver: Any) -> type[RendezvousHandler]:
-    """The handler of a :class:`~horovod.runner.http.http_server.RendezvousServer` of this driver.
+    """Create the handler of a :class:`~horovod.runner.http.http_server.RendezvousServer` of a driver.
 
-    ``GET rank_and_size/<host>:<slot>`` is answered when the next session begins, with ``rank,size,local_rank,local_size,cross_rank,
-    cross_size``; the rank is -1 if there is no place for the worker any more. ``PUT worker_addresses/<host>:<slot>`` says, as JSON, where a
-    worker hears of hosts: by interface a list of addresses and ports.
+    ``GET rank_and_size/<host>:<slot>`` is answered when the next session begins. The answer is ``rank,size,local_rank,
+    local_size,cross_rank,cross_size``; the rank is -1 if there is no place for the worker any more. ``PUT
+    worker_addresses/<host>:<slot>`` registers, as JSON, where a worker receives notices of hosts: by interface a list
+    of addresses and ports.
+
+    Args:
+        driver: The driver.
+
+    Returns:
+        The handler's class.
     """
 
     class ElasticRendezvousHandler(RendezvousHandler):

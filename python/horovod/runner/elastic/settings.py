@@ -8,15 +8,15 @@ from horovod.runner.common.util.settings import BaseSettings
 
 
 class ElasticSettings(BaseSettings):
-    """Besides the general ones.
+    """Settings of an elastic job, besides the general ones.
 
     Args:
         discovery: Finds hosts.
-        min_num_proc: Slots without which nobody trains.
-        max_num_proc: Slots beyond which none is used.
+        min_num_proc: Least number of slots of a session.
+        max_num_proc: Largest number of slots of a session.
         elastic_timeout: Longest wait for slots, in seconds.
-        reset_limit: Sessions after the first, at most.
-        cooldown_range: How long a host where a worker failed is not used, the first time and at most, in seconds.
+        reset_limit: Largest number of sessions after the first.
+        cooldown_range: Least and largest time that a host is not used after a worker failed there, in seconds.
         **kwargs: See :class:`BaseSettings`.
     """
 

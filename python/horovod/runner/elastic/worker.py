@@ -1,4 +1,4 @@
-"""What a process of an elastic job hears of its hosts."""
+"""Notices of hosts for the workers of an elastic job."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from horovod.runner.elastic.constants import HostUpdateResult as HostUpdateResul
 
 
 class HostsUpdatedRequest:
-    """Hosts have come or gone.
+    """Says that hosts have joined or left.
 
     Args:
-        timestamp: When, in seconds since 1970.
-        res: What has changed.
+        timestamp: Time of the change in seconds since 1970.
+        res: Kind of the change.
     """
 
     def __init__(self, timestamp: float, res: HostUpdateResult = HostUpdateResult.no_update) -> None:
@@ -24,12 +24,12 @@ class HostsUpdatedRequest:
 
 
 class WorkerNotificationService(network.BasicService):
-    """Where a worker hears of hosts that an :class:`~horovod.runner.elastic.driver.ElasticDriver` found.
+    """Receives notices of an :class:`~horovod.runner.elastic.driver.ElasticDriver` for a worker.
 
     Args:
         key: The job's secret.
-        nic: The interface to be found at; all by default.
-        manager: Passes the news on to states.
+        nic: The interface at which the service is reached; all by default.
+        manager: Passes the notices on to states.
     """
 
     NAME = "worker notification service"
@@ -46,12 +46,12 @@ class WorkerNotificationService(network.BasicService):
 
 
 class WorkerNotificationClient(network.BasicClient):
-    """Tells a worker.
+    """Sends notices to a worker.
 
     Args:
-        addresses: Of its service.
+        addresses: Addresses of the worker's service.
         key: The job's secret.
-        verbose: Accepted.
+        verbose: Accepted for compatibility, without effect.
         match_intf: See :class:`~horovod.runner.common.util.network.BasicClient`.
     """
 
@@ -59,5 +59,10 @@ class WorkerNotificationClient(network.BasicClient):
         super().__init__(WorkerNotificationService.NAME, addresses, key, verbose, match_intf=match_intf)
 
     def notify_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
-        """Hosts have changed at this time."""
+        """Send a notice.
+
+        Args:
+            timestamp: Time of the change in seconds since 1970.
+            update_res: Kind of the change.
+        """
         self._send(HostsUpdatedRequest(timestamp, update_res), timeout=self._probe_timeout)

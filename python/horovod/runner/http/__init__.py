@@ -1,1 +1,1 @@
-"""A key-value store over HTTP, in which members of a job leave what others need."""
+"""A key-value store over HTTP for the members of a job."""

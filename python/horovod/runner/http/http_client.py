@@ -1,4 +1,4 @@
-"""Values of the store."""
+"""Requests to the store."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ _KEEPALIVE_S = 30
 def request(
     method: str, addr: str, port: int, scope: str, key: str, body: bytes = b"", secret_key: bytes | None = None
 ) -> bytes:
-    """Asks the store.
+    """Send a request to the store.
 
     Args:
         method: ``GET``, ``PUT`` or ``DELETE``.
-        addr: The server's host.
-        port: Its port.
-        scope: Of the value.
-        key: Of the value.
+        addr: Host of the server.
+        port: Port of the server.
+        scope: Scope of the value.
+        key: Key of the value.
         body: The value to put.
         secret_key: The job's secret; by default that of ``_HOROVOD_SECRET_KEY``.
 
     Returns:
-        What it answers.
+        The answer.
 
     Raises:
-        RuntimeError: There is no such value, or the other side has another secret.
-        OSError: It is gone.
+        RuntimeError: There is no such value, or the server has another secret.
+        OSError: The server is gone.
     """
     proof = secret_key or secret.from_environment()
     if proof is None:
@@ -73,7 +73,21 @@ def request(
 
 
 def read_data_from_kvstore(addr: str, port: int, scope: str, key: str, secret_key: bytes | None = None) -> Any:
-    """An object that another has put there. See :func:`request`."""
+    """Read an object from the store.
+
+    Args:
+        addr: Host of the server.
+        port: Port of the server.
+        scope: Scope of the value.
+        key: Key of the value.
+        secret_key: See :func:`request`.
+
+    Returns:
+        The object.
+
+    Raises:
+        RuntimeError: There is no such value, or the server has another secret.
+    """
     # The answer's digest says that it is from the job.
     return pickle.loads(request("GET", addr, port, scope, key, secret_key=secret_key))
 
@@ -81,5 +95,17 @@ def read_data_from_kvstore(addr: str, port: int, scope: str, key: str, secret_ke
 def put_data_into_kvstore(
     addr: str, port: int, scope: str, key: str, value: Any, secret_key: bytes | None = None
 ) -> None:
-    """Leaves an object there. See :func:`request`."""
+    """Put an object into the store.
+
+    Args:
+        addr: Host of the server.
+        port: Port of the server.
+        scope: Scope of the value.
+        key: Key of the value.
+        value: The object.
+        secret_key: See :func:`request`.
+
+    Raises:
+        RuntimeError: The server has another secret.
+    """
     request("PUT", addr, port, scope, key, cloudpickle.dumps(value), secret_key)

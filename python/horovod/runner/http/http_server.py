@@ -1,10 +1,10 @@
-"""The store's servers.
+"""The servers of the store.
 
     GET, PUT, DELETE /scope/key
 
-Each request proves the job's secret before its body is read: its digest is over the method, the path, a number that is used once, and the
-body's length and hash. An answer's is over that number and the answer, so a client takes it for the answer to its own request or
-not at all.
+Each request proves that its sender knows the job's secret before its body is read. Its digest is over the method, the
+path, a number that is used once, and the body's length and hash. The digest of an answer is over that number and the
+answer, so a client accepts only the answer to its own request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,18 @@ RANK_AND_SIZE = "rank_and_size"
 
 
 def headers_of_request(key: bytes, method: str, path: str, nonce: str, body: bytes) -> dict[str, str]:
-    """What proves a request."""
+    """Return the headers that authenticate a request.
+
+    Args:
+        key: The secret.
+        method: The method.
+        path: The path.
+        nonce: A number that is used once.
+        body: The body.
+
+    Returns:
+        Values by name.
+    """
     body_hash = hashlib.sha256(body).hexdigest()
     digest = _digest_of_request(key, method, path, nonce, str(len(body)), body_hash)
     return {NONCE: nonce, HASH: body_hash, DIGEST: digest, "Content-Length": str(len(body))}
@@ -42,32 +53,42 @@ def _digest_of_request(key: bytes, *words: str) -> str:
 
 
 def digest_of_answer(key: bytes, status: int, nonce: str, body: bytes) -> str:
-    """What proves an answer."""
+    """Return the digest that authenticates an answer.
+
+    Args:
+        key: The secret.
+        status: Status of the answer.
+        nonce: The request's number.
+        body: Body of the answer.
+
+    Returns:
+        The digest in hexadecimal digits.
+    """
     return secret.compute_digest(key, f"{status} {nonce} ".encode() + body).hex()
 
 
 class KVStoreHandler(BaseHTTPRequestHandler):
-    """One request. Others extend `_get`, `_put` and `_delete`."""
+    """Handles one connection. Subclasses extend `_get`, `_put` and `_delete`."""
 
     protocol_version = "HTTP/1.1"
     timeout = _GREETING_TIME
     server: KVStoreHTTPServer
 
     def handle(self) -> None:
-        """Answers requests until the client leaves, or the server is stopped."""
+        """Answer requests until the client leaves or the server is stopped."""
         with self.server.connections.open(self.connection):
             super().handle()
 
     def do_GET(self) -> None:
-        """Answers with a value."""
+        """Answer with a value."""
         self._answer("GET")
 
     def do_PUT(self) -> None:
-        """Takes a value."""
+        """Store a value."""
         self._answer("PUT")
 
     def do_DELETE(self) -> None:
-        """Forgets a value."""
+        """Delete a value."""
         self._answer("DELETE")
 
     def _answer(self, method: str) -> None:
@@ -116,18 +137,23 @@ class KVStoreHandler(BaseHTTPRequestHandler):
         return (OK if self.server.delete(scope, key) else NOT_FOUND), b""
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says what is asked, if the server is to."""
+        """Log a request, if the server is verbose.
+
+        Args:
+            format: The text, with ``%``.
+            *args: Its values.
+        """
         if self.server.verbose >= 2:
             super().log_message(format, *args)
 
 
 class KVStoreHTTPServer(ThreadingHTTPServer):
-    """The values, by scope and key.
+    """The server of the values, by scope and key.
 
     Args:
-        handler: Answers requests.
+        handler: Class that answers requests.
         key: The secret.
-        verbose: 2: says what is asked.
+        verbose: 2 logs requests.
     """
 
     daemon_threads = True
@@ -143,7 +169,14 @@ class KVStoreHTTPServer(ThreadingHTTPServer):
         super().__init__(("0.0.0.0", 0), handler)
 
     def is_new(self, nonce: str) -> bool:
-        """Whether this number was not used before; now it is."""
+        """Record a request's number, and return whether it was not used before.
+
+        Args:
+            nonce: The number.
+
+        Returns:
+            Whether it is new.
+        """
         with self._lock:
             if not nonce or nonce in self._nonces:
                 return False
@@ -151,28 +184,57 @@ class KVStoreHTTPServer(ThreadingHTTPServer):
             return True
 
     def get(self, scope: str, key: str) -> bytes | None:
-        """A value, or ``None``."""
+        """Return a value.
+
+        Args:
+            scope: Scope of the value.
+            key: Key of the value.
+
+        Returns:
+            The value, or ``None``.
+        """
         with self._lock:
             return self._values.get(scope, {}).get(key)
 
     def put(self, scope: str, key: str, value: bytes) -> None:
-        """Keeps a value."""
+        """Store a value.
+
+        Args:
+            scope: Scope of the value.
+            key: Key of the value.
+            value: The value.
+        """
         with self._lock:
             self._values[scope][key] = value
 
     def delete(self, scope: str, key: str) -> bool:
-        """Forgets a value; false if there was none."""
+        """Delete a value.
+
+        Args:
+            scope: Scope of the value.
+            key: Key of the value.
+
+        Returns:
+            Whether there was one.
+        """
         with self._lock:
             return self._values.get(scope, {}).pop(key, None) is not None
 
     def forget(self, scope: str) -> None:
-        """Forgets all values of a scope."""
+        """Delete all values of a scope.
+
+        Args:
+            scope: The scope.
+        """
         with self._lock:
             self._values.pop(scope, None)
 
 
 class RendezvousHandler(KVStoreHandler):
-    """Of a :class:`RendezvousServer`: a member that needs a scope no more deletes its own key there."""
+    """Handles requests to a :class:`RendezvousServer`.
+
+    A member that has finished with a scope deletes its own key there.
+    """
 
     server: RendezvousHTTPServer
 
@@ -182,7 +244,13 @@ class RendezvousHandler(KVStoreHandler):
 
 
 class RendezvousHTTPServer(KVStoreHTTPServer):
-    """Values of scopes whose members are known. When all have left a scope, its values are forgotten."""
+    """The server of scopes with known members. When all members have left a scope, its values are deleted.
+
+    Args:
+        handler: Class that answers requests.
+        key: The secret.
+        verbose: 2 logs requests.
+    """
 
     def __init__(self, handler: type[KVStoreHandler], key: bytes, verbose: int = 0) -> None:
         super().__init__(handler, key, verbose)
@@ -190,7 +258,11 @@ class RendezvousHTTPServer(KVStoreHTTPServer):
         self._left: dict[str, set[str]] = collections.defaultdict(set)
 
     def init(self, host_alloc_plan: Iterable[SlotInfo]) -> None:
-        """Other processes have other places from now on; what was left for the ones before is forgotten."""
+        """Replace the places of processes, and delete values for the processes before.
+
+        Args:
+            host_alloc_plan: The places.
+        """
         sizes: dict[str, int] = collections.Counter()
         places = {}
         for slot in host_alloc_plan:
@@ -205,7 +277,12 @@ class RendezvousHTTPServer(KVStoreHTTPServer):
             self._values[RANK_AND_SIZE] = places
 
     def finish(self, scope: str, key: str) -> None:
-        """A member has left a scope."""
+        """Record that a member has left a scope.
+
+        Args:
+            scope: The scope.
+            key: The member's key.
+        """
         with self._lock:
             self._left[scope].add(key)
             if len(self._left[scope]) >= self._sizes.get(scope, 1):
@@ -237,11 +314,11 @@ class _Service:
 
 
 class KVStoreServer(_Service):
-    """A store.
+    """A key-value store.
 
     Args:
-        verbose: 2: says what is asked.
-        key: The secret; by default that of ``_HOROVOD_SECRET_KEY``, or a new one. Clients need it.
+        verbose: 2 logs requests.
+        key: The secret, which clients need; by default that of ``_HOROVOD_SECRET_KEY``, or a new one.
     """
 
     def __init__(self, verbose: int = 0, key: bytes | None = None) -> None:
@@ -249,19 +326,26 @@ class KVStoreServer(_Service):
         self._verbose = verbose
 
     def start_server(self, handler_cls: type[KVStoreHandler] = KVStoreHandler) -> int:
-        """Starts, and returns the port."""
+        """Start the server.
+
+        Args:
+            handler_cls: Class that answers requests.
+
+        Returns:
+            The port.
+        """
         return self._run(KVStoreHTTPServer(handler_cls, self.key, self._verbose))
 
     def shutdown_server(self) -> None:
-        """Takes no more requests, and returns when those that it has are answered."""
+        """Stop accepting requests, and return when the pending ones are answered."""
         self._end()
 
 
 class RendezvousServer(_Service):
-    """A store with the places of processes in it.
+    """A key-value store that contains the places of processes.
 
     Args:
-        verbose: 2: says what is asked.
+        verbose: 2 logs requests.
         key: See :class:`KVStoreServer`.
     """
 
@@ -270,13 +354,24 @@ class RendezvousServer(_Service):
         self._verbose = verbose
 
     def start(self, handler_cls: type[KVStoreHandler] = RendezvousHandler) -> int:
-        """Starts, and returns the port."""
+        """Start the server.
+
+        Args:
+            handler_cls: Class that answers requests.
+
+        Returns:
+            The port.
+        """
         return self._run(RendezvousHTTPServer(handler_cls, self.key, self._verbose))
 
     def init(self, host_alloc_plan: Iterable[SlotInfo]) -> None:
-        """Gives out these places: ``rank_and_size/<host>:<local rank>`` of the store has each of them."""
+        """Publish the places of processes, each at ``rank_and_size/<host>:<local rank>``.
+
+        Args:
+            host_alloc_plan: The places.
+        """
         self.httpd.init(host_alloc_plan)
 
     def stop(self) -> None:
-        """Takes no more requests, and returns when those that it has are answered."""
+        """Stop accepting requests, and return when the pending ones are answered."""
         self._end()

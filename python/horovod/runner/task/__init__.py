@@ -1,1 +1,1 @@
-"""What runs on each host for that."""
+"""The tasks on each host that search for common interfaces."""

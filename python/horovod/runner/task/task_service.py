@@ -1,4 +1,4 @@
-"""The task of a host: the one before finds it."""
+"""The task of a host, which the task before it must reach."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from horovod.runner.common.util.timeout import Timeout
 
 
 class TaskToTaskAddressCheckFinishedSignal:
-    """The task before has found this one."""
+    """Says that the task before has reached this one."""
 
 
 class HorovodRunTaskService(task_service.BasicTaskService):
     """The task of a host.
 
     Args:
-        index: Its number.
-        key: The secret.
-        nics: Interfaces to be found at; all by default.
+        index: Number of the task.
+        key: The job's secret.
+        nics: Interfaces at which the service is reached; all by default.
     """
 
     NAME_FORMAT = "horovod task service #%d"
@@ -36,26 +36,29 @@ class HorovodRunTaskService(task_service.BasicTaskService):
         return super()._handle(req, client_address)
 
     def wait_for_task_to_task_address_check_finish_signal(self, timeout: Timeout) -> None:
-        """Waits until the task before has found this one.
+        """Wait until the task before has reached this one.
+
+        Args:
+            timeout: Longest wait, in seconds or as a :class:`Timeout`.
 
         Raises:
-            TimeoutException: It took longer.
+            TimeoutException: The wait took longer.
         """
         if not self._found.wait(timeout.remaining()):
             timeout.check_time_out_for("the address check of the task before")
 
 
 class HorovodRunTaskClient(task_service.BasicTaskClient):
-    """Tells such a task.
+    """A client of the task of a host.
 
     Args:
-        index: Its number.
-        task_addresses: Where it may be found.
-        key: The secret.
-        verbose: Accepted.
+        index: Number of the task.
+        task_addresses: Addresses to try, by interface.
+        key: The job's secret.
+        verbose: Accepted for compatibility, without effect.
         match_intf: See :class:`~horovod.runner.common.util.network.BasicClient`.
         probe_timeout: Longest wait for an address, in seconds.
-        attempts: How often each is tried.
+        attempts: Number of attempts for each address.
     """
 
     def __init__(

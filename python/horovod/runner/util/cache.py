@@ -1,4 +1,4 @@
-"""What checks have found, kept in a file for a while."""
+"""Results of checks, kept in a file for some time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from typing import Any
 
 
 class Cache:
-    """Values by key, in a file of a folder. Where that cannot be written nothing is kept, and what cannot be read is not there.
+    """Values by key, in a file of a folder.
+
+    If the file cannot be written, nothing is kept. If it cannot be read, it counts as empty.
 
     Args:
-        cache_folder: The folder; it is made.
-        cache_staleness_threshold_in_minutes: Older values count for nothing.
-        parameters_hash: What values depend on; with another one none is there.
+        cache_folder: The folder, which is created.
+        cache_staleness_threshold_in_minutes: Age at which values expire.
+        parameters_hash: What values depend on; with another hash, earlier values are ignored.
     """
 
     def __init__(self, cache_folder: str, cache_staleness_threshold_in_minutes: float, parameters_hash: str) -> None:
@@ -42,7 +44,14 @@ class Cache:
         return values if isinstance(values, dict) else {}
 
     def get(self, key: Any) -> Any:
-        """The value of a key; ``None`` if there is none, or an old one."""
+        """Return a value.
+
+        Args:
+            key: The key.
+
+        Returns:
+            The value; ``None`` if there is none or it has expired.
+        """
         with self._lock:
             match self._read().get(repr(key)):
                 case [float() | int() as at, value] if time.time() - at < self._seconds:
@@ -50,7 +59,12 @@ class Cache:
         return None
 
     def put(self, key: Any, val: Any) -> None:
-        """Keeps a value that JSON can hold."""
+        """Store a value.
+
+        Args:
+            key: The key.
+            val: A value that JSON can hold.
+        """
         with self._lock:
             values = self._read() | {repr(key): (time.time(), val)}
             # Jobs may start side by side: each file is whole.
@@ -61,12 +75,22 @@ class Cache:
                 os.replace(file.name, self._file)
 
     def parameters_hash(self) -> str:
-        """What values depend on."""
+        """Return what values depend on.
+
+        Returns:
+            The hash.
+        """
         return self._parameters
 
 
 def use_cache() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a function take the argument `fn_cache`: a :class:`Cache` that keeps what it returns if that is something, or ``None``."""
+    """Make a function take the argument ``fn_cache``.
+
+    ``fn_cache`` is a :class:`Cache` that keeps the function's results other than ``None``, or ``None``.
+
+    Returns:
+        The decorator.
+    """
 
     def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""The connections of a server that answers requests in threads."""
+"""The connections of a server with a thread for each request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CLOSE_TIMEOUT_S = 30.0
 
 
 class Connections:
-    """Knows which connections carry a request that is being answered, so that a server can close without losing an answer.
+    """Tracks connections whose request is being answered, so that a server can close without losing an answer.
 
     Args:
         name: The name of the server, for the warning of :meth:`close`.
@@ -34,7 +34,14 @@ class Connections:
 
     @contextlib.contextmanager
     def open(self, connection: socket.socket) -> Iterator[None]:
-        """Around the life of a connection."""
+        """Return a context for the life of a connection.
+
+        Args:
+            connection: The connection.
+
+        Yields:
+            Nothing.
+        """
         with self._changed:
             self._idle.add(connection)
             if self._closing:
@@ -47,7 +54,14 @@ class Connections:
 
     @contextlib.contextmanager
     def answering(self, connection: socket.socket) -> Iterator[None]:
-        """Around the answer to a request that has proved the secret."""
+        """Return a context for the answer to an authenticated request.
+
+        Args:
+            connection: The connection.
+
+        Yields:
+            Nothing.
+        """
         with self._changed:
             self._idle.discard(connection)
             self._answering += 1
@@ -62,11 +76,11 @@ class Connections:
                 self._changed.notify_all()
 
     def mark_closing(self) -> None:
-        """Says that the server is about to close."""
+        """Record that the server is about to close."""
         self._closing = True
 
     def close(self) -> None:
-        """Ends idle connections, and waits until all requests are answered. Warns if that takes longer than 30 s."""
+        """End idle connections, and wait until all requests are answered. Warn if that takes longer than 30 s."""
         with self._changed:
             self._closing = True
             for connection in self._idle:

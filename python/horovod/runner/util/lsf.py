@@ -1,4 +1,7 @@
-"""Jobs of IBM's LSF: what it says of the job, and what the processors and GPUs of a host are. Hosts are taken to be like this one."""
+"""Jobs of IBM's LSF: hosts of the job, and processors and GPUs of a host.
+
+All hosts are assumed to be like this one.
+"""
 
 from __future__ import annotations
 
@@ -8,43 +11,71 @@ from horovod.runner.common.util import tiny_shell_exec
 
 
 class LSFUtils:
-    """What LSF tells, and this host."""
+    """Information of LSF and about this host."""
 
     @staticmethod
     def using_lsf() -> bool:
-        """Whether this process is in such a job."""
+        """Return whether this process is in a job of LSF.
+
+        Returns:
+            Whether it is.
+        """
         return "LSB_JOBID" in os.environ
 
     @staticmethod
     def get_compute_hosts() -> list[str]:
-        """Hosts of the job that compute: not one that only starts it."""
+        """Return the hosts of the job that compute, without a host that only starts the job.
+
+        Returns:
+            Their names.
+        """
         return list(LSFUtils._allotted())
 
     @staticmethod
     def get_slots() -> dict[str, int]:
-        """Processes that each host takes: one for each GPU, or without GPUs, as many as LSF gives it slots."""
+        """Return the number of processes of each host.
+
+        Returns:
+            One for each GPU by name of the host; without GPUs, as many as LSF assigns.
+        """
         gpus = LSFUtils.get_num_gpus()
         return {host: gpus or slots for host, slots in LSFUtils._allotted().items()}
 
     @staticmethod
     def get_num_gpus() -> int:
-        """GPUs of a host."""
+        """Return the number of GPUs of a host.
+
+        Returns:
+            The number.
+        """
         listed, code = tiny_shell_exec.execute("nvidia-smi -L") or ("", 1)
         return sum(line.startswith("GPU ") for line in listed.splitlines()) if code == 0 else 0
 
     @staticmethod
     def get_num_processes() -> int:
-        """Processes of a job that takes all that its hosts have."""
+        """Return the number of processes of a job that uses all slots of its hosts.
+
+        Returns:
+            The number.
+        """
         return sum(LSFUtils.get_slots().values())
 
     @staticmethod
     def get_num_cores() -> int:
-        """Cores of a host."""
+        """Return the number of cores of a host.
+
+        Returns:
+            The number.
+        """
         return LSFUtils._processors("Core(s) per socket") * LSFUtils._processors("Socket(s)")
 
     @staticmethod
     def get_num_threads() -> int:
-        """Threads of a core."""
+        """Return the number of threads of a core.
+
+        Returns:
+            The number.
+        """
         return LSFUtils._processors("Thread(s) per core")
 
     @staticmethod
@@ -54,7 +85,8 @@ class LSFUtils:
         words = os.environ.get("LSB_MCPU_HOSTS", "").split()
         slots = dict(zip(words[::2], map(int, words[1::2]), strict=True))
         first, *others = slots or [""]
-        # Clusters with a node of its own for scripts give a job one slot there, ahead of those of the hosts that compute.
+        # Clusters with a node of its own for scripts give a job one slot there, ahead of those of the hosts that
+        # compute.
         if others and slots[first] == 1 and all(slots[other] > 1 for other in others):
             del slots[first]
         return slots

@@ -13,11 +13,12 @@ _SIOCGIFADDR = 0x8915
 
 
 class Interfaces(Set):
-    """Names of interfaces, equal to a set of them, in the order in which the user gave them: of some settings the first one counts
-    that a host has.
+    """Names of interfaces, in the order in which the user gave them; equal to a set of them.
+
+    The order matters for settings of which the first interface that a host has is used.
 
     Args:
-        names: A set has no order; its names come sorted.
+        names: The names; those of a set are sorted.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
@@ -37,7 +38,11 @@ class Interfaces(Set):
 
 
 def get_local_host_intfs() -> dict[str, str]:
-    """Names of the interfaces that have an address of IPv4, and these."""
+    """Return the interfaces that have an IPv4 address.
+
+    Returns:
+        Addresses by name.
+    """
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
@@ -51,26 +56,46 @@ def get_local_host_intfs() -> dict[str, str]:
 
 
 def get_local_intfs(nic: str | None = None) -> set[str]:
-    """The names of this host's interfaces that have an IPv4 address.
+    """Return the names of this host's interfaces that have an IPv4 address.
 
     Args:
-        nic: Only this interface, if it is here; all by default.
+        nic: Only this interface; all by default.
+
+    Returns:
+        The names; none if ``nic`` does not exist.
     """
     return {name for name in get_local_host_intfs() if nic is None or name == nic}
 
 
 def get_local_host_addresses() -> set[str]:
-    """Addresses of IPv4 of this host."""
+    """Return the IPv4 addresses of this host.
+
+    Returns:
+        The addresses.
+    """
     return set(get_local_host_intfs().values())
 
 
 def filter_local_addresses(all_host_names: Iterable[str]) -> list[str]:
-    """Those of these hosts that are not this one."""
+    """Return the hosts that are not this one.
+
+    Args:
+        all_host_names: Names of hosts.
+
+    Returns:
+        The others' names.
+    """
     return [name for name in all_host_names if not _core.is_this_host(name)]
 
 
 def get_driver_ip(nics: Iterable[str] | None) -> str:
-    """An address of this host at one of these interfaces, or at any that leaves the host.
+    """Return an address of this host at one of these interfaces, or at any that leaves the host.
+
+    Args:
+        nics: Names of interfaces, or ``None``.
+
+    Returns:
+        The address.
 
     Raises:
         RuntimeError: There is none.

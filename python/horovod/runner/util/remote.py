@@ -14,7 +14,18 @@ def get_ssh_command(
     identity_file: str | None = None,
     timeout_s: int | None = None,
 ) -> str:
-    """The command that runs another one through ``ssh``."""
+    """Return the command that runs another command through ``ssh``.
+
+    Args:
+        local_command: Command of the shell.
+        host: Name of the host.
+        port: Port of ``ssh``.
+        identity_file: Key of ``ssh``.
+        timeout_s: Longest wait for the connection, in seconds.
+
+    Returns:
+        The command.
+    """
     options = ["-o", f"ConnectTimeout={timeout_s}"] if timeout_s is not None else []
     options += ["-p", str(port)] if port is not None else []
     options += ["-i", identity_file] if identity_file is not None else []

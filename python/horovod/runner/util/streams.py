@@ -6,7 +6,7 @@ import threading
 
 
 class Pipe:
-    """What one thread writes, another reads. Holds one piece at a time; writers wait for the reader."""
+    """A pipe of text between two threads. It holds one piece at a time; writers wait for the reader."""
 
     def __init__(self) -> None:
         self._buffer: str | None = None
@@ -15,7 +15,13 @@ class Pipe:
         self._changed = threading.Condition()
 
     def write(self, buf: str) -> int:
-        """Takes a piece once the one before is read.
+        """Write a piece once the piece before is read.
+
+        Args:
+            buf: The text.
+
+        Returns:
+            Its length.
 
         Raises:
             RuntimeError: The pipe is closed.
@@ -30,7 +36,15 @@ class Pipe:
         return len(buf)
 
     def read(self, length: int = -1, timeout: float | None = None) -> str | None:
-        """At most `length` characters of what is there; waits for some. ``None`` at the end, or after `timeout` seconds."""
+        """Read text, and wait for some.
+
+        Args:
+            length: Largest number of characters; -1 means no limit.
+            timeout: Longest wait, in seconds; ``None`` means no limit.
+
+        Returns:
+            The text; ``None`` at the end, or when the time is over.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._buffer is not None, timeout)
             if self._buffer is None:
@@ -44,7 +58,11 @@ class Pipe:
             return piece
 
     def at_end(self) -> bool:
-        """Whether the pipe is closed and all of it was read."""
+        """Return whether the pipe is closed and all of it was read.
+
+        Returns:
+            Whether it is.
+        """
         with self._changed:
             return self._closed and self._buffer is None
 

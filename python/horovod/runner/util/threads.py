@@ -15,14 +15,17 @@ def in_thread(
     daemon: bool = True,
     silent: bool = False,
 ) -> threading.Thread:
-    """Starts a thread.
+    """Start a thread.
 
     Args:
-        target: What it runs.
-        args: With these arguments.
-        name: Its name.
-        daemon: The process does not wait for it.
-        silent: What it raises is not shown.
+        target: The function.
+        args: Its arguments.
+        name: Name of the thread.
+        daemon: Whether the process ends without waiting for the thread.
+        silent: Whether exceptions are not shown.
+
+    Returns:
+        The thread.
 
     Raises:
         ValueError: `args` is no tuple.
@@ -51,19 +54,23 @@ def on_event(
     daemon: bool = True,
     silent: bool = False,
 ) -> threading.Thread:
-    """Runs a function in a thread once an event is set.
+    """Run a function in a thread once an event is set.
 
     Args:
         event: The event.
         func: The function.
         args: Its arguments.
         stop: Ends the wait for the event.
-        check_stop_interval_s: How often this is looked at.
-        daemon: The process does not wait for the thread.
-        silent: What the function raises is not shown.
+        check_stop_interval_s: Time between two checks of ``stop``, in seconds.
+        daemon: Whether the process ends without waiting for the thread.
+        silent: Whether exceptions are not shown.
+
+    Returns:
+        The thread.
 
     Raises:
-        ValueError: `event` is missing, `args` is no tuple, or nothing could end a thread that the process waits for.
+        ValueError: ``event`` is missing, ``args`` is no tuple, or nothing could end a thread that the process waits
+            for.
     """
     if event is None:
         raise ValueError("Event must not be None")
@@ -90,16 +97,19 @@ def execute_function_multithreaded(
     block_until_all_done: bool = True,
     max_concurrent_executions: int = 1000,
 ) -> dict[int, Any]:
-    """Runs a function with each list of arguments, in threads.
+    """Run a function with each list of arguments, in threads.
 
     Args:
         fn: The function.
         args_list: The lists.
-        block_until_all_done: Wait for all; otherwise nothing is returned.
-        max_concurrent_executions: Threads at most.
+        block_until_all_done: Whether to wait for all; otherwise nothing is returned.
+        max_concurrent_executions: Largest number of threads.
 
     Returns:
-        Results by position. The first exception is raised again.
+        Results by position.
+
+    Raises:
+        Exception: The first exception of the function.
     """
     work: queue.Queue[tuple[int, Iterable[Any]]] = queue.Queue()
     for position, args in enumerate(args_list):

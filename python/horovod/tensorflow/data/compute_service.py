@@ -1,4 +1,4 @@
-"""A data service of TensorFlow: where it is, and what joins it."""
+"""A data service of TensorFlow: its configuration, its workers, and its use in a training job."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ _shared: dict[bytes, Iterator[int]] = {}
 
 @dataclasses.dataclass(frozen=True)
 class TfDataServiceConfig:
-    """Where a data service is.
+    """Describes how to reach a data service.
 
     Args:
-        dispatchers: Dispatchers of it.
-        workers_per_dispatcher: Workers of each.
-        dispatcher_side: Who runs dispatchers: ``compute``, the job that prepares data, or ``training``.
-        addresses: Where the :class:`~horovod.runner.common.service.compute_service.ComputeService` is found.
-        key: The secret.
+        dispatchers: Number of dispatchers.
+        workers_per_dispatcher: Number of workers of each dispatcher.
+        dispatcher_side: Job that runs the dispatchers: ``compute``, which prepares data, or ``training``.
+        addresses: Addresses of the :class:`~horovod.runner.common.service.compute_service.ComputeService`, by
+            interface.
+        key: The secret of that service.
         timeout: Longest wait for dispatchers and workers, in seconds.
     """
 
@@ -50,25 +51,48 @@ class TfDataServiceConfig:
             raise ValueError(f"dispatcher_side is {self.dispatcher_side!r}: expected one of {_SIDES}")
 
     def compute_client(self, verbose: int = 1) -> ComputeClient:
-        """Asks that service.
+        """Connect to the compute service.
+
+        Args:
+            verbose: Accepted for compatibility, without effect.
+
+        Returns:
+            The client.
 
         Raises:
-            NoValidAddressesFound: It does not answer.
+            NoValidAddressesFound: The service does not answer.
         """
         return ComputeClient(self.addresses, self.key, verbose=verbose)
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold; the key as hexadecimal digits."""
+        """Return the configuration as a dictionary that JSON can hold.
+
+        Returns:
+            The fields; the key as hexadecimal digits.
+        """
         return {**dataclasses.asdict(self), "key": self.key.hex()}
 
     @staticmethod
     def from_dict(conf: dict[str, Any]) -> TfDataServiceConfig:
-        """The inverse of :meth:`to_dict`."""
+        """Create a configuration from a dictionary.
+
+        Args:
+            conf: What :meth:`to_dict` returned.
+
+        Returns:
+            The configuration.
+        """
         addresses = {name: [(str(ip), int(port)) for ip, port in places] for name, places in conf["addresses"].items()}
         return TfDataServiceConfig(**{**conf, "key": bytes.fromhex(conf["key"]), "addresses": addresses})
 
     def write(self, filename: str) -> None:
-        """Writes a file, which is whole once it is there. Others than its owner cannot read it: it has the key."""
+        """Write the configuration to a file, in one step.
+
+        Only its owner can read the file, because it contains the key.
+
+        Args:
+            filename: The file.
+        """
         folder = os.path.dirname(os.path.abspath(filename))
         with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".service-", delete=False) as file:
             json.dump(self.to_dict(), file)
@@ -76,11 +100,14 @@ class TfDataServiceConfig:
 
     @staticmethod
     def read(filename: str, wait_for_file_creation: bool = False) -> TfDataServiceConfig:
-        """Reads it.
+        """Read a configuration from a file.
 
         Args:
             filename: The file.
-            wait_for_file_creation: Wait for the file, however long it takes.
+            wait_for_file_creation: Whether to wait for the file, without limit.
+
+        Returns:
+            The configuration.
         """
         while wait_for_file_creation and not os.path.exists(filename):
             time.sleep(_LOOK_EVERY)
@@ -103,14 +130,18 @@ def _stop(server: Any) -> None:
 
 @contextlib.contextmanager
 def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[str]:
-    """The address of the dispatcher of this rank of a training job, for ``tf.data.experimental.service.distribute``.
+    """Return a context with the address of the dispatcher of this rank.
 
-    Ranks share one dispatcher, or are given out to several in turn. On the training side the first ranks run the dispatchers until
-    the context ends; all must leave it after they have the data.
+    The address is for ``tf.data.experimental.service.distribute``. Ranks share one dispatcher, or are assigned to
+    several in turn. With dispatchers on the training side, the first ranks run them until the context ends. All ranks
+    must then leave the context after they have received the data.
 
     Args:
-        compute_config: Where the service is.
+        compute_config: How to reach the service.
         rank: This process's rank in the training job.
+
+    Yields:
+        The address.
 
     Raises:
         TimeoutError: A dispatcher or its workers are missing.
@@ -144,22 +175,27 @@ def send_to_data_service(
     reuse_dataset: bool = False,
     round_robin: bool = False,
 ) -> tf.data.Dataset:
-    """The dataset as workers of the service prepare it. Also a method of datasets.
+    """Return the dataset as workers of the service prepare it. Also a method of datasets.
 
     Args:
-        dataset: What to prepare.
-        compute_config: Where the service is; its dispatchers are on the compute side.
+        dataset: The dataset to prepare.
+        compute_config: How to reach the service; its dispatchers are on the compute side.
         rank: This process's rank in the training job.
-        size: Ranks of it.
-        processing_mode: As ``tf.data.experimental.service.distribute`` has it: by default workers share the elements of an epoch.
-        reuse_dataset: Ranks share the elements: each goes to whoever asks first. Otherwise each rank gets all of them. Ranks share
-            several datasets in one order.
-        round_robin: Ranks get elements in turn, all at the same pace; then there must be no end of them. Needs `size` and
-            `reuse_dataset`.
+        size: Number of ranks of the training job.
+        processing_mode: As in ``tf.data.experimental.service.distribute``; by default workers share the elements of an
+            epoch.
+        reuse_dataset: Whether ranks share the elements: each element goes to the rank that asks first. Otherwise each
+            rank gets all of them. Ranks share several datasets in one order.
+        round_robin: Whether ranks get elements in turn, all at the same pace. The dataset must then be endless. Needs
+            ``size`` and ``reuse_dataset``.
+
+    Returns:
+        The dataset.
 
     Raises:
-        RuntimeError: Dispatchers are on the training side: they must live as long as the data, as in :func:`tf_data_service`.
-        ValueError: `round_robin` without `reuse_dataset` or `size`.
+        RuntimeError: Dispatchers are on the training side. They must live as long as the data; use
+            :func:`tf_data_service`.
+        ValueError: ``round_robin`` is given without ``reuse_dataset`` or ``size``.
     """
     if compute_config.dispatcher_side == "training":
         raise RuntimeError(
@@ -183,11 +219,12 @@ tf.data.Dataset.send_to_data_service = send_to_data_service
 
 
 def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
-    """What each process of the job that prepares data runs: a worker of the service, and some of them a dispatcher. Returns when
-    the training is done.
+    """Run a worker of the service, and on some processes a dispatcher, until the training is done.
+
+    Each process of the job that prepares data calls it.
 
     Args:
-        compute_config: Where the service is.
+        compute_config: How to reach the service.
 
     Raises:
         TimeoutError: The dispatcher is missing.

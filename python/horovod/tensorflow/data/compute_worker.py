@@ -1,4 +1,4 @@
-"""What each process of a job that prepares data runs: ``python -m horovod.tensorflow.data.compute_worker CONFIG``."""
+"""The process of a job that prepares data: ``python -m horovod.tensorflow.data.compute_worker CONFIG``."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _LOOK_EVERY = 0.2
 
 
 def main(dispatchers: int, dispatcher_side: str, filename: str, timeout: int) -> None:
-    """Runs one process of the job until the training is done. The first one says in a file where the service is.
+    """Run one process of the job until the training is done. The first one writes a file that describes the service.
 
     Args:
-        dispatchers: Dispatchers.
+        dispatchers: Number of dispatchers.
         dispatcher_side: ``compute`` or ``training``.
-        filename: The file, which all processes of both jobs see; it is gone at the end.
+        filename: The file, which all processes of both jobs can read; it is removed at the end.
         timeout: Longest wait for dispatchers and workers, in seconds.
 
     Raises:
-        ValueError: There cannot be as many workers for each dispatcher.
+        ValueError: The number of processes is no multiple of the number of dispatchers.
     """
     index, size = get_env_rank_and_size()
     if dispatchers < 1 or size % dispatchers:
@@ -71,7 +71,11 @@ def _service_that_answers(filename: str, seconds: float) -> TfDataServiceConfig:
 
 
 def run_commandline(argv: Sequence[str] | None = None) -> None:
-    """Runs :func:`main` with the arguments of the command line."""
+    """Run :func:`main` with the arguments of the command line.
+
+    Args:
+        argv: The arguments; by default those of the process.
+    """
     parser = argparse.ArgumentParser(prog="python -m horovod.tensorflow.data.compute_worker", description=__doc__)
     parser.add_argument(
         "configfile", help="is written by the first process, and read by others and by the training job"

@@ -1,4 +1,4 @@
-"""Training that goes on when workers die or come: ``hvd.elastic``."""
+"""Elastic training, which continues when workers fail or join: ``hvd.elastic``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,24 @@ from horovod.torch.mpi_ops import init, shutdown
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a training function whose first argument is a state: it is called again, with the state of the last commit,
-    after a worker has failed, and with the state as it is after hosts have come or gone.
+    """Decorate a training function so that it continues after workers fail, leave or join.
+
+    The function's first argument is a state. After a worker has failed, the function is called again with the state of
+    the last commit. After hosts have joined or left, it is called again with the current state.
 
     Args:
-        func: Trains; what it returns is returned.
+        func: The training function.
+
+    Returns:
+        The decorated function, which returns what ``func`` returns.
+
+    Example:
+        >>> @hvd.elastic.run
+        ... def train(state):
+        ...     for state.epoch in range(state.epoch, 10):
+        ...         train_epoch(state.model, state.optimizer)
+        ...         state.commit()
+        >>> train(hvd.elastic.TorchState(model, optimizer, epoch=0))
     """
     return run_fn(func, _reset)
 

@@ -1,4 +1,4 @@
-"""A sampler that knows which samples were processed, so that another set of workers can go on with the others."""
+"""A sampler that remembers which samples were processed, so that another set of workers can process the rest."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from horovod.torch.mpi_ops import rank, size
 
 
 class ElasticSampler(torch.utils.data.Sampler):
-    """Divides a data set among the ranks, without what was processed in this epoch.
+    """Divides a data set among the ranks, without the samples that were processed in this epoch.
 
-    Call :meth:`record_batch` after each batch, and :meth:`set_epoch` at the end of each epoch. As a part of a state it is divided
-    anew after each reset.
+    Call :meth:`record_batch` after each batch, and :meth:`set_epoch` at the end of each epoch. As a part of a state it
+    is divided anew after each reset.
 
     Args:
-        dataset: Only its length is asked for.
-        shuffle: Another order in each epoch.
-        seed: The same on all ranks.
+        dataset: The data set; only its length is used.
+        shuffle: Whether each epoch has another order.
+        seed: Seed of the order; the same on all ranks.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -39,36 +39,65 @@ class ElasticSampler(torch.utils.data.Sampler):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch: nothing of it is processed."""
+        """Begin an epoch, of which nothing is processed.
+
+        Args:
+            epoch: The epoch; part of the seed.
+        """
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """All ranks have processed a batch of this size."""
+        """Record that all ranks have processed a batch of this size.
+
+        Args:
+            batch_idx: Ignored.
+            batch_size: Samples of the batch on each rank.
+        """
         self.record_indices(batch_size * self.num_replicas)
 
     def record_indices(self, processed_num: int) -> None:
-        """So many samples of the epoch, over all ranks, were processed besides those that are known."""
+        """Record that more samples of the epoch were processed.
+
+        Args:
+            processed_num: Number of samples, over all ranks.
+        """
         self.processed_num += processed_num
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """This rank's indices of a batch."""
+        """Return this rank's indices of a batch.
+
+        Args:
+            batch_idx: The batch, from 0.
+            batch_size: Samples of a batch on each rank.
+
+        Returns:
+            Indices into the data set.
+        """
         start = batch_idx * batch_size
         return self._own()[start : start + batch_size]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the epoch stands."""
+        """Return the position in the epoch.
+
+        Returns:
+            A dictionary for :meth:`load_state_dict`.
+        """
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from there."""
+        """Continue from a position.
+
+        Args:
+            state_dict: What :meth:`state_dict` returned.
+        """
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Divides what remains among the ranks that there are now."""
+        """Divide the remaining samples among the current ranks."""
         self.num_replicas = size()
         self.rank = rank()
         indices = list(range(len(self.dataset)))

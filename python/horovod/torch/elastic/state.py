@@ -15,7 +15,7 @@ from horovod.torch.optimizer import _DistributedOptimizer
 
 
 class StateHandler:
-    """How objects of one class are saved, restored and made the same on all ranks.
+    """Saves, restores and synchronizes objects of one class.
 
     Args:
         value: The object.
@@ -26,62 +26,87 @@ class StateHandler:
         self._saved: Any = None
 
     def save(self) -> None:
-        """Keeps its state in memory."""
+        """Keep the object's state in memory."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Goes back to what was saved."""
+        """Return to the saved state."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Takes over rank 0's state, and saves it."""
+        """Take over rank 0's state, and save it."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Follows a reset; does nothing by default."""
+        """Adapt to the new ranks after a reset; does nothing by default."""
 
     def saved(self) -> Any:
-        """What was saved."""
+        """Return the saved state.
+
+        Returns:
+            What :meth:`save` kept.
+        """
         return self._saved
 
     def take(self, saved: Any) -> None:
-        """Goes back to what another process has saved."""
+        """Return to a state that another process has saved.
+
+        Args:
+            saved: What :meth:`saved` returned there.
+        """
         self._saved = saved
         self.restore()
 
     def set_value(self, value: Any) -> None:
-        """Takes another object, and saves its state."""
+        """Take another object, and save its state.
+
+        Args:
+            value: The object.
+        """
         self.value = value
         self.save()
 
 
 class ModelStateHandler(StateHandler):
-    """Parameters and buffers."""
+    """Handles parameters and buffers of a model.
+
+    Args:
+        model: The model.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
         self.save()
 
     def save(self) -> None:
+        """Keep a copy of parameters and buffers."""
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
+        """Load the copy."""
         self.value.load_state_dict(self._saved)
 
     def sync(self) -> None:
+        """Take over rank 0's parameters and buffers, and save them."""
         broadcast_parameters(self.value.state_dict(), root_rank=0)
         self.save()
 
 
 class OptimizerStateHandler(StateHandler):
-    """Options and state of an optimizer, also of a distributed one, which drops gradients that no step has taken where it is restored
-    or synchronised."""
+    """Handles options and state of an optimizer.
+
+    A distributed optimizer drops gradients that no step has taken when it is restored or synchronized.
+
+    Args:
+        optimizer: The optimizer.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
         self.save()
 
     def save(self) -> None:
+        """Keep a copy of options and state."""
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def _forget(self) -> None:
@@ -90,34 +115,44 @@ class OptimizerStateHandler(StateHandler):
             self.value._forget()
 
     def restore(self) -> None:
+        """Load the copy, and drop pending gradients."""
         self._forget()
         # Loading may keep the tensors, and a restored state may be restored again.
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
+        """Take over rank 0's options and state, and save them; drop pending gradients."""
         self._forget()
         broadcast_optimizer_state(self.value, root_rank=0)
         self.save()
 
 
 class SamplerStateHandler(StateHandler):
-    """Where an epoch stands."""
+    """Handles the position of a sampler in an epoch.
+
+    Args:
+        sampler: The sampler.
+    """
 
     def __init__(self, sampler: ElasticSampler) -> None:
         super().__init__(sampler)
         self.save()
 
     def save(self) -> None:
+        """Keep the position."""
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
+        """Return to the position that was kept."""
         self.value.load_state_dict(self._saved)
 
     def sync(self) -> None:
+        """Take over rank 0's position, and save it."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), name="elastic.sampler"))
         self.save()
 
     def reset(self) -> None:
+        """Divide the remaining samples among the current ranks."""
         self.value.reset()
 
 
@@ -129,12 +164,20 @@ _handler_registry: list[tuple[type, type[StateHandler]]] = [
 
 
 def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
-    """Classes of objects and their handlers; the first that fits is taken."""
+    """Return the handlers of classes.
+
+    Returns:
+        Pairs of a class and its handler; the first class that fits an object is used.
+    """
     return _handler_registry
 
 
 def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
-    """Replaces :func:`get_handler_registry`'s list."""
+    """Replace the handlers of classes.
+
+    Args:
+        registry: Pairs as :func:`get_handler_registry` returns them.
+    """
     global _handler_registry
     _handler_registry = registry
 
@@ -147,10 +190,10 @@ def _handler(value: Any) -> StateHandler | None:
 
 
 class TorchState(ObjectState):
-    """The state of a training.
+    """The state of a training that continues when workers fail or join.
 
     Args:
-        model: A module.
+        model: The model.
         optimizer: Its optimizer.
         **kwargs: More modules, optimizers and samplers, and plain objects such as ``epoch=0``. All become attributes.
     """
@@ -170,21 +213,25 @@ class TorchState(ObjectState):
         super().__init__(bcast_object=broadcast_object, get_rank=rank, **objects)
 
     def save(self) -> None:
+        """Keep the state of all objects in memory."""
         for handler in self._handlers.values():
             handler.save()
         super().save()
 
     def restore(self) -> None:
+        """Return to the saved state."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
+        """Take over rank 0's state, and save it."""
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
 
     def reset(self) -> None:
+        """Adapt samplers to the current ranks."""
         for handler in self._handlers.values():
             handler.reset()
 

@@ -1,4 +1,4 @@
-"""Where dispatchers and workers of TensorFlow's data service, and those who train, find each other."""
+"""The service through which the data service of TensorFlow and the training job find each other."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class _Answer:
 
 
 class ComputeService(network.BasicService):
-    """Knows where dispatchers are, and which workers have joined them.
+    """Stores the addresses of dispatchers, and which workers have joined them.
 
     Args:
-        dispatchers: How many there are.
-        workers_per_dispatcher: How many workers each has.
-        key: The secret.
-        nics: Interfaces to be found at; all by default.
+        dispatchers: Number of dispatchers.
+        workers_per_dispatcher: Number of workers of each.
+        key: The job's secret.
+        nics: Interfaces at which the service is reached; all by default.
 
     Raises:
         ValueError: A number is not positive.
@@ -133,12 +133,12 @@ class ComputeService(network.BasicService):
 
 
 class ComputeClient(network.BasicClient):
-    """Asks a :class:`ComputeService`.
+    """A client of a :class:`ComputeService`.
 
     Args:
-        compute_addresses: Where it is found.
-        key: The secret.
-        verbose: Accepted.
+        compute_addresses: Addresses of the service, by interface.
+        key: The job's secret.
+        verbose: Accepted for compatibility, without effect.
         match_intf: See :class:`~horovod.runner.common.util.network.BasicClient`.
     """
 
@@ -148,15 +148,23 @@ class ComputeClient(network.BasicClient):
         super().__init__(ComputeService.NAME, compute_addresses, key, verbose, match_intf=match_intf)
 
     def register_dispatcher(self, dispatcher_id: int, dispatcher_address: str) -> None:
-        """A dispatcher is found there.
+        """Register the address of a dispatcher.
+
+        Args:
+            dispatcher_id: Number of the dispatcher.
+            dispatcher_address: Its address.
 
         Raises:
-            RuntimeError: There is no such dispatcher, or it is found elsewhere.
+            RuntimeError: There is no such dispatcher, or it has another address.
         """
         self._send(_RegisterDispatcher(dispatcher_id, dispatcher_address))
 
     def register_worker_for_dispatcher(self, dispatcher_id: int, worker_id: int) -> None:
-        """A worker has joined a dispatcher.
+        """Register a worker that has joined a dispatcher.
+
+        Args:
+            dispatcher_id: Number of the dispatcher.
+            worker_id: Number of the worker.
 
         Raises:
             RuntimeError: There is no such dispatcher.
@@ -164,20 +172,31 @@ class ComputeClient(network.BasicClient):
         self._send(_RegisterWorker(dispatcher_id, worker_id))
 
     def wait_for_dispatcher_registration(self, dispatcher_id: int, timeout: float) -> str:
-        """Waits for a dispatcher, and returns where it is found.
+        """Wait for a dispatcher.
+
+        Args:
+            dispatcher_id: Number of the dispatcher.
+            timeout: Longest wait, in seconds.
+
+        Returns:
+            The address of the dispatcher.
 
         Raises:
-            TimeoutError: It took longer than `timeout` seconds.
+            TimeoutError: The wait took longer.
             RuntimeError: There is no such dispatcher.
         """
         found = self._wait(lambda seconds: _Dispatcher(dispatcher_id, seconds), timeout, f"dispatcher {dispatcher_id}")
         return str(found[0])
 
     def wait_for_dispatcher_worker_registration(self, dispatcher_id: int, timeout: float) -> None:
-        """Waits until all workers have joined a dispatcher.
+        """Wait until all workers have joined a dispatcher.
+
+        Args:
+            dispatcher_id: Number of the dispatcher.
+            timeout: Longest wait, in seconds.
 
         Raises:
-            TimeoutError: It took longer than `timeout` seconds.
+            TimeoutError: The wait took longer.
             RuntimeError: There is no such dispatcher.
         """
         self._wait(
@@ -196,11 +215,11 @@ class ComputeClient(network.BasicClient):
                 raise TimeoutError(f"timed out after {timeout:.0f} s waiting for {what} to register")
 
     def shutdown(self) -> None:
-        """The training is done: dispatchers and workers may end."""
+        """Tell dispatchers and workers that the training is done."""
         self._send(_Shutdown())
 
     def wait_for_shutdown(self) -> None:
-        """Waits until the training is done, or the service is gone."""
+        """Wait until the training is done or the service is gone."""
         try:
             while not self._send(_IsShutdown(_ONE_WAIT), timeout=_ONE_WAIT + 60).value:
                 continue

@@ -1,4 +1,4 @@
-"""Where the tasks of a launcher say where they are found."""
+"""The service with which the launcher's tasks register their addresses."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from horovod.runner.common.util.timeout import Timeout
 
 
 class RegisterTaskRequest:
-    """A task is there.
+    """Registers a task.
 
     Args:
-        index: Its number.
-        task_addresses: Where its service is found.
-        host_hash: What tells its host from others.
+        index: Number of the task.
+        task_addresses: Addresses of its service, by interface.
+        host_hash: Identifies its host.
     """
 
     def __init__(self, index: int, task_addresses: Addresses, host_hash: str) -> None:
@@ -25,21 +25,34 @@ class RegisterTaskRequest:
 
 
 class AllTaskAddressesRequest:
-    """Where is this task found?"""
+    """Asks for the addresses of a task.
+
+    Args:
+        index: Number of the task.
+    """
 
     def __init__(self, index: int) -> None:
         self.index = index
 
 
 class AllTaskAddressesResponse:
-    """There."""
+    """The addresses of a task.
+
+    Args:
+        all_task_addresses: The addresses, by interface.
+    """
 
     def __init__(self, all_task_addresses: Addresses) -> None:
         self.all_task_addresses = all_task_addresses
 
 
 class RegisterTaskToTaskAddressesRequest:
-    """A task has found this one at these addresses."""
+    """Registers the addresses at which another task has reached this one.
+
+    Args:
+        index: Number of the task.
+        task_addresses: The addresses, by interface.
+    """
 
     def __init__(self, index: int, task_addresses: Addresses) -> None:
         self.index = index
@@ -51,13 +64,13 @@ def _left(timeout: Timeout | float | None) -> float | None:
 
 
 class BasicDriverService(network.BasicService):
-    """Collects where tasks are found, and where they find each other.
+    """Collects the addresses of tasks, and the addresses at which they reach each other.
 
     Args:
-        num_proc: Tasks.
-        name: The service's name.
-        key: The secret.
-        nics: Interfaces to be found at; all by default.
+        num_proc: Number of tasks.
+        name: Name of the service.
+        key: The job's secret.
+        nics: Interfaces at which the service is reached; all by default.
     """
 
     def __init__(self, num_proc: int, name: str, key: bytes, nics: Any = None) -> None:
@@ -82,52 +95,97 @@ class BasicDriverService(network.BasicService):
         return super()._handle(req, client_address)
 
     def all_task_addresses(self, index: int) -> Addresses:
-        """Where a task says that it is found."""
+        """Return the addresses that a task has registered.
+
+        Args:
+            index: Number of the task.
+
+        Returns:
+            Addresses by interface.
+        """
         found: Addresses = self._tasks[index]
         return found
 
     def task_addresses_for_driver(self, index: int) -> Addresses:
-        """The same; nobody else's word is needed."""
+        """Return the addresses at which the driver reaches a task: all that it has registered.
+
+        Args:
+            index: Number of the task.
+
+        Returns:
+            Addresses by interface.
+        """
         return self.all_task_addresses(index)
 
     def task_addresses_for_tasks(self, index: int) -> Addresses:
-        """Where another task has found it."""
+        """Return the addresses at which another task has reached a task.
+
+        Args:
+            index: Number of the task.
+
+        Returns:
+            Addresses by interface.
+        """
         found: Addresses = self._found[index]
         return found
 
     def task_indices(self) -> list[int]:
-        """Numbers of the tasks that are there."""
+        """Return the numbers of the registered tasks.
+
+        Returns:
+            The numbers.
+        """
         return [index for index, _ in self._tasks.items()]
 
     def task_index_host_hash(self, index: int) -> str:
-        """What tells a task's host from others."""
+        """Return the hash of a task's host.
+
+        Args:
+            index: Number of the task.
+
+        Returns:
+            The hash.
+        """
         return str(self._hashes[index])
 
     def task_host_hash_indices(self) -> dict[str, list[int]]:
-        """Tasks by host."""
+        """Return the tasks of each host.
+
+        Returns:
+            Numbers of tasks, by the hash of their host.
+        """
         found: dict[str, list[int]] = {}
         for index, host in self._hashes.items():
             found.setdefault(host, []).append(index)
         return found
 
     def wait_for_initial_registration(self, timeout: Timeout | float | None) -> None:
-        """Waits until all tasks are there.
+        """Wait until all tasks have registered.
+
+        Args:
+            timeout: Longest wait, in seconds or as a :class:`Timeout`.
 
         Raises:
-            TimeoutError: It took longer.
+            TimeoutError: The wait took longer.
         """
         self._tasks.wait(range(self._num_proc), _left(timeout), "tasks to start")
 
     def wait_for_task_to_task_address_updates(self, timeout: Timeout | float | None) -> None:
-        """Waits until each has been found by another.
+        """Wait until each task has been reached by another.
+
+        Args:
+            timeout: Longest wait, in seconds or as a :class:`Timeout`.
 
         Raises:
-            TimeoutError: It took longer.
+            TimeoutError: The wait took longer.
         """
         self._found.wait(range(self._num_proc), _left(timeout), "tasks to be found by others")
 
     def get_common_interfaces(self) -> set[str]:
-        """Interfaces at which all tasks are found.
+        """Return the interfaces at which all tasks are reached.
+
+        Returns:
+            Names of interfaces.
 
         Raises:
             RuntimeError: There are none.
@@ -141,16 +199,16 @@ class BasicDriverService(network.BasicService):
 
 
 class BasicDriverClient(network.BasicClient):
-    """Tells the driver, and asks it.
+    """A client of a driver service.
 
     Args:
-        service_name: The service's name.
-        driver_addresses: Where it may be found.
-        key: The secret.
-        verbose: Accepted.
+        service_name: Name of the service.
+        driver_addresses: Addresses to try, by interface.
+        key: The job's secret.
+        verbose: Accepted for compatibility, without effect.
         match_intf: See :class:`~horovod.runner.common.util.network.BasicClient`.
         probe_timeout: Longest wait for an address, in seconds.
-        attempts: How often each is tried.
+        attempts: Number of attempts for each address.
     """
 
     def __init__(
@@ -166,14 +224,32 @@ class BasicDriverClient(network.BasicClient):
         super().__init__(service_name, driver_addresses, key, verbose, match_intf, probe_timeout, attempts)
 
     def register_task(self, index: int, task_addresses: Addresses, host_hash: str) -> None:
-        """A task is there."""
+        """Register a task.
+
+        Args:
+            index: Number of the task.
+            task_addresses: Addresses of its service, by interface.
+            host_hash: Identifies its host.
+        """
         self._send(RegisterTaskRequest(index, task_addresses, host_hash))
 
     def all_task_addresses(self, index: int) -> Addresses:
-        """Where a task says that it is found."""
+        """Return the addresses that a task has registered.
+
+        Args:
+            index: Number of the task.
+
+        Returns:
+            Addresses by interface.
+        """
         found: Addresses = self._send(AllTaskAddressesRequest(index)).all_task_addresses
         return found
 
     def register_task_to_task_addresses(self, index: int, task_addresses: Addresses) -> None:
-        """Where a task has been found."""
+        """Register the addresses at which a task was reached.
+
+        Args:
+            index: Number of the task.
+            task_addresses: The addresses, by interface.
+        """
         self._send(RegisterTaskToTaskAddressesRequest(index, task_addresses))

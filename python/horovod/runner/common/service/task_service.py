@@ -1,4 +1,4 @@
-"""What a task of a launcher does for it: it runs a command."""
+"""The service of a launcher's task, which runs a command."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from horovod.runner.util.threads import in_thread
 
 
 class RunCommandRequest:
-    """Run this.
+    """Asks to run a command.
 
     Args:
-        command: For the shell.
-        env: Variables beside the task's own.
-        capture_stdout: The output waits for a client that streams it.
+        command: Command of the shell.
+        env: Variables besides the task's own.
+        capture_stdout: Whether the output waits for a client that streams it.
         capture_stderr: The same for errors.
-        prefix_output_with_timestamp: Lines begin with the time.
+        prefix_output_with_timestamp: Whether lines begin with the time.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class RunCommandRequest:
 
 
 class StreamCommandOutputRequest:
-    """Stream what the command prints. Waits for the command to start."""
+    """Asks for what the command prints, once it has started."""
 
 
 class StreamCommandStdOutRequest(StreamCommandOutputRequest):
-    """Its output."""
+    """Asks for the command's output."""
 
 
 class StreamCommandStdErrRequest(StreamCommandOutputRequest):
-    """Its errors."""
+    """Asks for the command's errors."""
 
 
 class CommandOutputNotCaptured(Exception):  # noqa: N818 - the documented name
@@ -55,14 +55,14 @@ class CommandOutputNotCaptured(Exception):  # noqa: N818 - the documented name
 
 
 class AbortCommandRequest:
-    """End it."""
+    """Asks to end the command."""
 
 
 class CommandExitCodeRequest:
-    """How did it end?
+    """Asks for the command's exit code.
 
     Args:
-        wait: Wait for its end for as long, in seconds.
+        wait: Longest wait for the command's end, in seconds.
     """
 
     def __init__(self, wait: float = 0) -> None:
@@ -70,11 +70,11 @@ class CommandExitCodeRequest:
 
 
 class CommandExitCodeResponse:
-    """So.
+    """The command's exit code.
 
     Args:
-        terminated: It has ended.
-        exit_code: With this; 128 and the signal if one ended it.
+        terminated: Whether the command has ended.
+        exit_code: Its exit code; 128 plus the signal if one ended it.
     """
 
     def __init__(self, terminated: bool, exit_code: int | None) -> None:
@@ -83,11 +83,15 @@ class CommandExitCodeResponse:
 
 
 class NotifyInitialRegistrationCompleteRequest:
-    """All tasks are there."""
+    """Says that all tasks have registered."""
 
 
 class RegisterCodeResultRequest:
-    """What a function has returned."""
+    """Registers the result of a function.
+
+    Args:
+        result: The result.
+    """
 
     def __init__(self, result: Any) -> None:
         self.result = result
@@ -97,12 +101,12 @@ class BasicTaskService(network.BasicService):
     """Runs one command at a time.
 
     Args:
-        name: The service's name.
-        index: The task's number.
-        key: The secret.
-        nics: Interfaces to be found at; all by default.
-        command_env: The environment of commands, without what a request adds; by default this process's.
-        verbose: Accepted.
+        name: Name of the service.
+        index: Number of the task.
+        key: The job's secret.
+        nics: Interfaces at which the service is reached; all by default.
+        command_env: Environment of commands, besides the variables of a request; by default this process's.
+        verbose: Accepted for compatibility, without effect.
     """
 
     def __init__(
@@ -193,18 +197,29 @@ class BasicTaskService(network.BasicService):
                 self._changed.notify_all()
 
     def fn_result(self) -> Any:
-        """What :meth:`BasicTaskClient.register_code_result` was told last."""
+        """Return the last result that :meth:`BasicTaskClient.register_code_result` registered.
+
+        Returns:
+            The result, or ``None``.
+        """
         return self._result
 
     def command_exit_code(self) -> int | None:
-        """How the command ended; ``None`` before."""
+        """Return the command's exit code.
+
+        Returns:
+            The exit code; ``None`` while the command runs.
+        """
         return self._exit_code
 
     def wait_for_initial_registration(self, timeout: Timeout) -> None:
-        """Waits until all tasks are there.
+        """Wait until all tasks have registered.
+
+        Args:
+            timeout: Longest wait, in seconds or as a :class:`Timeout`.
 
         Raises:
-            TimeoutException: It took longer.
+            TimeoutException: The wait took longer.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._complete, timeout.remaining())
@@ -212,10 +227,13 @@ class BasicTaskService(network.BasicService):
                 timeout.check_time_out_for("tasks to start")
 
     def wait_for_command_start(self, timeout: Timeout) -> None:
-        """Waits for a command.
+        """Wait until a command has started.
+
+        Args:
+            timeout: Longest wait, in seconds or as a :class:`Timeout`.
 
         Raises:
-            TimeoutException: It took longer.
+            TimeoutException: The wait took longer.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._runs or self._exit_code is not None, timeout.remaining())
@@ -223,23 +241,27 @@ class BasicTaskService(network.BasicService):
                 timeout.check_time_out_for("command to run")
 
     def wait_for_command_termination(self) -> int:
-        """Waits for its end, and returns its exit code."""
+        """Wait until the command has ended.
+
+        Returns:
+            Its exit code.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._exit_code is not None)
             return self._exit_code or 0
 
 
 class BasicTaskClient(network.BasicClient):
-    """Tells a task what to do.
+    """A client of a task.
 
     Args:
-        service_name: The service's name.
-        task_addresses: Where it may be found.
-        key: The secret.
-        verbose: Accepted.
+        service_name: Name of the service.
+        task_addresses: Addresses to try, by interface.
+        key: The job's secret.
+        verbose: Accepted for compatibility, without effect.
         match_intf: See :class:`~horovod.runner.common.util.network.BasicClient`.
         probe_timeout: Longest wait for an address, in seconds.
-        attempts: How often each is tried.
+        attempts: Number of attempts for each address.
     """
 
     def __init__(
@@ -262,17 +284,17 @@ class BasicTaskClient(network.BasicClient):
         capture_stderr: bool = False,
         prefix_output_with_timestamp: bool = False,
     ) -> None:
-        """Starts a command of the shell.
+        """Start a command of the shell.
 
         Args:
             command: The command.
-            env: Variables beside the task's own.
-            capture_stdout: The output goes to :meth:`stream_command_output`, without which the command waits.
+            env: Variables besides the task's own.
+            capture_stdout: Whether the output goes to :meth:`stream_command_output`. The command waits for its reader.
             capture_stderr: The same for errors.
-            prefix_output_with_timestamp: Captured lines begin with the time.
+            prefix_output_with_timestamp: Whether captured lines begin with the time.
 
         Raises:
-            RuntimeError: One runs already.
+            RuntimeError: A command is running.
         """
         captures = capture_stdout, capture_stderr, prefix_output_with_timestamp
         self._send(RunCommandRequest(command, env, *captures))
@@ -280,16 +302,17 @@ class BasicTaskClient(network.BasicClient):
     def stream_command_output(
         self, stdout: TextIO | None = None, stderr: TextIO | None = None
     ) -> tuple[threading.Thread | None, threading.Thread | None]:
-        """Passes on what the command prints, in threads, until it ends. If the connection breaks, the command is aborted.
+        """Pass on what the command prints, in threads, until it ends.
 
-        May be called before the command is started. The thread of an output that is not captured ends with the start.
+        If the connection breaks, the command is aborted. The call may precede the start of the command. The thread of
+        an output that is not captured ends with the start.
 
         Args:
-            stdout: Gets the output, which `run_command` has captured.
-            stderr: Gets the errors, likewise.
+            stdout: Receives the output, which :meth:`run_command` has captured.
+            stderr: Receives the errors, likewise.
 
         Returns:
-            A thread for each of both, ``None`` for one that is not asked for.
+            A thread for each of both; ``None`` for one that is not asked for.
         """
 
         def stream(request: StreamCommandOutputRequest, target: TextIO) -> None:
@@ -305,19 +328,26 @@ class BasicTaskClient(network.BasicClient):
         )
 
     def abort_command(self) -> None:
-        """Ends it."""
+        """End the command."""
         self._send(AbortCommandRequest())
 
     def command_result(self) -> tuple[bool, int | None]:
-        """Whether it has ended, and its exit code."""
+        """Return whether the command has ended, and its exit code.
+
+        Returns:
+            Both; the exit code is ``None`` while the command runs.
+        """
         answer = self._send(CommandExitCodeRequest())
         return answer.terminated, answer.exit_code
 
     def wait_for_command_exit_code(self, delay: float = 10.0) -> int:
-        """Waits for its end, and returns its exit code.
+        """Wait until the command has ended.
 
         Args:
-            delay: How often the task is asked whether it is still there, in seconds.
+            delay: Time between two checks that the task is alive, in seconds.
+
+        Returns:
+            The exit code.
         """
         while True:
             answer = self._send(CommandExitCodeRequest(delay), timeout=delay + 60)
@@ -325,7 +355,11 @@ class BasicTaskClient(network.BasicClient):
                 return int(answer.exit_code)
 
     def wait_for_command_termination(self, delay: float = 10.0) -> None:
-        """Waits for its end. For `delay` see :meth:`wait_for_command_exit_code`."""
+        """Wait until the command has ended.
+
+        Args:
+            delay: Time between two checks that the task is alive, in seconds.
+        """
         self.wait_for_command_exit_code(delay)
 
     def notify_initial_registration_complete(self) -> None:
@@ -333,5 +367,9 @@ class BasicTaskClient(network.BasicClient):
         self._send(NotifyInitialRegistrationCompleteRequest())
 
     def register_code_result(self, result: Any) -> None:
-        """What a function has returned."""
+        """Register the result of a function.
+
+        Args:
+            result: The result.
+        """
         self._send(RegisterCodeResultRequest(result))

@@ -12,11 +12,26 @@ except ImportError:
 
 
 def dumps_base64(obj: Any, to_ascii: bool = True) -> str | bytes:
-    """An object, pickled, as text or as bytes of it."""
+    """Pickle an object, and encode it as base64.
+
+    Args:
+        obj: The object.
+        to_ascii: Whether to return text instead of bytes.
+
+    Returns:
+        The encoded object.
+    """
     encoded = base64.b64encode(pickle.dumps(obj))
     return encoded.decode("ascii") if to_ascii else encoded
 
 
 def loads_base64(encoded: str | bytes) -> Any:
-    """The inverse of :func:`dumps_base64`. Only for what comes from whom one trusts."""
+    """Decode what :func:`dumps_base64` returned. Use it only for data from a trusted sender.
+
+    Args:
+        encoded: The encoded object.
+
+    Returns:
+        The object.
+    """
     return pickle.loads(base64.b64decode(encoded))

@@ -1,4 +1,4 @@
-"""Options of the command line as variables of the environment, and from a file."""
+"""Options of the launcher from a file, and as variables of the environment."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ _SECTIONS = {
 
 
 def set_args_from_config(args: argparse.Namespace, config: dict[str, Any], override_args: Collection[str]) -> None:
-    """Takes what the file says, except for options of the command line.
+    """Set options from a file, except for options of the command line.
 
     Args:
-        args: Is changed.
-        config: What the file holds.
-        override_args: Names of the options that the command line has.
+        args: The options, changed in place.
+        config: Contents of the file.
+        override_args: Names of the options that the command line has set.
 
     Raises:
         ValueError: There is no such controller.
@@ -103,10 +103,13 @@ def set_args_from_config(args: argparse.Namespace, config: dict[str, Any], overr
 
 
 def validate_config_args(args: argparse.Namespace) -> None:
-    """Checks numbers.
+    """Check the numbers among options.
+
+    Args:
+        args: The options.
 
     Raises:
-        ValueError: One is negative, or the noise above 1.
+        ValueError: A number is negative, or the noise is above 1.
     """
     names = [name for section in _SECTIONS.values() for name in section.values()]
     for name in names:
@@ -119,11 +122,11 @@ def validate_config_args(args: argparse.Namespace) -> None:
 
 
 def set_env_from_args(env: dict[str, str], args: argparse.Namespace) -> dict[str, str]:
-    """Adds the variables that the options stand for; others stay as they are.
+    """Set the variables that the options stand for; others are unchanged.
 
     Args:
-        env: Is changed.
-        args: What `parse_args` gives.
+        env: The variables, changed in place.
+        args: The result of `parse_args`.
 
     Returns:
         `env`.

@@ -1,4 +1,4 @@
-"""Variables of the environment that say who a process is, and which travel."""
+"""Variables of the environment: a process's rank, and which variables other hosts receive."""
 
 from __future__ import annotations
 
@@ -12,15 +12,25 @@ IGNORE_REGEXES = {"BASH_FUNC_.*", "OLDPWD", ".*CUDA_VISIBLE_DEVICES", "_HOROVOD_
 
 
 def is_exportable(v: str) -> bool:
-    """Whether a variable of this name is passed on to other hosts."""
+    """Return whether a variable is passed on to other hosts.
+
+    Args:
+        v: Its name.
+
+    Returns:
+        Whether it is.
+    """
     return not any(re.fullmatch(pattern, v) for pattern in IGNORE_REGEXES)
 
 
 def get_env_rank_and_size() -> tuple[int, int]:
-    """Rank and size as launchers say them; 0 and 1 without a launcher.
+    """Return rank and size as the launcher's variables say them.
+
+    Returns:
+        Rank and size; 0 and 1 without a launcher.
 
     Raises:
-        RuntimeError: Only one of both is there.
+        RuntimeError: Only one of both variables is set.
     """
     spellings = [
         ("HOROVOD_RANK", "HOROVOD_SIZE"),
@@ -33,7 +43,8 @@ def get_env_rank_and_size() -> tuple[int, int]:
             return int(rank), int(size)
         if rank is not None or size is not None:
             raise RuntimeError(
-                f"Could not determine process rank and size: only one of {rank_name} and {size_name} is in the environment"
+                f"Could not determine process rank and size: only one of {rank_name} and {size_name} is in the "
+                "environment"
             )
     # Of torchrun. Other programs use such names as well, so one alone says nothing.
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:

@@ -1,4 +1,4 @@
-"""What tells hosts apart."""
+"""An identifier of this host."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ def _hash(string: str) -> str:
 
 
 def host_hash(salt: str | None = None) -> str:
-    """The name of this host and what is only its own.
+    """Return an identifier of this host.
 
     Args:
-        salt: Processes with another one are as if on another host.
+        salt: Processes with another salt count as processes of another host.
+
+    Returns:
+        The identifier.
     """
     hostname = socket.gethostname()
     text = "-".join([hostname, _namespaces(), *([salt] if salt is not None else [])])

@@ -1,4 +1,4 @@
-"""Hosts, slots, and which process gets which."""
+"""Hosts, slots, and the assignment of processes to them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass
 class HostInfo:
-    """A host and how many processes it takes.
+    """A host and its number of slots.
 
     Args:
-        hostname: Its name.
-        slots: Number of processes.
+        hostname: Name of the host.
+        slots: Number of processes that it takes.
     """
 
     hostname: str
@@ -22,10 +22,16 @@ class HostInfo:
 
     @staticmethod
     def from_string(host_string: str) -> HostInfo:
-        """Reads ``name:slots``.
+        """Parse ``name:slots``.
+
+        Args:
+            host_string: The text.
+
+        Returns:
+            The host.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The text has another form.
         """
         hostname, _, slots = host_string.strip().rpartition(":")
         if not hostname or not slots.isdigit():
@@ -49,13 +55,24 @@ class SlotInfo:
     cross_size: int | None = None
 
     def to_response_string(self) -> str:
-        """Rank and size in the job, on the host, and over hosts."""
+        """Return the place as text: rank and size in the job, on the host, and over hosts.
+
+        Returns:
+            Six numbers separated by commas.
+        """
         places = (self.rank, self.size, self.local_rank, self.local_size, self.cross_rank, self.cross_size)
         return ",".join(str(place) for place in places)
 
     @staticmethod
     def from_response_string(response_string: str) -> SlotInfo:
-        """The inverse of :meth:`to_response_string`, of a host without a name."""
+        """Parse what :meth:`to_response_string` returned.
+
+        Args:
+            response_string: The text.
+
+        Returns:
+            The place, without the name of its host.
+        """
         rank, size, local_rank, local_size, cross_rank, cross_size = map(int, response_string.split(","))
         return SlotInfo("", rank, local_rank, cross_rank, size, local_size, cross_size)
 
@@ -64,12 +81,26 @@ INVALID_SLOT_INFO = SlotInfo(hostname="", rank=-1, local_rank=-1, cross_rank=-1,
 
 
 def parse_hosts(hosts_string: str) -> list[HostInfo]:
-    """Reads ``name:slots,name:slots``."""
+    """Parse ``name:slots,name:slots``.
+
+    Args:
+        hosts_string: The text.
+
+    Returns:
+        The hosts.
+    """
     return [HostInfo.from_string(host) for host in hosts_string.split(",")]
 
 
 def parse_host_files(filename: str) -> str:
-    """Reads lines ``name slots=n``, and returns them as :func:`parse_hosts` takes them."""
+    """Read a file of lines ``name slots=n``.
+
+    Args:
+        filename: The file.
+
+    Returns:
+        The hosts as text for :func:`parse_hosts`.
+    """
     hosts = []
     with open(filename) as file:
         for line in file:
@@ -82,7 +113,14 @@ def parse_host_files(filename: str) -> str:
 
 
 def parse_hosts_and_slots(hosts: str) -> tuple[list[str], dict[str, int]]:
-    """Names in order, and the slots of each."""
+    """Parse hosts, and return names and slots apart.
+
+    Args:
+        hosts: Text for :func:`parse_hosts`.
+
+    Returns:
+        Names in order, and the slots of each.
+    """
     parsed = parse_hosts(hosts)
     return [host.hostname for host in parsed], {host.hostname: host.slots for host in parsed}
 
@@ -90,15 +128,18 @@ def parse_hosts_and_slots(hosts: str) -> tuple[list[str], dict[str, int]]:
 def get_host_assignments(
     hosts: Iterable[HostInfo], min_num_proc: int, max_num_proc: int | None = None
 ) -> list[SlotInfo]:
-    """Gives out ranks host by host, in order.
+    """Assign ranks to hosts, host by host, in order.
 
     Args:
         hosts: All hosts.
-        min_num_proc: Slots that must be there.
-        max_num_proc: Slots that are used at most; all by default.
+        min_num_proc: Least number of slots.
+        max_num_proc: Largest number of slots that are used; all by default.
+
+    Returns:
+        The places of all ranks.
 
     Raises:
-        ValueError: There are too few.
+        ValueError: There are too few slots.
     """
     local_sizes: dict[int, int] = defaultdict(int)
     cross_sizes: dict[int, int] = defaultdict(int)

@@ -1,7 +1,8 @@
-"""Services of a launcher, which answer requests of whoever knows the job's secret.
+"""Services of a launcher, which answer requests of clients that know the job's secret.
 
-A request is an object, pickled. Nothing of a peer is unpickled before it has proved the secret: what travels has a digest over a
-challenge of either side and the service's name, so that nobody can say again what another has said, to whom or as whom.
+A request is a pickled object. Nothing of a peer is unpickled before the peer has proved that it knows the secret. Each
+message has a digest over a challenge of either side and the service's name. A message therefore cannot be repeated on
+another connection, to another service or by the other side.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Addresses = dict[str, list[tuple[str, int]]]
 
 
 class PingRequest:
-    """Who is there?"""
+    """Asks which service answers."""
 
 
 class NoValidAddressesFound(Exception):  # noqa: N818 - the documented name
@@ -50,11 +51,11 @@ class NoValidAddressesFound(Exception):  # noqa: N818 - the documented name
 
 
 class PingResponse:
-    """This service.
+    """Names the service that answers.
 
     Args:
-        service_name: Its name.
-        source_address: The address that the client has for the service.
+        service_name: Name of the service.
+        source_address: Address of the client as the service sees it.
     """
 
     def __init__(self, service_name: str, source_address: str) -> None:
@@ -63,11 +64,11 @@ class PingResponse:
 
 
 class AckResponse:
-    """It is done."""
+    """Says that the request is done."""
 
 
 class AckStreamResponse(AckResponse):
-    """It is done, and a stream of text follows. A handler returns it with the stream, as a pair."""
+    """Says that the request is done, and that a stream of text follows. A handler returns both as a pair."""
 
 
 class _Failure:
@@ -78,11 +79,13 @@ class _Failure:
 
 
 class Wire:
-    """Objects on a stream, each after its length; both have a digest, so that no stranger makes anybody wait for gigabytes.
+    """Sends and receives objects on a stream, each after its length.
+
+    Object and length have a digest each, so that an unauthenticated peer cannot make the reader wait for gigabytes.
 
     Args:
-        key: The secret.
-        challenge: What digests begin with.
+        key: The job's secret.
+        challenge: First bytes of what digests are computed over.
     """
 
     def __init__(self, key: bytes, challenge: bytes = b"") -> None:
@@ -93,33 +96,58 @@ class Wire:
         return secret.compute_digest(self._key, self._challenge + what + message)
 
     def write(self, obj: Any, wfile: BufferedIOBase, kind: bytes = b"") -> None:
-        """Sends an object.
+        """Send an object.
 
         Args:
             obj: The object.
             wfile: The stream.
-            kind: The reader expects the same: a request is no answer.
+            kind: The reader expects the same kind: a request is not accepted as an answer.
         """
         self.write_pickled(cloudpickle.dumps(obj), wfile, kind)
 
     def write_pickled(self, message: bytes, wfile: BufferedIOBase, kind: bytes = b"") -> None:
-        """As :meth:`write`, an object that is pickled already."""
+        """Send an object that is pickled already.
+
+        Args:
+            message: The pickle.
+            wfile: The stream.
+            kind: See :meth:`write`.
+        """
         length = _LENGTH.pack(len(message))
         head = self._digest(kind + b" length ", length) + length
         wfile.write(head + self._digest(kind + b" message ", message) + message)
         wfile.flush()
 
     def read(self, rfile: BufferedIOBase, kind: bytes = b"") -> Any:
-        """Receives one.
+        """Receive an object.
+
+        Args:
+            rfile: The stream.
+            kind: See :meth:`write`.
+
+        Returns:
+            The object.
 
         Raises:
             EOFError: The peer is gone.
-            RuntimeError: It does not know the secret.
+            RuntimeError: The peer does not know the secret.
         """
         return pickle.loads(self.read_proved(rfile, kind))
 
     def read_proved(self, rfile: BufferedIOBase, kind: bytes = b"") -> bytes:
-        """As :meth:`read`, the object still pickled."""
+        """Receive an object without unpickling it.
+
+        Args:
+            rfile: The stream.
+            kind: See :meth:`write`.
+
+        Returns:
+            The pickle.
+
+        Raises:
+            EOFError: The peer is gone.
+            RuntimeError: The peer does not know the secret.
+        """
         (length,) = _LENGTH.unpack(self._proved(rfile, _LENGTH.size, kind + b" length "))
         return self._proved(rfile, length, kind + b" message ")
 
@@ -162,12 +190,13 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 class BasicService:
-    """Answers requests until :meth:`shutdown`. Others extend `_handle`.
+    """Answers requests until :meth:`shutdown`. Subclasses extend `_handle`.
 
     Args:
-        service_name: Clients compare it: another service may have got an address meanwhile.
-        key: The secret.
-        nics: Interfaces to be found at; all by default.
+        service_name: Name of the service. Clients compare it, because another service may have got the address
+            meanwhile.
+        key: The job's secret.
+        nics: Interfaces at which the service is reached; all by default.
     """
 
     def __init__(self, service_name: str, key: bytes, nics: Iterable[str] | None = None) -> None:
@@ -240,19 +269,27 @@ class BasicService:
         raise NotImplementedError(f"{self._service_name} knows no {type(req).__name__}")
 
     def addresses(self) -> Addresses:
-        """Where clients find it."""
+        """Return the addresses for clients.
+
+        Returns:
+            Addresses and ports, by interface.
+        """
         found = get_local_host_intfs()
         return {name: [(ip, self._port)] for name, ip in found.items() if not self._nics or name in self._nics}
 
     def get_port(self) -> int:
-        """Its port, at all interfaces."""
+        """Return the port.
+
+        Returns:
+            The port, the same at all interfaces.
+        """
         return self._port
 
     def _wake(self) -> None:
         """Ends the waits of handlers, since the service is being shut down. Services whose handlers wait extend it."""
 
     def shutdown(self) -> None:
-        """Takes no more requests, and returns when those that it has are answered."""
+        """Stop accepting requests, and return when the pending ones are answered."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -262,19 +299,19 @@ class BasicService:
 
 
 class BasicClient:
-    """Asks a service.
+    """A client of a service.
 
     Args:
-        service_name: Its name.
-        addresses: Where it may be.
-        key: The secret.
-        verbose: Accepted.
-        match_intf: Leave out addresses that are reached from an interface of another name.
+        service_name: Name of the service.
+        addresses: Addresses to try, by interface.
+        key: The job's secret.
+        verbose: Accepted for compatibility, without effect.
+        match_intf: Whether to leave out addresses that are reached from an interface of another name.
         probe_timeout: Longest wait for an address, in seconds.
-        attempts: How often each is tried.
+        attempts: Number of attempts for each address.
 
     Raises:
-        NoValidAddressesFound: It answers nowhere.
+        NoValidAddressesFound: The service answers at none of the addresses.
     """
 
     def __init__(
@@ -295,15 +332,24 @@ class BasicClient:
         self._addresses = self._probe(addresses)
         if not self._addresses:
             raise NoValidAddressesFound(
-                f"{service_name} was not found at any of the addresses {addresses}: is there a firewall between the hosts?"
+                f"{service_name} was not found at any of the addresses {addresses}: "
+                "is there a firewall between the hosts?"
             )
 
     def addresses(self) -> Addresses:
-        """Where it answers."""
+        """Return the addresses at which the service answers.
+
+        Returns:
+            Addresses and ports, by interface.
+        """
         return self._addresses
 
     def local_address(self) -> str:
-        """This host's address, as the service has it."""
+        """Return this host's address as the service sees it.
+
+        Returns:
+            The address.
+        """
         address = next(iter(self._addresses.values()))[0]
         return str(self._ask(address, PingRequest(), self._probe_timeout).source_address)
 
@@ -365,7 +411,7 @@ class BasicClient:
 
 
 class Registrations:
-    """What members of a job have told, by their numbers; whoever needs it waits."""
+    """The registrations of a job's members, by their numbers. Callers can wait for them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -381,27 +427,41 @@ class Registrations:
             return len(self._told)
 
     def items(self) -> list[tuple[Any, Any]]:
-        """All of it, by number."""
+        """Return all registrations.
+
+        Returns:
+            Pairs of a number and what was registered, in order.
+        """
         with self._changed:
             return sorted(self._told.items())
 
     def put(self, number: Any, told: Any) -> None:
-        """One has told this."""
+        """Register a member.
+
+        Args:
+            number: Number of the member.
+            told: What is registered.
+        """
         with self._changed:
             self._told[number] = told
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends all waits, as if their time were over."""
+        """End all waits, as if their time were over."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def wait(self, numbers: Iterable[Any], seconds: float | None, what: str) -> None:
-        """Waits until all these have.
+        """Wait until all these members have registered.
+
+        Args:
+            numbers: Numbers of the members.
+            seconds: Longest wait; ``None`` means no limit.
+            what: What is waited for, for the error.
 
         Raises:
-            TimeoutError: It took longer; says who is missing.
+            TimeoutError: The wait took longer; names the missing members.
         """
         wanted = set(numbers)
         with self._changed:

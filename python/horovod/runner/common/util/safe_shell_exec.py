@@ -1,4 +1,4 @@
-"""Commands that end, with all that they started, when they are asked to."""
+"""Commands that can be ended with all processes that they have started."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ except ProcessLookupError:
 
 
 def terminate_executor_shell_and_children(pid: int) -> None:
-    """Asks a process group to end, and ends it if it does not."""
+    """Ask a process group to end, and kill it if it does not.
+
+    Args:
+        pid: Number of the group.
+    """
     _signal(pid, signal.SIGTERM)
     deadline = time.monotonic() + GRACEFUL_TERMINATION_TIME_S
     while time.monotonic() < deadline and _is_there(pid):
@@ -67,14 +71,14 @@ def prefix_connection(
     index: int | None,
     prefix_output_with_timestamp: bool,
 ) -> None:
-    """Passes text on line by line until it ends, each line with ``[index]<prefix>:`` in front.
+    """Pass text on line by line until it ends, each line with the prefix ``[index]<prefix>:``.
 
     Args:
-        src_connection: Has ``fileno()``; bytes of UTF-8.
-        dst_stream: Takes text, and is flushed after each line.
-        prefix: The name of the stream.
-        index: The process's number; without it lines stay as they are.
-        prefix_output_with_timestamp: The time comes in front of it all.
+        src_connection: Source with ``fileno()``; bytes of UTF-8.
+        dst_stream: Receives text, and is flushed after each line.
+        prefix: Name of the stream.
+        index: Number of the process; without it lines are unchanged.
+        prefix_output_with_timestamp: Whether lines begin with the time.
     """
 
     def head() -> str:
@@ -112,19 +116,19 @@ def execute(
     events: Iterable[threading.Event] | None = None,
     prefix_output_with_timestamp: bool = False,
 ) -> int:
-    """Runs a command in a process group of its own, which is ended when an event is set or this process ends.
+    """Run a command in a process group of its own, which ends when an event is set or this process ends.
 
     Args:
-        command: For the shell, or words.
+        command: Command of the shell, or words.
         env: Its whole environment; by default this process's.
-        stdout: Where its output goes; by default this process's.
-        stderr: The same for errors.
+        stdout: Receives its output; by default this process's.
+        stderr: Receives its errors; by default this process's.
         index: See :func:`prefix_connection`.
-        events: Any of them ends the command.
+        events: Events, each of which ends the command.
         prefix_output_with_timestamp: See :func:`prefix_connection`.
 
     Returns:
-        Its exit code; 128 and the signal if one ended it.
+        The exit code; 128 plus the signal if one ended it.
     """
     process = subprocess.Popen(
         command,

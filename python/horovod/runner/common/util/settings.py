@@ -8,23 +8,23 @@ from horovod.runner.common.util.timeout import Timeout
 
 
 class BaseSettings:
-    """What a launcher is told.
+    """Settings of any job.
 
     Args:
-        num_proc: Processes.
-        verbose: 2: more lines.
-        ssh_port: Of other hosts.
-        ssh_identity_file: For them.
-        extra_mpi_args: For ``mpirun``.
-        tcp_flag: TCP only.
-        binding_args: For ``mpirun``.
+        num_proc: Number of processes.
+        verbose: 2 prints more lines.
+        ssh_port: Port of ``ssh`` on other hosts.
+        ssh_identity_file: Key of ``ssh``.
+        extra_mpi_args: More arguments of ``mpirun``.
+        tcp_flag: Whether MPI uses TCP only.
+        binding_args: Arguments of ``mpirun`` that bind processes.
         key: The job's secret.
         start_timeout: A :class:`Timeout`.
-        output_filename: A folder that gets what processes print.
-        run_func_mode: A function is run instead of a command.
+        output_filename: A folder for what processes print.
+        run_func_mode: Whether a function is run instead of a command.
         nics: Interfaces.
-        elastic: Processes come and go.
-        prefix_output_with_timestamp: Lines begin with the time.
+        elastic: Whether processes may join and leave.
+        prefix_output_with_timestamp: Whether lines begin with the time.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Settings(BaseSettings):
     """Settings of a job with fixed hosts.
 
     Args:
-        hosts: As ``name:slots,name:slots``.
-        num_hosts: How many hosts; by default as many as `hosts` has.
+        hosts: Hosts and slots as ``name:slots,name:slots``.
+        num_hosts: Number of hosts; by default that of ``hosts``.
         **kwargs: See :class:`BaseSettings`.
     """
 

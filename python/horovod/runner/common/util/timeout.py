@@ -1,4 +1,4 @@
-"""A time limit that is asked now and then."""
+"""A time limit that callers check."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import time
 
 
 class TimeoutException(Exception):  # noqa: N818 - the documented name
-    """It took too long."""
+    """A time limit was exceeded."""
 
 
 class Timeout:
-    """A limit from now on.
+    """A time limit, counted from now.
 
     Args:
         timeout: Seconds.
-        message: What is said when they are over; ``{timeout}`` stands for the seconds.
+        message: Text of the exception; ``{timeout}`` stands for the seconds.
     """
 
     def __init__(self, timeout: float, message: str) -> None:
@@ -23,18 +23,29 @@ class Timeout:
         self._message = message
 
     def remaining(self) -> float:
-        """Seconds that are left, at least 0."""
+        """Return the remaining time.
+
+        Returns:
+            Seconds, at least 0.
+        """
         return max(0.0, self._timeout_at - time.monotonic())
 
     def timed_out(self) -> bool:
-        """Whether they are over."""
+        """Return whether the time is over.
+
+        Returns:
+            Whether it is.
+        """
         return time.monotonic() > self._timeout_at
 
     def check_time_out_for(self, activity: str) -> None:
-        """Raises if they are.
+        """Raise an exception if the time is over.
+
+        Args:
+            activity: What is being waited for, for the text.
 
         Raises:
-            TimeoutException: With the message.
+            TimeoutException: The time is over.
         """
         if self.timed_out():
             raise TimeoutException(self._message.format(activity=activity, timeout=self._timeout))

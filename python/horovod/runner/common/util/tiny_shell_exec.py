@@ -1,4 +1,4 @@
-"""Commands whose output is short."""
+"""Commands with a short output."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import subprocess
 
 
 def execute(command: str, env: dict[str, str] | None = None) -> tuple[str, int] | None:
-    """What a command of the shell prints, and its exit code; ``None`` if it cannot be run.
+    """Run a command of the shell.
 
     Args:
-        command: For the shell.
+        command: The command.
         env: Its whole environment; by default this process's.
+
+    Returns:
+        What it prints, and its exit code; ``None`` if it cannot be run.
     """
     try:
         done = subprocess.run(
