@@ -29,7 +29,7 @@ class ProcessSet:
         ranks: Ranks in order; ``None`` where only the core knows them.
         mpi_comm: The communicator that the set was made from.
 
-    Example:
+    Examples:
         >>> even = hvd.add_process_set([0, 2])
         >>> if even.included():
         ...     hvd.allreduce(tensor, process_set=even)

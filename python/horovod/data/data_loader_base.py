@@ -51,7 +51,7 @@ class AsyncDataLoaderMixin(_Base):
         *args: Passed to the other bases.
         **kwargs: Passed to the other bases.
 
-    Example:
+    Examples:
         >>> class Loader(AsyncDataLoaderMixin, MyDataLoader): ...
     """
 

@@ -148,7 +148,7 @@ def run(
         ValueError: Arguments exclude each other.
         RuntimeError: A process failed; its exception is the cause.
 
-    Example:
+    Examples:
         >>> def train():
         ...     hvd.init()
         ...     return hvd.rank()

@@ -62,7 +62,7 @@ def allreduce(
         tf.errors.FailedPreconditionError: Ranks disagree.
         tf.errors.UnknownError: A rank has ended.
 
-    Example:
+    Examples:
         >>> loss = hvd.allreduce(loss)  # the average over the ranks
     """
     op = handle_average_backwards_compatibility(op, average)

@@ -35,7 +35,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     Returns:
         The decorated function, which returns what ``func`` returns.
 
-    Example:
+    Examples:
         >>> @hvd.elastic.run
         ... def train(state):
         ...     for state.epoch in range(state.epoch, 10):

@@ -31,7 +31,7 @@ def broadcast_variables(
     Returns:
         In a graph of TensorFlow 1, the operation to run; else ``None``.
 
-    Example:
+    Examples:
         >>> hvd.broadcast_variables(model.variables, root_rank=0)
     """
     note_broadcast()

@@ -217,7 +217,7 @@ def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts t
         ValueError: An argument is not acceptable.
         NotImplementedError: ``op`` is ``Adasum`` and the process set is not that of all ranks.
 
-    Example:
+    Examples:
         >>> optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.01 * hvd.size()))
     """
     groups = resolve_groups(num_groups, groups)

@@ -98,7 +98,7 @@ def DistributedGradientTape(  # noqa: N802 - the documented name, of what script
     Raises:
         ValueError: An argument is not acceptable.
 
-    Example:
+    Examples:
         >>> with tf.GradientTape() as tape:
         ...     loss = loss_of(model(batch))
         >>> tape = hvd.DistributedGradientTape(tape)

@@ -27,7 +27,7 @@ def broadcast_parameters(
     Raises:
         ValueError: ``params`` is something else.
 
-    Example:
+    Examples:
         >>> hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     """
     if isinstance(params, dict):
@@ -116,7 +116,7 @@ def broadcast_optimizer_state(
     Raises:
         ValueError: The optimizer is LBFGS, whose state is no mapping from parameters.
 
-    Example:
+    Examples:
         >>> hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     """
     if isinstance(optimizer, torch.optim.LBFGS):

@@ -595,7 +595,7 @@ def DistributedOptimizer(  # noqa: N802 - the documented name
         ValueError: An argument is not acceptable, or the optimizer reduces gradients already.
         NotImplementedError: ``op`` is ``Adasum`` and the process set is not that of all ranks.
 
-    Example:
+    Examples:
         >>> optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     """
     if isinstance(optimizer, (_DistributedOptimizer, _DistributedAdasumOptimizer)):

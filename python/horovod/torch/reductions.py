@@ -292,7 +292,7 @@ def allreduce(
         ValueError: An argument is not acceptable, or the name is in use.
         HorovodInternalError: Ranks disagree, or a rank has ended.
 
-    Example:
+    Examples:
         >>> loss = hvd.allreduce(loss, name="loss")  # the average over the ranks
     """
     op = handle_average_backwards_compatibility(op, average)

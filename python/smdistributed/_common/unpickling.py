@@ -52,7 +52,7 @@ def add_safe_globals(safe_globals: Iterable[SafeGlobal]) -> None:
     Raises:
         TypeError: An entry is neither.
 
-    Example:
+    Examples:
         >>> class Config: ...
         >>> add_safe_globals([Config])
     """

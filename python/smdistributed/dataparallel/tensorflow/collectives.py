@@ -83,7 +83,7 @@ def oob_allreduce(
     Returns:
         The reduced tensor, of the same shape and type; bitwise the same on every rank.
 
-    Example:
+    Examples:
         >>> loss = sdp.oob_allreduce(loss)  # the average over the ranks
     """
     sent, ctx = compression.compress(tf.convert_to_tensor(tensor))

@@ -66,7 +66,7 @@ def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts t
         TypeError: It is no optimizer of these families.
         ValueError: ``op`` or ``bucket_cap_mb`` is none of those, or the optimizer reduces already.
 
-    Example:
+    Examples:
         >>> optimizer = sdp.DistributedOptimizer(tf.keras.optimizers.SGD(0.01 * sdp.size()))
     """
     if device_dense or device_sparse:

@@ -90,7 +90,7 @@ class DistributedGradientTape(TapeView):
         NotImplementedError: A device is given.
         ValueError: ``op`` or ``bucket_cap_mb`` is none of those, or the tape reduces already.
 
-    Example:
+    Examples:
         >>> with tf.GradientTape() as tape:
         ...     loss = loss_of(model(batch))
         >>> tape = sdp.DistributedGradientTape(tape)

@@ -38,7 +38,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> tf.Operatio
         TypeError: An object is no variable, or of a type that cannot be sent.
         ValueError: There is no rank ``root_rank``.
 
-    Example:
+    Examples:
         >>> sdp.broadcast_variables(model.variables, root_rank=0)
         >>> sdp.broadcast_variables(optimizer.variables, root_rank=0)
     """

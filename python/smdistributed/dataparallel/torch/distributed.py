@@ -13,7 +13,7 @@ Extensions to the documented API: ``new_group`` and groups as arguments, ``reduc
 ``reduce_scatter``, ``all_to_all``, ``send``, ``recv``, the ``_tensor`` forms of ``torch.distributed``, and
 ``destroy_process_group``.
 
-Example:
+Examples:
     >>> import smdistributed.dataparallel.torch.distributed as dist
     >>> dist.init_process_group()
     >>> tensor = torch.ones(3) * dist.get_rank()

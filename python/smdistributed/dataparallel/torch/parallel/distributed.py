@@ -345,7 +345,7 @@ class DistributedDataParallel(_TorchDDP):
         Yields:
             Nothing.
 
-        Example:
+        Examples:
             >>> with model.no_sync():
             ...     loss(model(first)).backward()
             >>> loss(model(second)).backward()  # reduces the sum of both gradients
@@ -488,7 +488,7 @@ class DistributedDataParallel(_TorchDDP):
         Returns:
             The context manager.
 
-        Example:
+        Examples:
             >>> with model.join():
             ...     for batch in batches:  # of different number on each rank
             ...         loss(model(batch)).backward()
