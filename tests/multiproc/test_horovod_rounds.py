@@ -374,7 +374,7 @@ def _cannot_have_a_reducer():
             pair.step()
             time.sleep(0.01)
     assert not pair.is_planned()
-    return [str(one.message) for one in said if "no plan for them" in str(one.message)]
+    return [str(one.message) for one in said if "one by one instead of in buckets" in str(one.message)]
 
 
 @pytest.mark.timeout(90)

@@ -224,7 +224,11 @@ def test_a_driver_that_could_not_be_told_is_told_again(monkeypatch):
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "1")
     with mock.patch.object(worker, "WorkerNotificationService") as service:
         service.return_value.addresses.return_value = {}
-        with pytest.raises(RuntimeError, match="needs the job's secret"):
+        with pytest.raises(RuntimeError, match="the launcher must give each worker the job's secret"):
+            driven.listen(manager)
+        service.assert_not_called()
+        monkeypatch.setenv(secret.HOROVOD_SECRET_KEY, codec.dumps_base64(secret.make_secret_key()))
+        with pytest.raises(OSError, match="refused"):
             driven.listen(manager)
     service.return_value.shutdown.assert_called_once_with()
 

@@ -175,7 +175,7 @@ class _Keras3(_Methods, views.Keras3):
                 loss = loss()
         variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)
         if tape is None:
-            raise ValueError("`loss` is a tensor: `tape` is missing, which recorded it")
+            raise ValueError("`loss` is a tensor, but `tape` is None: pass the tf.GradientTape that recorded it")
         gradients = tape.gradient(loss, [underlying(variable) for variable in variables], grad_loss)
         return list(zip(self._allreduce(gradients, variables), variables, strict=True))
 

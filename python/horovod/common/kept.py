@@ -97,7 +97,7 @@ class Kept:
             with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
                 why = _core.untrusted(self._path)
                 if why is not None:
-                    print(f"horovod: kept commits are not read: {why}", file=sys.stderr, flush=True)
+                    print(f"horovod: commits from before the restart are not used: {why}", file=sys.stderr, flush=True)
                 elif file.readline() == self._agent:
                     own = pickle.load(file)
         core = basics.shared()

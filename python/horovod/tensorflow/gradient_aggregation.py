@@ -81,7 +81,9 @@ class LocalGradientAggregationHelper:
         if self.counter is None:
             self._sums = [None] * len(gradients)
         if len(gradients) != len(self._sums):
-            raise ValueError(f"there were {len(self._sums)} gradients to aggregate, and now there are {len(gradients)}")
+            raise ValueError(
+                f"got {len(gradients)} gradients: expected {len(self._sums)}, as in the first backward pass of the step"
+            )
         late = [place for place, total in enumerate(self._sums) if total is None and gradients[place] is not None]
         if late and self.counter is not None and tf.inside_function():
             # What was traced before would leave it out, and TensorFlow makes variables in a function's first trace

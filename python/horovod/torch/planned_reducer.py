@@ -20,7 +20,8 @@ from horovod.torch.mpi_ops import Average, Sum
 from smdistributed import _core
 from smdistributed.dataparallel.bucket_size import bucket_bytes
 
-# The bridge's numbers for what a bucket's reduction is, for what a rank without a reducer brings, and for the vote's result.
+# The bridge's numbers for what a bucket's reduction is, for what a rank without a reducer brings, and for the vote's
+# result.
 _REDUCTIONS = {Compression.none: 0, Compression.fp16: 1, Compression.bf16: 2}
 _STANDS_BY_NAME, _WITHOUT, _MAKING = range(3)
 UNKNOWN = -1
@@ -141,7 +142,7 @@ class PlannedReducer:
             # If others are gone, whatever comes next says so.
             self._can_plan = may_pass(error)
             if not self._can_plan:
-                warn_once(f"gradients go one by one, since there can be no plan for them: {at_execution(error)}")
+                warn_once(f"gradients are reduced one by one instead of in buckets: {at_execution(error)}")
         self._making = None
 
     def take(self, parameter: torch.Tensor, accumulating: bool) -> bool:

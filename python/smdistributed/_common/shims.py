@@ -466,7 +466,9 @@ def _locked(framework: Framework, folder: Path) -> Iterator[None]:
                 waiting_for = f"process {file.read() or '?'}, which builds the {framework.title} shim in {folder}"
             waited = time.monotonic() - start
             if waited > _LONGEST_WAIT_SECONDS:
-                raise ShimError(f"no shim after {waited:.0f} s of waiting for {waiting_for}: end it and try again")
+                raise ShimError(
+                    f"no shim after waiting {waited:.0f} s for {waiting_for}: end that process and try again"
+                )
             if silent and waited > _SILENT_WAIT_SECONDS:
                 silent = False
                 _say(f"waiting for {waiting_for}")

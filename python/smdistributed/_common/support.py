@@ -1,7 +1,8 @@
-"""The versions that the package is tried with. `smdrun doctor`, the documentation and the matrix of tests read them here, and a
-test compares the lower ends with what `pyproject.toml` demands.
+"""The versions that the package is tested with.
 
-The upper ends are no demands: newer versions are not known to fail, and the shims adapt to what they find.
+`smdrun doctor`, the documentation and the matrix of tests read them here. A test compares the lower ends with the
+requirements in `pyproject.toml`. The upper ends are no requirements: newer versions are not known to fail, and the
+shims adapt to what they find.
 """
 
 from __future__ import annotations
@@ -28,11 +29,25 @@ class Window:
         return f"{self.oldest} to {self.newest}"
 
     def is_older(self, version: str) -> bool:
-        """Whether `version` lies before the window."""
+        """Return whether a version lies before the window.
+
+        Args:
+            version: The version.
+
+        Returns:
+            Whether it does.
+        """
         return _numbers(version) < _numbers(self.oldest)
 
     def is_newer(self, version: str) -> bool:
-        """Whether `version` lies behind the window."""
+        """Return whether a version lies behind the window.
+
+        Args:
+            version: The version.
+
+        Returns:
+            Whether it does.
+        """
         return _numbers(version) > _numbers(self.newest)
 
 

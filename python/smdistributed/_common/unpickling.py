@@ -304,7 +304,7 @@ class _Careful(_PythonUnpickler):
             member.__set__(value, content)
 
     def load_unusual(self) -> None:
-        raise UnsafeObjectError(f"{self._sender} sent a pickle in a form that no rank of this library sends")
+        raise UnsafeObjectError(f"{self._sender} sent a pickle with an instruction that this library never sends")
 
     dispatch[pickle.REDUCE[0]] = load_reduce
     dispatch[pickle.BINPERSID[0]] = load_binpersid

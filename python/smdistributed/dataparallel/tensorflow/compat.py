@@ -183,7 +183,7 @@ def minimize(self: Any, loss: Any, var_list: Any, tape: tf.GradientTape | None =
         ValueError: ``loss`` is a tensor, and there is no tape.
     """
     if not callable(loss) and tape is None:
-        raise ValueError("`loss` is a tensor: `tape` is missing, which recorded it")
+        raise ValueError("`loss` is a tensor, but `tape` is None: pass the tf.GradientTape that recorded it")
     tape = tape or tf.GradientTape()
     if callable(loss):
         with tape:
@@ -218,6 +218,6 @@ def get_gradients(self: Any, loss: tf.Tensor, params: Any) -> list[Any]:
     for gradient, variable in zip(gradients, variables, strict=True):
         if gradient is None:
             raise ValueError(
-                f"the loss does not depend on variable `{variable.name}`, or by no operation with a gradient"
+                f"the loss does not depend on variable `{variable.name}` through operations that have a gradient"
             )
     return gradients

@@ -79,7 +79,9 @@ def reduce_gradients(
     """
     check_options(op, bucket_cap_mb)
     if len(gradients) != len(variables):
-        raise ValueError(f"there are {len(gradients)} gradients of {len(variables)} variables")
+        raise ValueError(
+            f"got {len(gradients)} gradients for {len(variables)} variables: expected one for each variable"
+        )
     op = op or ReduceOp.AVERAGE
     names = [f"{name_of(variable)} (number {index})" for index, variable in enumerate(variables)]
     reduced: list[Gradient] = list(gradients)

@@ -72,11 +72,11 @@ def _out_of(group: dist.ProcessGroup) -> Iterator[None]:
 
 @contextmanager
 def _not_counted(ranks: Sequence[int] | None) -> Iterator[None]:
-    """Around the making of a group that only its members know of.
+    """Return a context for the creation of a group that only its members know of.
 
-    PyTorch names a group by the number of groups before it, and gloo's ranks meet at that name. From 2.14 on, a group that only
-    its members make counts, too, so that the ranks would no longer agree on the names of later groups. Its own name needs
-    another number then, of which only its members have to know.
+    PyTorch names a group by the number of groups before it, and gloo's ranks meet at that name. Since PyTorch 2.14, a
+    group that only its members create counts, too. The ranks would then no longer agree on the names of later groups.
+    The group gets another number instead, which only its members have to know.
     """
     members = tuple(ranks or ())
     _times_made[members] += 1
@@ -141,11 +141,13 @@ def split_group(
     """
     parent = _resolved(parent_pg)
     if not split_ranks:
-        raise ValueError("`split_ranks` names no split")
+        raise ValueError("`split_ranks` is empty: expected a list of ranks for each split")
     size = dist.get_world_size(parent)
     named = [rank for split in split_ranks for rank in split]
     if not all(split_ranks) or len(set(named)) != len(named) or not set(named) <= set(range(size)):
-        raise ValueError(f"`split_ranks` {split_ranks} are no disjoint splits of ranks 0 to {size - 1} of the parent")
+        raise ValueError(
+            f"`split_ranks` is {split_ranks}: expected disjoint lists of ranks 0 to {size - 1} of the parent"
+        )
     me = dist.get_rank(parent)
     mine = next((split for split in split_ranks if me in split), None)
     if mine is None:

@@ -198,7 +198,7 @@ class LearningRateScheduleCallback(_Callback):
     ) -> None:
         super().__init__()
         if initial_lr is None:
-            raise ValueError("`initial_lr` is missing: the learning rate that is multiplied")
+            raise ValueError("`initial_lr` is None: expected the learning rate that the schedule multiplies")
         self.initial_lr = float(initial_lr)
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch

@@ -57,9 +57,9 @@ def ranks(group: Any) -> list[int]:
         raise ValueError(f"rank {_core.rank()} is not a member of `process_group`")
     if not _torch_is_here():
         raise ValueError(
-            "`process_group` is one of torch.distributed, whose ranks are not those of this job: rank "
-            f"{torch.distributed.get_rank()} of {torch.distributed.get_world_size()} is rank {_core.rank()} of "
-            f"{_core.size()}"
+            "`process_group` belongs to torch.distributed, whose ranks are not those of this job: this process is rank "
+            f"{torch.distributed.get_rank()} of {torch.distributed.get_world_size()} there and rank {_core.rank()} of "
+            f"{_core.size()} here. Initialize both from the same launcher's environment"
         )
     members = torch.distributed.get_process_group_ranks(group)
     return [] if members == list(range(_core.size())) else members

@@ -93,7 +93,9 @@ def notify(joinable: Joinable) -> None:
         return
     _sum(joinable.join_process_group, 1)
     if config.throw_on_early_termination and _sum(joinable.join_process_group, 0):
-        raise RuntimeError("a rank has no more inputs; every rank raises this")
+        raise RuntimeError(
+            "a rank has no more inputs, and `throw_on_early_termination` is set: every rank raises this error"
+        )
 
 
 def _sum(group: Any, value: int) -> float:
