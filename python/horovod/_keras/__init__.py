@@ -328,10 +328,10 @@ def create_partial_distributed_optimizer(keras: Any, optimizer: Any, local_layer
     """Make an optimizer reduce gradients, except those of some layers.
 
     Args:
-        keras: As there.
+        keras: Ignored.
         optimizer: The optimizer.
-        local_layers: A Keras layer or a list of them.
-        options: The other arguments.
+        local_layers: A Keras layer or a list of layers whose gradients are not reduced.
+        **options: Arguments of :func:`create_distributed_optimizer`.
 
     Returns:
         The distributed optimizer.

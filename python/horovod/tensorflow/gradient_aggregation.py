@@ -31,6 +31,7 @@ class LocalGradientAggregationHelper:
         allreduce_func: Reduces gradients; called with them and their variables.
         sparse_as_dense: Whether ``tf.IndexedSlices`` may become dense.
         average_aggregated_gradients: Whether sums are divided by their number of gradients.
+        **_: Ignored.
 
     Attributes:
         counter: Variable with the number of gradients in the sum; 0 after a reduction. ``None`` before the first

@@ -46,6 +46,8 @@ class HorovodRunDriverClient(driver_service.BasicDriverClient):
         key: The job's secret.
         verbose: Accepted for compatibility, without effect.
         match_intf: See :class:`~horovod.runner.common.util.network.BasicClient`.
+        probe_timeout: Longest wait for an address, in seconds.
+        attempts: Number of attempts for each address.
     """
 
     def __init__(
