@@ -55,28 +55,76 @@ class Objects:
         self._post, self._take, self._gather, self._meet = post, take, gather, meet
 
     def send(self, obj: Any, dest_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> None:
-        """Gives ``obj`` to one rank, which calls :func:`recv_from`; returns when it has it."""
+        """Send an object to one rank, which calls :func:`recv_from`, and wait until it has received the object.
+
+        Args:
+            obj: The object; it is pickled.
+            dest_rank: The receiver.
+            rank_type: Group in which ``dest_rank`` is a rank.
+
+        Raises:
+            SMPPeerFailedError: The receiver has ended.
+        """
         with errors.translated(CLASSES):
             self._post(obj, [self._global_rank(dest_rank, rank_type)])
 
     def recv_from(self, src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
-        """Return the object that ``src_rank`` sends or broadcasts."""
+        """Receive the object that a rank sends or broadcasts.
+
+        Args:
+            src_rank: The sender.
+            rank_type: Group in which ``src_rank`` is a rank.
+
+        Returns:
+            The object.
+
+        Raises:
+            SMPPeerFailedError: The sender has ended.
+        """
         with errors.translated(CLASSES):
             return self._take(self._global_rank(src_rank, rank_type))
 
     def broadcast(self, obj: Any, group: CommGroup = CommGroup.WORLD) -> None:
-        """Gives ``obj`` to all others of ``group``, each of which calls :func:`recv_from`; returns when they have it."""
+        """Send an object to all other ranks of a group, each of which calls :func:`recv_from`.
+
+        The call returns when all of them have received the object.
+
+        Args:
+            obj: The object; it is pickled.
+            group: The group, of which this rank is a member.
+
+        Raises:
+            SMPPeerFailedError: A receiver has ended.
+        """
         with errors.translated(CLASSES):
             groups = self._groups()
             self._post(obj, [rank for rank in groups.members[_name(group)] if rank != groups.rank])
 
     def allgather(self, obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
-        """The objects of all ranks of ``group``, in the order of their ranks inside it. All of them call it."""
+        """Gather the objects of all ranks of a group. All of them call it.
+
+        Args:
+            obj: This rank's object; it is pickled.
+            group: The group, of which this rank is a member.
+
+        Returns:
+            The objects, in the order of ranks inside the group.
+
+        Raises:
+            SMPPeerFailedError: A member has ended.
+        """
         with errors.translated(CLASSES):
             return self._gather(obj, _name(group))
 
     def barrier(self, group: CommGroup = CommGroup.WORLD) -> None:
-        """Returns when every rank of ``group`` has called it."""
+        """Wait until every rank of a group has called it.
+
+        Args:
+            group: The group, of which this rank is a member.
+
+        Raises:
+            SMPPeerFailedError: A member has ended.
+        """
         with errors.translated(CLASSES):
             name = _name(group)
             if len(self._groups().members[name]) > 1:

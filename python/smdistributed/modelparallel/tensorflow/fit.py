@@ -51,23 +51,47 @@ class KerasLoops:
     """Keras' training loops for a distributed model; comes before Keras' model among the bases of a class."""
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """As Keras'. All ranks call it, those of a pipeline with data of one length: batches are those of the
-        pipeline's first rank.
+        """Train the model as Keras does. All ranks call it.
+
+        Ranks of a pipeline pass data of the same length; the batches are those of the pipeline's first rank.
+
+        Args:
+            *args: Arguments of Keras' method.
+            **kwargs: Keyword arguments of Keras' method.
+
+        Returns:
+            Keras' history.
 
         Raises:
-            SMPMismatchError: ranks of the pipeline do something else, or have another number of batches.
-            SMPUnsupportedError: the loss of a batch does not come of those of its microbatches; see the documentation.
+            SMPMismatchError: Ranks of the pipeline call another method, or have another number of batches.
+            SMPUnsupportedError: The batch loss cannot be computed from the microbatch losses.
         """
         with input_broadcast.batch_loop("fit"):
             return super().fit(*args, **kwargs)  # type: ignore[misc]
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """As Keras'. All ranks call it, as :meth:`fit`."""
+        """Evaluate the model as Keras does. All ranks call it, as :meth:`fit`.
+
+        Args:
+            *args: Arguments of Keras' method.
+            **kwargs: Keyword arguments of Keras' method.
+
+        Returns:
+            What Keras returns.
+        """
         with input_broadcast.batch_loop("evaluate"):
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """As Keras'. All ranks call it, as :meth:`fit`, and all get the outputs."""
+        """Compute predictions as Keras does. All ranks call it, as :meth:`fit`, and all get the outputs.
+
+        Args:
+            *args: Arguments of Keras' method.
+            **kwargs: Keyword arguments of Keras' method.
+
+        Returns:
+            What Keras returns.
+        """
         with input_broadcast.batch_loop("predict"):
             return super().predict(*args, **kwargs)  # type: ignore[misc]
 

@@ -24,16 +24,19 @@ ranks = Ranks(lambda: state.groups)
 
 
 def init(config: Mapping[str, Any] | None = None) -> None:
-    """Joins the job; the first call of a script.
+    """Join the job, and read its configuration. A script calls it first.
 
     With GPUs, this process sees the one with the number of its local rank, whose memory grows as it is needed.
 
     Args:
-        config: Keys of the configuration; those that the launcher gives win.
+        config: Keys of the configuration; those that the launcher gives take precedence.
 
     Raises:
-        SMPConfigError: a value is not acceptable, or the job's processes cannot be divided so.
-        SMPUsageError: it was called before with another configuration.
+        SMPConfigError: A value is not acceptable, or the ranks cannot be divided that way.
+        SMPUsageError: It was called before with another configuration.
+
+    Examples:
+        >>> smp.init({"partitions": 2, "microbatches": 4})
     """
     # For a Keras that the script has imported after this package.
     compat.install()
@@ -86,18 +89,32 @@ def _pin_device(local_rank: int) -> None:
 
 
 def shutdown() -> None:
-    """Forgets the configuration and the model; ``init`` may be called again, on all ranks. The process stays in the
-    job."""
+    """Forget the configuration and the model. All ranks call it.
+
+    :func:`init` may be called again. The process stays in the job.
+    """
     if state.initialized:
         state.groups.close()
         state.leave()
 
 
 def is_initialized() -> bool:
-    """Whether ``smp.init()`` has been called."""
+    """Return whether :func:`init` has been called.
+
+    Returns:
+        ``True`` between :func:`init` and :func:`shutdown`.
+    """
     return state.initialized
 
 
 def process_groups(*_: Any, **__: Any) -> NoReturn:
-    """Process groups are PyTorch's."""
+    """Raise an error: process groups are PyTorch's.
+
+    Args:
+        *_: Ignored.
+        **__: Ignored.
+
+    Raises:
+        SMPUnsupportedError: Always.
+    """
     raise SMPUnsupportedError("process groups are `torch.distributed`'s: TensorFlow has none")

@@ -114,12 +114,24 @@ class DistributedModel(KerasLoops, _Model):
         return self._smp_local(super().non_trainable_weights)
 
     def count_params(self) -> int:
-        """Numbers in the weights of the whole model."""
+        """Return the number of elements in the weights of the whole model.
+
+        Returns:
+            The number.
+        """
         with self._smp_all_variables():
             return super().count_params()
 
     def summary(self, *args: Any, **kwargs: Any) -> Any:
-        """Print the summary of the whole model."""
+        """Print the summary of the whole model.
+
+        Args:
+            *args: Arguments of Keras' method.
+            **kwargs: Keyword arguments of Keras' method.
+
+        Returns:
+            What Keras returns.
+        """
         with self._smp_all_variables():
             return super().summary(*args, **kwargs)
 
@@ -133,15 +145,24 @@ class DistributedModel(KerasLoops, _Model):
             self.__dict__["_smp_shows_all"] = before
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Set the weights of the whole model, such as a plain Keras model's ``get_weights()``, of which this rank keeps
-        its own; or those of this rank alone, as ``get_weights()`` here returns them."""
+        """Set the weights of the whole model, or those of this rank.
+
+        Args:
+            weights: Weights of the whole model, such as a plain Keras model's ``get_weights()``, of which this rank
+                keeps its own; or those of this rank alone, as ``get_weights()`` of this model returns them.
+        """
         with self._smp_all_variables():
             count = len(self.weights)
         with self._smp_all_variables() if len(weights) == count else contextlib.nullcontext():
             super().set_weights(weights)
 
     def load_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """As Keras', from a file of the whole model, of which this rank keeps its own weights."""
+        """Load weights as Keras does, from a file of the whole model. This rank keeps its own weights.
+
+        Args:
+            *args: Arguments of Keras' method.
+            **kwargs: Keyword arguments of Keras' method.
+        """
         with self._smp_all_variables():
             return super().load_weights(*args, **kwargs)
 
@@ -197,26 +218,47 @@ class DistributedModel(KerasLoops, _Model):
     # Saving: the first rank writes; a failure there raises on all ranks.
 
     def save_model(self, save_path: str = "/opt/ml/model") -> None:
-        """Writes the whole model with its latest weights as a SavedModel. All ranks call it; the first one writes.
+        """Write the whole model with its latest weights as a SavedModel. All ranks call it; the first one writes.
+
+        Args:
+            save_path: The folder.
 
         Raises:
-            SMPUsageError: the model has not been divided yet.
-            SMPCheckpointError: it could not be written; the same on all ranks.
+            SMPUsageError: The model has not been partitioned yet.
+            SMPCheckpointError: The model could not be written; the same on all ranks.
         """
         if not self.is_partitioned:
             raise SMPUsageError("`save_model` comes after the first step, which builds and divides the model")
         self._smp_write(lambda: tf.saved_model.save(self, save_path, signatures=self._smp_signatures()), save_path)
 
     def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        """As Keras', of the whole model. All ranks call it, with the same path; the first one writes."""
+        """Save the weights of the whole model as Keras does. All ranks call it; the first one writes.
+
+        Args:
+            filepath: The file, the same on all ranks.
+            *args: Arguments of Keras' method.
+            **kwargs: Keyword arguments of Keras' method.
+        """
         self._smp_write(lambda: super(DistributedModel, self).save_weights(filepath, *args, **kwargs), filepath)
 
     def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        """As Keras', of the whole model. All ranks call it, with the same path; the first one writes."""
+        """Save the whole model as Keras does. All ranks call it; the first one writes.
+
+        Args:
+            filepath: The file, the same on all ranks.
+            *args: Arguments of Keras' method.
+            **kwargs: Keyword arguments of Keras' method.
+        """
         self._smp_write(lambda: super(DistributedModel, self).save(filepath, *args, **kwargs), filepath)
 
     def export(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        """As Keras', of the whole model. All ranks call it, with the same path; the first one writes."""
+        """Export the whole model as Keras does. All ranks call it; the first one writes.
+
+        Args:
+            filepath: The file, the same on all ranks.
+            *args: Arguments of Keras' method.
+            **kwargs: Keyword arguments of Keras' method.
+        """
         self._smp_write(lambda: super(DistributedModel, self).export(filepath, *args, **kwargs), filepath)
 
     def save_own_variables(self, store: Any) -> None:
@@ -353,9 +395,15 @@ def _handed_out(value: Any) -> Any:
 
 @contextlib.contextmanager
 def partition(index: int) -> Iterator[None]:
-    """Operations that are made inside, in the model's ``call``, go to partition ``index``; the innermost context wins.
+    """Return a context that assigns operations to a partition, in the model's ``call``.
 
-    Has no effect under ``auto_partition``.
+    The innermost context wins. It has no effect under ``auto_partition``.
+
+    Args:
+        index: The partition, from 0.
+
+    Yields:
+        Nothing.
     """
     partitions = state.cfg.partitions
     if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < partitions:
@@ -369,10 +417,16 @@ def partition(index: int) -> Iterator[None]:
 
 
 def register_post_partition_hook(hook: Callable[[], Any]) -> Callable[[], Any]:
-    """Call ``hook`` once, after the model has been partitioned and before its first forward; at once if it is
-    partitioned.
+    """Call a function once, after the model has been partitioned and before its first forward.
 
-    If it raises in the first step, that fails, and the next one calls it again; none runs before it has succeeded.
+    It is called at once if the model is partitioned. If it raises in the first step, the step fails, and the next step
+    calls it again; no later hook runs before it has succeeded.
+
+    Args:
+        hook: The function.
+
+    Returns:
+        ``hook``, so that this is usable as a decorator.
     """
     if state.model is not None and state.model.is_partitioned:
         with tf.init_scope():

@@ -375,7 +375,7 @@ def step(
     input_split_axes: Mapping[str, int] | None = None,
     **options: Any,
 ) -> Any:
-    """Makes a function one that runs over microbatches and partitions: ``@smp.step`` or ``@smp.step(..)``.
+    """Make a function run once for each microbatch, over all partitions: ``@smp.step`` or ``@smp.step(..)``.
 
     It is a ``tf.function``, traced as one and callable from eager code and from other ``tf.function``. Inside, the
     model is called, and gradients are computed by ``optimizer.get_gradients``, ``optimizer.compute_gradients``,
@@ -387,6 +387,9 @@ def step(
         non_split_inputs: Names of parameters that are not split, which tensors without a batch axis need.
         input_split_axes: The batch's axis, by name of the parameter; 0 for others.
         **options: Arguments of ``tf.function``.
+
+    Returns:
+        The :class:`StepFunction`, or for ``@smp.step(..)`` a decorator.
     """
 
     def decorate(body: Callable[..., Any]) -> StepFunction:

@@ -79,30 +79,72 @@ def _process_groups(cfg: Config, topology: Topology, rank: int) -> dict[str, Any
 
 
 def get_world_process_group() -> Any:
-    """The ``torch.distributed`` group of all ranks."""
+    """Return the ``torch.distributed`` group of all ranks.
+
+    Returns:
+        The process group.
+
+    Raises:
+        SMPUsageError: The configuration does not have ``ddp``, without which there are no such groups.
+    """
     return state.groups.process_group("world")
 
 
 def get_mp_process_group() -> Any:
-    """The ``torch.distributed`` group of the ranks of ``smp.get_mp_group``."""
+    """Return the ``torch.distributed`` group of the ranks of ``smp.get_mp_group``.
+
+    Returns:
+        The process group.
+
+    Raises:
+        SMPUsageError: The configuration does not have ``ddp``, without which there are no such groups.
+    """
     return state.groups.process_group("mp")
 
 
 def get_dp_process_group() -> Any:
-    """The ``torch.distributed`` group of the ranks of ``smp.get_dp_group``."""
+    """Return the ``torch.distributed`` group of the ranks of ``smp.get_dp_group``.
+
+    Returns:
+        The process group.
+
+    Raises:
+        SMPUsageError: The configuration does not have ``ddp``, without which there are no such groups.
+    """
     return state.groups.process_group("dp")
 
 
 def get_pp_process_group() -> Any:
-    """The ``torch.distributed`` group of the ranks of ``smp.get_pp_group``."""
+    """Return the ``torch.distributed`` group of the ranks of ``smp.get_pp_group``.
+
+    Returns:
+        The process group.
+
+    Raises:
+        SMPUsageError: The configuration does not have ``ddp``, without which there are no such groups.
+    """
     return state.groups.process_group("pp")
 
 
 def get_tp_process_group() -> Any:
-    """The ``torch.distributed`` group of the ranks of ``smp.get_tp_group``."""
+    """Return the ``torch.distributed`` group of the ranks of ``smp.get_tp_group``.
+
+    Returns:
+        The process group.
+
+    Raises:
+        SMPUsageError: The configuration does not have ``ddp``, without which there are no such groups.
+    """
     return state.groups.process_group("tp")
 
 
 def get_rdp_process_group() -> Any:
-    """The ``torch.distributed`` group of the ranks of ``smp.get_rdp_group``."""
+    """Return the ``torch.distributed`` group of the ranks of ``smp.get_rdp_group``.
+
+    Returns:
+        The process group.
+
+    Raises:
+        SMPUsageError: The configuration does not have ``ddp``, without which there are no such groups.
+    """
     return state.groups.process_group("rdp")

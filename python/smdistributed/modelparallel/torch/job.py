@@ -19,14 +19,17 @@ ranks = Ranks(lambda: state.groups)
 
 
 def init(config: Mapping[str, Any] | None = None) -> None:
-    """Joins the job; the first call of a script.
+    """Join the job, and read its configuration. A script calls it first.
 
     Args:
-        config: Keys of the configuration; those that the launcher gives win.
+        config: Keys of the configuration; those that the launcher gives take precedence.
 
     Raises:
-        SMPConfigError: a value is not acceptable, or the job's processes cannot be divided so.
-        SMPUsageError: it was called before with another configuration.
+        SMPConfigError: A value is not acceptable, or the ranks cannot be divided that way.
+        SMPUsageError: It was called before with another configuration.
+
+    Examples:
+        >>> smp.init({"partitions": 2, "microbatches": 4})
     """
     cfg = configuration.read(config)
     if state.initialized:
@@ -43,18 +46,28 @@ def init(config: Mapping[str, Any] | None = None) -> None:
 
 
 def shutdown() -> None:
-    """Forgets the configuration, the model and the optimizer; ``init`` may be called again, on all ranks. The process
-    stays in the job."""
+    """Forget the configuration and the model and the optimizer. All ranks call it.
+
+    :func:`init` may be called again. The process stays in the job.
+    """
     if state.initialized:
         state.groups.close()
         state.leave()
 
 
 def is_initialized() -> bool:
-    """Whether ``smp.init()`` has been called."""
+    """Return whether :func:`init` has been called.
+
+    Returns:
+        ``True`` between :func:`init` and :func:`shutdown`.
+    """
     return state.initialized
 
 
 def is_tracing() -> bool:
-    """Whether the model is being looked at to divide it, in the first step."""
+    """Return whether the first step is recording the model in order to partition it.
+
+    Returns:
+        Whether it is.
+    """
     return state.tracing

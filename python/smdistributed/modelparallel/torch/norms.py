@@ -28,13 +28,14 @@ from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParamete
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """As ``torch.nn.utils.clip_grad_norm_``, for the norm of all gradients of the model; each parameter counts once.
-    All ranks of a pipeline call it.
+    """Clip the norm of all gradients of the model, as ``torch.nn.utils.clip_grad_norm_`` does in one process.
+
+    All ranks of a pipeline call it. Each parameter counts once.
 
     Args:
-        parameters: The model's; those of other partitions may be among them.
-        max_norm: The largest norm that is left as it is.
-        norm_type: Which norm; ``math.inf`` is the largest gradient.
+        parameters: Parameters of the model; those of other partitions may be among them.
+        max_norm: Largest norm that is left unchanged.
+        norm_type: Order of the norm; ``math.inf`` is the largest gradient.
 
     Returns:
         The norm before clipping, the same on all ranks of a pipeline.

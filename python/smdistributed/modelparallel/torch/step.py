@@ -133,7 +133,7 @@ def step(
     input_split_axes: Mapping[str, int] | None = None,
     detach_outputs: bool = True,
 ) -> Any:
-    """Makes a function one that runs over microbatches and partitions: ``@smp.step`` or ``@smp.step(..)``.
+    """Make a function run once for each microbatch, over all partitions: ``@smp.step`` or ``@smp.step(..)``.
 
     Inside, the model is called and ``model.backward(loss)`` instead of ``loss.backward()``. Tensors that the function
     returns become :class:`StepOutput` on every rank.
@@ -143,6 +143,17 @@ def step(
             ``@smp.step``, the function.
         input_split_axes: The batch's axis, by name of the parameter; 0 for others.
         detach_outputs: Whether returned tensors are detached.
+
+    Returns:
+        The :class:`StepFunction`, or for ``@smp.step(..)`` a decorator.
+
+    Examples:
+        >>> @smp.step
+        ... def train_step(model, x, y):
+        ...     loss = loss_function(model(x), y)
+        ...     model.backward(loss)
+        ...     return loss
+        >>> loss = train_step(model, x, y).reduce_mean()
     """
     if callable(non_split_inputs):
         return StepFunction(non_split_inputs, (), {}, True)

@@ -83,11 +83,19 @@ class CheckpointManager(tf.train.CheckpointManager):
         return None if tag is None else os.path.join(self.directory, tag)
 
     def save(self, checkpoint_number: Any = None, check_interval: bool = True, options: Any = None) -> str | None:
-        """Writes a checkpoint; returns its path, on all ranks, or ``None`` if it is too early for one.
+        """Write a checkpoint. All ranks call it.
+
+        Args:
+            checkpoint_number: Number of the checkpoint; by default the next one.
+            check_interval: Whether ``checkpoint_interval`` may skip the checkpoint.
+            options: As TensorFlow's.
+
+        Returns:
+            The path, the same on all ranks; ``None`` if the checkpoint was skipped.
 
         Raises:
-            SMPUsageError: the model has not been divided yet: there has been no step.
-            SMPCheckpointError: a rank could not write its part; the same on all ranks.
+            SMPUsageError: The model has not been partitioned yet, because there was no step.
+            SMPCheckpointError: A rank could not write its part; the same on all ranks.
         """
         if self._shards is None:
             return super().save(checkpoint_number, check_interval, options)
@@ -104,17 +112,18 @@ class CheckpointManager(tf.train.CheckpointManager):
         return saving.written(path, options)
 
     def restore(self, save_path: str | os.PathLike[str] | None = None) -> str | None:
-        """Reads a checkpoint. Before the first step, the parts of the model and its optimizers are read when the step
-        has partitioned the model.
+        """Read a checkpoint. All ranks call it.
+
+        Before the first step, the parts of the model and of its optimizers are read when the step has partitioned the model.
 
         Args:
-            save_path: Which, of either format; by default the latest.
+            save_path: The checkpoint, of either format; by default the latest one.
 
         Returns:
-            Its path, or ``None`` if there is none.
+            The path, or ``None`` if there is no checkpoint.
 
         Raises:
-            SMPCheckpointError: there is none at ``save_path``.
+            SMPCheckpointError: There is no checkpoint at ``save_path``.
         """
         path = save_path or (
             tf.train.latest_checkpoint(self.directory) if self._shards is None else self.latest_checkpoint
