@@ -99,7 +99,7 @@ def test_what_one_framework_has_is_refused_for_the_other():
 
 
 def test_what_has_no_effect_is_told():
-    with pytest.warns(UserWarning, match="`contiguous` is false"):
+    with pytest.warns(UserWarning, match="`contiguous: false` is ignored"):
         config.read({"contiguous": False})
 
 
