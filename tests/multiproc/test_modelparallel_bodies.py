@@ -97,19 +97,19 @@ EQUAL = {
 REFUSED = {
     "a write through `.data` to what a module has saved": (
         _program(2, {"a": "Norm"}, _TWO, ["t1 = net.a(h)", "h.data.mul_(2)", "h = h + t1"]),
-        "through `.data`, and autograd has saved its numbers for the backward of `a`",
+        "through `.data` to a tensor that autograd has saved for the backward of `a`",
     ),
     "a write through `.data` to a saved argument": (
         _program(2, {"a": "Mode"}, _TWO, ["t1 = net.a(x)", "x.data[x > 0] = 0.5", "h = h + t1"]),
-        "through `.data`, and autograd has saved its numbers for the backward of `begin`",
+        "through `.data` to a tensor that autograd has saved for the backward of `begin`",
     ),
     "other numbers for a saved argument": (
         _program(2, {"a": "Mode"}, _TWO, ["t1 = net.a(x)", "x.data = y", "h = h + t1"]),
-        "through `.data`, and autograd has saved its numbers for the backward of `begin`",
+        "through `.data` to a tensor that autograd has saved for the backward of `begin`",
     ),
     "a write of a partition's numbers through `.data`": (
         _program(2, {"a": "Mode"}, _TWO, ["t1 = net.a(x)", "x.data.copy_(h)", "h = h + t1"]),
-        "through `.data`, and autograd has saved its numbers for the backward of `begin`",
+        "through `.data` to a tensor that autograd has saved for the backward of `begin`",
     ),
     "the version of a tensor on a partition": (
         _program(2, {"a": "Mode"}, _TWO, ["h = net.a(h) * h._version"]),
