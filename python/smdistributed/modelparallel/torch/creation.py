@@ -21,13 +21,16 @@ _warned: set[str] = set()
 def model_creation(
     tensor_parallelism: bool = False, dtype: torch.dtype | None = None, **tensor_parallel_config: Any
 ) -> Iterator[None]:
-    """Modules that are created inside take no memory until the model is divided.
+    """Return a context in which new modules take no memory until the model is partitioned.
 
     Args:
         tensor_parallelism: Whether modules are marked for tensor parallelism; without effect, as
             ``tensor_parallel_degree`` is 1.
-        dtype: Of parameters; PyTorch's default by default.
+        dtype: Type of parameters; PyTorch's default by default.
         **tensor_parallel_config: For tensor parallelism; without effect.
+
+    Yields:
+        Nothing.
     """
     if tensor_parallelism:
         _has_no_effect("smp.model_creation(tensor_parallelism=True)", stacklevel=4)
@@ -49,11 +52,14 @@ def model_creation(
 
 @contextmanager
 def tensor_parallelism(enabled: bool = True, **kwargs: Any) -> Iterator[None]:
-    """Mark modules that are created inside for tensor parallelism; without effect, as ``tensor_parallel_degree`` is 1.
+    """Mark new modules for tensor parallelism; without effect, as ``tensor_parallel_degree`` is 1.
 
     Args:
         enabled: Whether they are marked.
         **kwargs: For the modules that would replace them.
+
+    Yields:
+        Nothing.
     """
     del kwargs
     if enabled:

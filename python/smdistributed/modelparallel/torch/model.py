@@ -158,7 +158,14 @@ class DistributedModel(nn.Module):
         return self.is_partitioned
 
     def partition_of(self, module_path: str) -> int:
-        """The partition of the module with this path, ``""`` being the model."""
+        """Return the partition of a module.
+
+        Args:
+            module_path: Path of the module in the model; ``""`` is the model itself.
+
+        Returns:
+            The partition, from 0.
+        """
         return self.placement.of_path(module_path)
 
     @property
@@ -281,11 +288,13 @@ class DistributedModel(nn.Module):
             self._deferred.append(action)
 
     def register_post_partition_hook(self, hook: Callable[..., Any]) -> Removable:
-        """Runs ``hook(model, optimizer)`` after the division and before the first forward; at once if that is past. It
-        gets as many of the two as it takes.
+        """Call a hook after the model has been partitioned and before the first forward; at once if it is partitioned.
+
+        Args:
+            hook: Called as ``hook(model, optimizer)``, or with as many of both as it takes.
 
         Returns:
-            What has ``remove()``.
+            A handle with ``remove()``.
         """
         if self.is_partitioned:
             _call_hook(hook, self)
@@ -310,7 +319,18 @@ class DistributedModel(nn.Module):
     # Forward and backward.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's."""
+        """Run the model; with several partitions, only inside of a ``smp.step`` function.
+
+        Args:
+            *args: Arguments of the model.
+            **kwargs: Keyword arguments of the model.
+
+        Returns:
+            What the model returns.
+
+        Raises:
+            SMPUsageError: The call has no meaning at this place.
+        """
         if self._is_whole:
             if self.step_run is not None:
                 raise SMPUsageError("the model is on CPUs, as a whole: there are no steps after `model.cpu()`")
@@ -455,7 +475,20 @@ class DistributedModel(nn.Module):
     # Devices: where a partition is, is not the script's choice.
 
     def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
-        """Changes types; devices are ignored, since each partition is on its rank's device."""
+        """Change the type of parameters and buffers before the first step.
+
+        Devices are ignored, because each partition is on its rank's device.
+
+        Args:
+            *args: Arguments of ``torch.nn.Module.to``.
+            **kwargs: Keyword arguments of ``torch.nn.Module.to``.
+
+        Returns:
+            This model.
+
+        Raises:
+            SMPUnsupportedError: The model has been partitioned already.
+        """
         _, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         if dtype is not None:
             if self.pipeline is not None:
@@ -464,7 +497,14 @@ class DistributedModel(nn.Module):
         return self
 
     def cuda(self, device: Any = None) -> DistributedModel:
-        """Ignored: each partition is on its rank's device."""
+        """Do nothing, because each partition is on its rank's device.
+
+        Args:
+            device: Ignored.
+
+        Returns:
+            This model.
+        """
         del device
         return self
 
@@ -491,11 +531,15 @@ class DistributedModel(nn.Module):
         return Join(self, state.groups.dp_group)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """From now on, replicas reduce gradients by ``hook(state, bucket)``, whose future has the reduced buffer. It
-        also averages them: over replicas, and over microbatches.
+        """Register a hook by which replicas reduce gradients from now on.
+
+        Args:
+            state: First argument of the hook.
+            hook: Called as ``hook(state, bucket)``. It returns a future of the reduced buffer, averaged over replicas
+                and over microbatches.
 
         Raises:
-            SMPUsageError: there is nothing to reduce, or gradients are not reduced as they get ready.
+            SMPUsageError: There is nothing to reduce, or gradients are not reduced when they are ready.
         """
         self.replicas.register_comm_hook(state, hook)
 
@@ -508,22 +552,50 @@ class DistributedModel(nn.Module):
         return iter(())
 
     def is_distributed_parameter(self, parameter: nn.Parameter) -> bool:
-        """Whether tensor parallelism divides it."""
+        """Return whether tensor parallelism divides a parameter.
+
+        Args:
+            parameter: The parameter.
+
+        Returns:
+            ``False``.
+        """
         del parameter
         return False
 
     def is_distributed_buffer(self, buffer: torch.Tensor) -> bool:
-        """Whether tensor parallelism divides it."""
+        """Return whether tensor parallelism divides a buffer.
+
+        Args:
+            buffer: The buffer.
+
+        Returns:
+            ``False``.
+        """
         del buffer
         return False
 
     def is_scaled_batch_parameter(self, parameter: nn.Parameter) -> bool:
-        """Whether it sees the batches of several ranks."""
+        """Return whether a parameter receives the batches of several ranks.
+
+        Args:
+            parameter: The parameter.
+
+        Returns:
+            ``False``.
+        """
         del parameter
         return False
 
     def is_scaled_batch_buffer(self, buffer: torch.Tensor) -> bool:
-        """Whether it sees the batches of several ranks."""
+        """Return whether a buffer receives the batches of several ranks.
+
+        Args:
+            buffer: The buffer.
+
+        Returns:
+            ``False``.
+        """
         del buffer
         return False
 

@@ -109,7 +109,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self.optimizer.state[new] = content
 
     def step(self, closure: Any = None) -> Any:
-        """The wrapped one's, for this rank's parameters."""
+        """Take a step of the wrapped optimizer with this rank's parameters.
+
+        Args:
+            closure: Must be ``None``: a closure would run the model again.
+
+        Returns:
+            What the wrapped optimizer returns; ``None`` on a rank without parameters.
+
+        Raises:
+            SMPUnsupportedError: ``closure`` is given.
+        """
         if closure is not None:
             raise SMPUnsupportedError(
                 "a closure would run the model again: call the `smp.step` function before `step()`"
@@ -119,11 +129,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The wrapped one's."""
+        """Reset gradients, as the wrapped optimizer does.
+
+        Args:
+            set_to_none: Whether gradients become ``None`` instead of zeros.
+        """
         self.optimizer.zero_grad(set_to_none)
 
     def clip_master_grads(self, max_norm: float) -> Any:
-        """Of FP16, which is not there yet."""
+        """Raise an error: master weights belong to FP16, which is not supported.
+
+        Args:
+            max_norm: Ignored.
+
+        Raises:
+            SMPUnsupportedError: Always.
+        """
         del max_norm
         raise SMPUnsupportedError(
             "master weights belong to FP16, which is not there yet: `smp.clip_grad_norm_` clips the gradients of all "
@@ -137,12 +158,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return state_dicts.full_optimizer(_model(), self)
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
-        """What this rank holds, and ``_smp_is_partial``."""
+        """Return the part of the state that this rank holds.
+
+        Args:
+            gather_if_shard: Ignored.
+
+        Returns:
+            The state, with ``_smp_is_partial``.
+        """
         del gather_if_shard
         return state_dicts.local_optimizer(_model(), self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes a whole state or this rank's part of one; before the division, when the model is divided."""
+        """Load a state. Before the first step, it is loaded when the model has been partitioned.
+
+        Args:
+            state_dict: A whole state, or this rank's part of one.
+        """
         found = dict(state_dict)
         _model()._when_partitioned(lambda: state_dicts.load_optimizer(_model(), self, found))
 
@@ -170,7 +202,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.optimizer.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The wrapped one's; then forgets what other partitions hold."""
+        """Add a group of parameters to the wrapped optimizer; parameters of other partitions are dropped.
+
+        Args:
+            param_group: The group, as PyTorch's optimizers take it.
+        """
         self.optimizer.add_param_group(param_group)
         if state.model is not None and state.model.is_partitioned:
             self._localize({})

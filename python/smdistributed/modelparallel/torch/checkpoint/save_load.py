@@ -61,12 +61,22 @@ def save(
 def load(
     f: str, map_location: Any = None, pickle_module: Any = pickle, partial: bool = True, **pickle_load_args: Any
 ) -> Any:
-    """
-    ``torch.load``, of this rank's file or, with ``partial=False``, of ``f`` itself. Nothing in the file is executed,
-    unless ``weights_only=False`` is given.
+    """Load a file that ``smp.save`` has written, as ``torch.load`` does.
+
+    Nothing in the file is executed, unless ``weights_only=False`` is given.
+
+    Args:
+        f: The file's name.
+        map_location: As for ``torch.load``.
+        pickle_module: Used with ``weights_only=False``.
+        partial: Whether to load this rank's file instead of ``f`` itself.
+        **pickle_load_args: Passed to ``torch.load``.
+
+    Returns:
+        The object.
 
     Raises:
-        SMPCheckpointError: the file is missing, or holds what would have to be executed.
+        SMPCheckpointError: The file is missing, or contains objects whose loading would execute code.
     """
     pickle_load_args.pop("back_compat", None)
     if pickle_load_args.get("weights_only") is False:

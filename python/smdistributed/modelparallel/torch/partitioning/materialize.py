@@ -270,9 +270,17 @@ def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 @contextmanager
 def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
-    """Parameters that modules get inside take no memory until the model is divided; then each rank makes its own, by
-    ``reset_parameters`` of the module, or ``_init_weights`` of a model of Hugging Face's. Buffers and other tensors are
-    left alone, and so is what replaces such a parameter."""
+    """Return a context in which parameters of new modules take no memory until the model is partitioned.
+
+    Each rank then creates its own parameters, by ``reset_parameters`` of the module or ``_init_weights`` of a model of
+    Hugging Face. Buffers and other tensors are created at once, and so is a tensor that replaces such a parameter.
+
+    Args:
+        enabled: Whether to delay; with ``False`` the context has no effect.
+
+    Yields:
+        Nothing.
+    """
     if not enabled:
         yield
         return

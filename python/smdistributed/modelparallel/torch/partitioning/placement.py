@@ -34,9 +34,18 @@ def _placed_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def partition(index: int) -> Iterator[None]:
-    """Modules that are created inside go to partition ``index``; the innermost context wins.
+    """Return a context that assigns new modules to a partition.
 
-    Has no effect under ``auto_partition``; :func:`set_partition` does.
+    The innermost context wins. It has no effect under ``auto_partition``, where :func:`set_partition` has one.
+
+    Args:
+        index: The partition, from 0.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        SMPPartitionError: There is no such partition.
     """
     _open.append(_checked(index))
     nn.Module.__init__ = _placed_init
@@ -49,7 +58,15 @@ def partition(index: int) -> Iterator[None]:
 
 
 def set_partition(module: nn.Module, index: int) -> None:
-    """Puts ``module`` and all in it that has no partition of its own on partition ``index``; before the first step."""
+    """Assign a module to a partition, with all modules in it that have no partition of their own.
+
+    Args:
+        module: The module.
+        index: The partition, from 0.
+
+    Raises:
+        SMPPartitionError: There is no such partition, or the model has been partitioned already.
+    """
     if state.model is not None and state.model.is_partitioned and state.cfg.pipeline_parallel_degree > 1:
         raise SMPPartitionError("the model is divided already: partitions are set before the first step")
     module.__dict__[_SET_TO] = _checked(index)
