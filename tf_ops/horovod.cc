@@ -149,7 +149,7 @@ class NamedKernel : public AsyncOpKernel {
 
  protected:
   std::int64_t process_set() const { return process_set_; }
-  rust::Str asked_name() const { return {name_.data(), name_.size()}; }
+  rust::Str operation_name() const { return {name_.data(), name_.size()}; }
   bool is_blocking() const { return blocking_; }
 
  private:
@@ -207,7 +207,7 @@ class CollectiveKernel : public NamedKernel {
     std::vector<Call> calls;
     for (const auto& core : cores) calls.push_back(core.call());
     NamedCall named;
-    named.name = asked_name();
+    named.name = operation_name();
     named.shared = false;
     named.prescale = prescale_;
     named.postscale = postscale_;
@@ -466,8 +466,8 @@ class StepKernel final : public NamedKernel {
       gradients.names = rust::Str(names_.data(), names_.size());
       gradients.numbers = {numbers_.data(), numbers_.size()};
       gradients.is_last = false;
-      ask_gradients(process_set_group(process_set()), asked_name(), gradients, is_blocking(),
-                    std::make_unique<GroupCompletion>(context, done, Group()));
+      compare_gradients(process_set_group(process_set()), operation_name(), gradients, is_blocking(),
+                        std::make_unique<GroupCompletion>(context, done, Group()));
     });
     OP_REQUIRES_OK_ASYNC(context, status, done);
   }
@@ -496,7 +496,7 @@ class JoinKernel final : public AsyncOpKernel {
 
   void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
     const absl::Status status = attempted(
-        [&] { ask_join(process_set_group(0), -1, -1, std::make_unique<JoinCompletion>(context, done, Group())); });
+        [&] { join_named(process_set_group(0), -1, -1, std::make_unique<JoinCompletion>(context, done, Group())); });
     OP_REQUIRES_OK_ASYNC(context, status, done);
   }
 };

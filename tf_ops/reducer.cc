@@ -93,7 +93,7 @@ std::uint8_t* GradientCall::allocate(std::size_t, std::size_t bytes) const {
   const std::lock_guard lock(mutex_);
   const auto status = context_->allocate_temp(tensorflow::DT_UINT8, {static_cast<std::int64_t>(bytes)}, &memory);
   if (!status.ok()) throw std::runtime_error(std::string(status.message()));
-  lent_.push_back(memory);
+  held_tensors_.push_back(memory);
   return static_cast<std::uint8_t*>(memory.data());
 }
 
@@ -121,7 +121,7 @@ void GradientCall::answer(std::size_t position, const absl::Status& status, Tens
     if (!status.ok()) context_->CtxFailure(status);
     if (output != nullptr) context_->set_output(static_cast<int>(position), *output);
     if (--pending_ > 0) return;
-    lent_.clear();
+    held_tensors_.clear();
   }
   // The context may be gone once the callback has been called.
   done_();

@@ -50,7 +50,7 @@ class GradientCall final : public GradientOwner, public std::enable_shared_from_
   mutable std::mutex mutex_;
   mutable std::size_t pending_;
   // What the core uses on a device until this call ends.
-  mutable std::vector<tensorflow::Tensor> lent_;
+  mutable std::vector<tensorflow::Tensor> held_tensors_;
 };
 
 }  // namespace smd::tf_ops

@@ -9,11 +9,11 @@
 
 namespace smd::torch_ext {
 
-int64_t Ballot::verdict() const {
-  return static_cast<int64_t>(checked([&] { return core_->verdict(); }));
+int64_t Ballot::result() const {
+  return static_cast<int64_t>(checked([&] { return core_->result(); }));
 }
 
-int64_t Ballot::verdict_so_far() const { return core_->is_decided() ? verdict() : -1; }
+int64_t Ballot::result_so_far() const { return core_->is_decided() ? result() : -1; }
 
 TORCH_LIBRARY_FRAGMENT(smd, m) {
   // The ranks of a process set in the job, as reducers are told them.
@@ -22,13 +22,14 @@ TORCH_LIBRARY_FRAGMENT(smd, m) {
     return std::vector<int64_t>(ranks.begin(), ranks.end());
   });
   m.class_<Ballot>("Ballot")
-      // Without a reducer for `what`; `standing` is the bridge's.
-      .def(torch::init([](int64_t process_set, const std::string& name, const std::string& what, int64_t standing) {
-        return c10::make_intrusive<Ballot>(checked(
-            [&] { return cast_ballot(process_set_group(process_set), name, what, static_cast<Standing>(standing)); }));
+      // Without a reducer for `what`; `readiness` is the bridge's.
+      .def(torch::init([](int64_t process_set, const std::string& name, const std::string& what, int64_t readiness) {
+        return c10::make_intrusive<Ballot>(checked([&] {
+          return cast_ballot(process_set_group(process_set), name, what, static_cast<Readiness>(readiness));
+        }));
       }))
-      .def("verdict", &Ballot::verdict)
-      .def("verdict_so_far", &Ballot::verdict_so_far)
+      .def("result", &Ballot::result)
+      .def("result_so_far", &Ballot::result_so_far)
       .def("token", &Ballot::token);
 }
 

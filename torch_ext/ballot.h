@@ -16,10 +16,10 @@ class Ballot : public torch::CustomClassHolder {
   explicit Ballot(rust::Box<smd::Ballot> core) : core_(std::move(core)) {}
 
   // Waits for what all ranks do: a `VoteResult`. Takes no Python lock.
-  int64_t verdict() const;
+  int64_t result() const;
   // The same without a wait; -1 if it is not known yet.
-  int64_t verdict_so_far() const;
-  // After the verdict to make reducers: what `Making` takes.
+  int64_t result_so_far() const;
+  // After the result to make reducers: what `PendingReducer` takes.
   int64_t token() const { return static_cast<int64_t>(core_->token()); }
 
  private:

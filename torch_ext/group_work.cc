@@ -123,15 +123,15 @@ std::exception_ptr exception_of(const std::string& report) {
 
 }  // namespace
 
-class GroupWork::Part final : public Completion {
+class GroupWork::CallCompletion final : public Completion {
  public:
-  Part(c10::intrusive_ptr<GroupWork> work, std::vector<TensorOperation> operations)
+  CallCompletion(c10::intrusive_ptr<GroupWork> work, std::vector<TensorOperation> operations)
       : work_(std::move(work)), operations_(std::move(operations)) {}
 
   void done(rust::Str error, std::int64_t source) noexcept override {
     std::string text(error.data(), error.size());
     if (text.empty()) text = copy_back(operations_);
-    work_->part_done(text, source);
+    work_->call_done(text, source);
   }
 
  private:
@@ -144,7 +144,7 @@ GroupWork::GroupWork(int rank, c10d::OpType type, const char* title, const std::
     : c10d::Work(rank, type, title, inputs), outputs_(aliases(outputs)), title_(title) {}
 
 void GroupWork::run(const std::vector<TensorOperation>& operations) {
-  parts_ = 1;
+  pending_calls_ = 1;
   std::string error;
   try {
     if (operations.size() == 1) {
@@ -158,7 +158,7 @@ void GroupWork::run(const std::vector<TensorOperation>& operations) {
     error = failure.what();
     if (report_code(error) == "interrupted") raise_later();
   }
-  part_done(error, -1);
+  call_done(error, -1);
 }
 
 void GroupWork::start(std::vector<TensorOperation> operations) {
@@ -172,12 +172,12 @@ void GroupWork::start(std::vector<TensorOperation> operations) {
     parts.emplace_back(std::make_move_iterator(messages), std::make_move_iterator(operations.end()));
   }
   // One more than there are, so that it is not complete before all have been handed over.
-  parts_ = parts.size() + 1;
+  pending_calls_ = parts.size() + 1;
   for (auto& part : parts) {
     // The core reads the descriptions while the completion already owns the operations: moving a vector moves none
     // of its elements.
     const auto calls = calls_of(part);
-    auto done = std::make_unique<Part>(c10::intrusive_ptr<GroupWork>::reclaim_copy(this), std::move(part));
+    auto done = std::make_unique<CallCompletion>(c10::intrusive_ptr<GroupWork>::reclaim_copy(this), std::move(part));
     try {
       if (calls.size() == 1) {
         submit(calls[0], std::move(done));
@@ -185,20 +185,20 @@ void GroupWork::start(std::vector<TensorOperation> operations) {
         submit_batch({calls.data(), calls.size()}, std::move(done));
       }
     } catch (const rust::Error& failure) {
-      part_done(failure.what(), -1);
+      call_done(failure.what(), -1);
     }
   }
-  part_done({}, -1);
+  call_done({}, -1);
 }
 
-void GroupWork::part_done(const std::string& error, std::int64_t source) noexcept {
+void GroupWork::call_done(const std::string& error, std::int64_t source) noexcept {
   std::exception_ptr failure;
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
     const std::lock_guard lock(mutex_);
     if (!error.empty() && !error_) error_ = exception_of(error);
     if (source >= 0) source_ = source;
-    if (--parts_ > 0) return;
+    if (--pending_calls_ > 0) return;
     // From here on, `getFuture` completes the future that it makes.
     done_ = true;
     future = future_;
@@ -218,7 +218,7 @@ void GroupWork::part_done(const std::string& error, std::int64_t source) noexcep
 bool GroupWork::wait(std::chrono::milliseconds timeout) {
   const auto start = std::chrono::steady_clock::now();
   std::unique_lock lock(mutex_);
-  TORCH_CHECK(parts_ > 0 || done_, "`", title_,
+  TORCH_CHECK(pending_calls_ > 0 || done_, "`", title_,
               "` is waited for before the end of the coalesced operations it is part of",
               " (an error inside of `_coalescing_manager`?)");
   while (!cv_.wait_for(lock, kSignalsEvery, [this] { return completed_; })) {

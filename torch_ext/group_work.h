@@ -30,15 +30,15 @@ class GroupWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
-  class Part;
+  class CallCompletion;
 
-  void part_done(const std::string& error, std::int64_t source) noexcept;
+  void call_done(const std::string& error, std::int64_t source) noexcept;
 
   // Aliases, which Python does not know: the last to let go of one may be a thread of the core.
   std::vector<at::Tensor> outputs_;
   const char* title_;
   // What follows is guarded by mutex_, as the base class's state is.
-  std::size_t parts_ = 0;  // 0 before the start, too.
+  std::size_t pending_calls_ = 0;  // 0 before the start, too.
   bool done_ = false;
   std::exception_ptr error_;
   std::int64_t source_ = -1;

@@ -24,7 +24,7 @@ using Handle = c10::intrusive_ptr<NamedWork>;
 constexpr std::chrono::milliseconds kLookForSignals(50);
 
 // How it is asked for; the last arguments of every op.
-struct Asked {
+struct NamedOptions {
   std::string kind;
   std::string name;
   bool blocking;
@@ -87,7 +87,7 @@ class GroupCompletion final : public Completion {
   std::size_t next_ = 0;
 };
 
-static Handle start(const Asked& asked, Group group) {
+static Handle start(const NamedOptions& options, Group group) {
   // `ask` reads the descriptions while the completion already owns the operations.
   std::vector<Operation> cores;
   std::vector<std::size_t> num_dims;
@@ -110,7 +110,8 @@ static Handle start(const Asked& asked, Group group) {
   named.num_dims = {num_dims.data(), num_dims.size()};
   named.dims = {dims.data(), dims.size()};
   auto work = c10::make_intrusive<NamedWork>();
-  work->asked(ask(named, {calls.data(), calls.size()}, std::make_unique<GroupCompletion>(work, std::move(group))));
+  work->set_handle(submit_group_named(named, {calls.data(), calls.size()},
+                                      std::make_unique<GroupCompletion>(work, std::move(group))));
   return work;
 }
 
@@ -254,9 +255,9 @@ static Handle barrier(std::string kind, int64_t process_set) {
   return checked([&] {
     Group group;
     group.add({Collective::Barrier, static_cast<int64_t>(process_set_group(process_set))}, {});
-    Asked asked{std::move(kind), "noname", true};
+    NamedOptions options{std::move(kind), "noname", true};
     asked.shared = true;
-    return start(asked, std::move(group));
+    return start(options, std::move(group));
   });
 }
 
@@ -267,8 +268,8 @@ static Handle step(std::string_view name, std::string_view names, int64_t proces
     gradients.names = rust::Str(names.data(), names.size());
     gradients.is_last = true;
     auto work = c10::make_intrusive<NamedWork>();
-    work->asked(ask_gradients(process_set_group(process_set), rust::Str(name.data(), name.size()), gradients, false,
-                              std::make_unique<GroupCompletion>(work, Group())));
+    work->set_handle(compare_gradients(process_set_group(process_set), rust::Str(name.data(), name.size()), gradients,
+                                       false, std::make_unique<GroupCompletion>(work, Group())));
     return work;
   });
 }
@@ -276,7 +277,7 @@ static Handle step(std::string_view name, std::string_view names, int64_t proces
 static Handle join(int64_t named, int64_t current) {
   return checked([&] {
     auto work = c10::make_intrusive<NamedWork>();
-    ask_join(process_set_group(0), named, current, std::make_unique<GroupCompletion>(work, Group()));
+    join_named(process_set_group(0), named, current, std::make_unique<GroupCompletion>(work, Group()));
     return work;
   });
 }
@@ -300,9 +301,9 @@ void NamedWork::wait() {
 // Without the mutex: this thread may be the one that completes it.
 bool NamedWork::drive() {
   std::unique_lock lock(mutex_);
-  const auto asked = asked_;
+  const auto handle = handle_;
   lock.unlock();
-  return asked && (*asked)->drive();
+  return handle && (*handle)->drive();
 }
 
 bool NamedWork::is_completed() {
@@ -320,16 +321,16 @@ std::int64_t NamedWork::last() {
   return last_;
 }
 
-void NamedWork::asked(rust::Box<Asked> asked) {
+void NamedWork::set_handle(rust::Box<NamedHandle> handle) {
   const std::lock_guard lock(mutex_);
-  if (!done_) asked_ = std::make_shared<rust::Box<Asked>>(std::move(asked));
+  if (!done_) handle_ = std::make_shared<rust::Box<NamedHandle>>(std::move(handle));
 }
 
 void NamedWork::complete(std::string error, std::vector<at::Tensor> results, std::int64_t last) noexcept {
   {
     const std::lock_guard lock(mutex_);
     done_ = true;
-    asked_ = nullptr;
+    handle_ = nullptr;
     error_ = std::move(error);
     results_ = std::move(results);
     last_ = last;

@@ -28,7 +28,7 @@ class NamedWork : public torch::CustomClassHolder {
   std::int64_t last();
 
   // Lets `wait` bring it on.
-  void asked(rust::Box<Asked> asked);
+  void set_handle(rust::Box<NamedHandle> handle);
   // Ends the operation; `error` is empty on success.
   void complete(std::string error, std::vector<at::Tensor> results, std::int64_t last) noexcept;
 
@@ -38,7 +38,7 @@ class NamedWork : public torch::CustomClassHolder {
   std::mutex mutex_;
   std::condition_variable completed_;
   // Until it is done.
-  std::shared_ptr<rust::Box<Asked>> asked_;
+  std::shared_ptr<rust::Box<NamedHandle>> handle_;
   bool done_ = false;
   std::string error_;
   std::vector<at::Tensor> results_;

@@ -13,8 +13,8 @@
 #include <utility>
 
 #include "adapter.h"
-#include "making.h"
 #include "operations.h"
+#include "pending_reducer.h"
 #include "status.h"
 
 namespace smd::torch_ext {
@@ -256,15 +256,15 @@ TORCH_LIBRARY_FRAGMENT(smd, m) {
       .def("last_order", &Reducer::last_order)
       .def("set_sample_rate", &Reducer::set_sample_rate);
   // Here, since it returns reducers: a class comes before what mentions it.
-  m.class_<Making>("Making")
+  m.class_<PendingReducer>("PendingReducer")
       .def(torch::init([](int64_t token, std::vector<at::Tensor> parameters, std::vector<std::string> names,
                           const std::vector<int64_t>& ranks, const std::vector<int64_t>& bucket_bytes,
                           const Reducer::Settings& settings, const std::vector<int64_t>& order) {
-        return c10::make_intrusive<Making>(token, std::move(parameters), std::move(names), ranks, bucket_bytes,
-                                           settings, order);
+        return c10::make_intrusive<PendingReducer>(token, std::move(parameters), std::move(names), ranks, bucket_bytes,
+                                                   settings, order);
       }))
-      .def("is_done", &Making::is_done)
-      .def("take", &Making::take);
+      .def("is_done", &PendingReducer::is_done)
+      .def("take", &PendingReducer::take);
 }
 
 }  // namespace smd::torch_ext

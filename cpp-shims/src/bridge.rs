@@ -2,15 +2,18 @@
 
 pub use ffi::*;
 
-use crate::attempt::{Attempt, begin_step};
 use crate::calls::{
-    Asked, add_up, ask, ask_gradients, ask_join, check_device, check_interrupt, clear, copy, fail_next, group_rank,
-    group_ranks, group_size, monitored_barrier, process_set_group, process_set_ranks, process_set_root, raise_later,
-    rank, run, run_batch, run_together, session_id, size, submit, submit_batch, submit_named, world_place,
+    NamedHandle, add_up, check_device, check_interrupt, clear, compare_gradients, copy, fail_next, group_rank,
+    group_ranks, group_size, join_named, monitored_barrier, process_set_group, process_set_ranks, process_set_root,
+    raise_later, rank, run, run_batch, run_together, session_id, size, submit, submit_batch, submit_group_named,
+    submit_named, world_place,
 };
 use crate::membership::{Membership, join_all, join_some};
 use crate::plan::{GradientPlan, find_plan, place_for_op, placed_elsewhere_for_op};
-use crate::reducer::{Arena, Ballot, Making, Reducer, SlotLease, cast_ballot, new_reducer, start_reducer};
+use crate::reducer::{
+    Arena, Ballot, PendingReducer, Reducer, SlotLease, cast_ballot, create_reducer_async, new_reducer,
+};
+use crate::step_scope::{StepScope, begin_step};
 
 /// Signatures shared with C++ (namespace `smd`).
 #[cxx::bridge(namespace = "smd")]
@@ -96,7 +99,7 @@ mod ffi {
         row_elems: usize,
     }
 
-    /// How operations are asked for by name (`smd_core::negotiation::Ask`).
+    /// How operations are handle for by name (`smd_core::negotiation::NamedRequest`).
     #[derive(Debug)]
     struct NamedCall<'a> {
         /// In front of the name: `allreduce`; may be empty if there is a name.
@@ -123,7 +126,7 @@ mod ffi {
         names: &'a str,
         /// Empty: they are known by their names.
         numbers: &'a [u64],
-        /// They have all been asked for.
+        /// They have all been handle for.
         is_last: bool,
     }
 
@@ -146,7 +149,7 @@ mod ffi {
         delayed: bool,
     }
 
-    /// The kinds of `smd_core::reducer::Reduction`.
+    /// The kinds of `smd_core::reducer::BucketReduction`.
     #[derive(Debug)]
     enum Reduction {
         Average,
@@ -156,7 +159,7 @@ mod ffi {
         ByCaller,
     }
 
-    /// `smd_core::reducer::Options`.
+    /// `smd_core::reducer::ReducerOptions`.
     #[derive(Debug)]
     struct ReducerOptions {
         bucket_bytes: Vec<usize>,
@@ -168,12 +171,12 @@ mod ffi {
         on_device: bool,
     }
 
-    /// Of `smd_core::reducer::ballot::Standing`, what a rank without a reducer may bring.
+    /// Of `smd_core::reducer::ballot::Readiness`, what a rank without a reducer may bring.
     #[derive(Debug)]
-    enum Standing {
+    enum Readiness {
         ByName,
-        Without,
-        Making,
+        NoReducer,
+        Creating,
     }
 
     /// `smd_core::reducer::ballot::VoteResult`.
@@ -220,7 +223,7 @@ mod ffi {
         num_buckets: usize,
     }
 
-    /// `smd_core::device::pack::Piece`: a gradient on a device and its place in a bucket, in elements.
+    /// `smd_core::device::pack::PackedPiece`: a gradient on a device and its place in a bucket, in elements.
     #[derive(Debug)]
     struct Piece {
         ptr: *mut u8,
@@ -321,26 +324,30 @@ mod ffi {
         ///
         /// # Safety
         /// As `submit`.
-        unsafe fn ask(named: &NamedCall, calls: &[Call], done: UniquePtr<Completion>) -> Result<Box<Asked>>;
-        type Asked;
+        unsafe fn submit_group_named(
+            named: &NamedCall,
+            calls: &[Call],
+            done: UniquePtr<Completion>,
+        ) -> Result<Box<NamedHandle>>;
+        type NamedHandle;
         /// Brings the operation on by this thread, which waits for it, for a moment; false if there is nothing that it
         /// could do. `done` may be called in here.
-        fn drive(self: &Asked) -> bool;
+        fn drive(self: &NamedHandle) -> bool;
 
         /// Has all ranks compare under `name` which gradients a step has: `done` gets an error that names ranks and gradients if they
         /// differ (`smd_core::negotiation::Negotiator::compare_gradients`).
-        fn ask_gradients(
+        fn compare_gradients(
             group: u64,
             name: &str,
             gradients: &StepGradients,
             blocking: bool,
             done: UniquePtr<Completion>,
-        ) -> Result<Box<Asked>>;
+        ) -> Result<Box<NamedHandle>>;
 
         /// This process has nothing more to submit by name in `group`; `done` gets the rank of the group that joined last. The
         /// script has `named` a CUDA device for the others' all-reduces on devices, and the framework's is `current`; negative: none
         /// (`smd_core::negotiation::Negotiator::join`).
-        fn ask_join(group: u64, named: i64, current: i64, done: UniquePtr<Completion>) -> Result<()>;
+        fn join_named(group: u64, named: i64, current: i64, done: UniquePtr<Completion>) -> Result<()>;
 
         /// The group of a process set; throws if this rank is in no such set.
         fn process_set_group(process_set: i64) -> Result<u64>;
@@ -379,17 +386,17 @@ mod ffi {
         fn raise_later() -> bool;
     }
 
-    // Steps of a pipeline that run here; `smd_core::session::attempt` says more.
+    // Steps of a pipeline that run here; `smd_core::session::step_scope` says more.
     extern "Rust" {
         /// A step that has begun.
-        type Attempt;
+        type StepScope;
 
         /// A step begins; throws without a session.
-        fn begin_step() -> Result<Box<Attempt>>;
+        fn begin_step() -> Result<Box<StepScope>>;
         /// All that it had to do here is done, or all ranks know that it will not be.
-        fn end(self: &Attempt);
+        fn end(self: &StepScope);
         /// An operation of it failed, or it was cancelled.
-        fn fail(self: &Attempt);
+        fn fail(self: &StepScope);
     }
 
     // Process groups of a framework; `smd_core::session::membership` says more.
@@ -499,26 +506,26 @@ mod ffi {
         /// A vote on how a round of gradients is reduced (`smd_core::reducer::ballot`).
         type Ballot;
         /// Votes under `name`, without a reducer for `what`.
-        fn cast_ballot(group: u64, name: &str, what: &str, standing: Standing) -> Result<Box<Ballot>>;
+        fn cast_ballot(group: u64, name: &str, what: &str, readiness: Readiness) -> Result<Box<Ballot>>;
         /// Waits for what all ranks do.
-        fn verdict(self: &Ballot) -> Result<VoteResult>;
-        /// Whether `verdict` waits no longer.
+        fn result(self: &Ballot) -> Result<VoteResult>;
+        /// Whether `result` waits no longer.
         fn is_decided(self: &Ballot) -> bool;
-        /// After the verdict `Make`: what `start_reducer` takes.
+        /// After the result `Make`: what `create_reducer_async` takes.
         fn token(self: &Ballot) -> Result<u64>;
-        /// A reducer that a thread of the core makes (`smd_core::session::making`).
-        type Making;
+        /// A reducer that a thread of the core makes (`smd_core::session::pending_reducer`).
+        type PendingReducer;
         /// As `new_reducer`, for rounds; waits for nobody. `order` is that in which gradients came.
-        fn start_reducer(
+        fn create_reducer_async(
             token: u64,
             ranks: &[usize],
             params: &[Param],
             options: &ReducerOptions,
             order: &[usize],
-        ) -> Result<Box<Making>>;
-        fn is_done(self: &Making) -> bool;
+        ) -> Result<Box<PendingReducer>>;
+        fn is_done(self: &PendingReducer) -> bool;
         /// Once it is done.
-        fn take(self: &Making) -> Result<Box<Reducer>>;
+        fn take(self: &PendingReducer) -> Result<Box<Reducer>>;
         /// What the last reduced step did.
         fn record(self: &Reducer) -> Result<StepRecord>;
         /// The buckets, one a line.

@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use cxx::UniquePtr;
 use parking_lot::Mutex;
-use smd_core::buffer::{DType, Device, TensorView};
-use smd_core::collectives::{Communicator, Done, MakeOutputs, Overlap, ReduceOp, Request};
+use smd_core::buffer::{DType, Device, ReduceOp, TensorView};
+use smd_core::collectives::{Communicator, Done, MakeOutputs, Overlap, Request};
 use smd_core::device::{add, memory};
-use smd_core::negotiation::{self, Ask, Factors, Gradients, Name};
+use smd_core::negotiation::{self, Factors, Gradients, Name, NamedRequest};
 use smd_core::session;
 use smd_core::world::monitor;
 use smd_core::{Error, Result};
@@ -145,11 +145,11 @@ pub unsafe fn submit_named(
 
 /// # Safety
 /// See the bridge.
-pub unsafe fn ask(
+pub unsafe fn submit_group_named(
     named: &ffi::NamedCall,
     calls: &[ffi::Call],
     done: UniquePtr<ffi::Completion>,
-) -> Result<Box<Asked>, Report> {
+) -> Result<Box<NamedHandle>, Report> {
     guard(|| {
         let first = calls.first().ok_or_else(|| Error::Internal("a shim passed an empty group".into()))?;
         let negotiator = session::current(self::name(first.collective))?.negotiator(first.group)?;
@@ -174,19 +174,19 @@ pub unsafe fn ask(
             (_, true) => Name::Shared(full),
         };
         let factors = Factors { before: named.prescale, after: named.postscale, by_caller: named.is_scaled };
-        let asked =
-            negotiator.ask(Ask { name, tensors, factors, blocking: named.blocking }, || completing(completion))?;
-        Ok(Box::new(Asked(asked)))
+        let handle = negotiator
+            .request(NamedRequest { name, tensors, factors, blocking: named.blocking }, || completing(completion))?;
+        Ok(Box::new(NamedHandle(handle)))
     })
 }
 
-pub fn ask_gradients(
+pub fn compare_gradients(
     group: u64,
     name: &str,
     gradients: &ffi::StepGradients,
     blocking: bool,
     done: UniquePtr<ffi::Completion>,
-) -> Result<Box<Asked>, Report> {
+) -> Result<Box<NamedHandle>, Report> {
     guard(|| {
         let session = session::current("a comparison of gradients")?;
         session.replicas().begin_step(name);
@@ -195,21 +195,21 @@ pub fn ask_gradients(
         let completion = Shared::new(done);
         let gradients = Gradients { names, numbers, is_last };
         let name = Name::Shared(name.to_owned());
-        Ok(Box::new(Asked(negotiator.compare_gradients(name, &gradients, blocking, || completing(completion))?)))
+        Ok(Box::new(NamedHandle(negotiator.compare_gradients(name, &gradients, blocking, || completing(completion))?)))
     })
 }
 
-/// What was asked for by name, for whoever waits for it.
-pub struct Asked(negotiation::Asked);
+/// What was handle for by name, for whoever waits for it.
+pub struct NamedHandle(negotiation::NamedHandle);
 
-impl Asked {
+impl NamedHandle {
     pub fn drive(&self) -> bool {
         // A panic ends the negotiation, and the operation reports it.
         guard_or(false, || self.0.drive())
     }
 }
 
-pub fn ask_join(group: u64, named: i64, current: i64, done: UniquePtr<ffi::Completion>) -> Result<(), Report> {
+pub fn join_named(group: u64, named: i64, current: i64, done: UniquePtr<ffi::Completion>) -> Result<(), Report> {
     guard(|| {
         let device = |number: i64| u16::try_from(number).ok();
         let negotiator = session::current("join")?.negotiator(group)?;
@@ -254,7 +254,7 @@ fn unknown(process_set: i64) -> Error {
     Error::InvalidArgument(format!("process set {process_set} does not exist, or has not been registered"))
 }
 
-/// A completion that may be asked for outputs before it is called.
+/// A completion that may be handle for outputs before it is called.
 struct Shared(Mutex<UniquePtr<ffi::Completion>>);
 
 impl Shared {
@@ -455,7 +455,7 @@ unsafe fn request(call: &ffi::Call, outputs_of: Option<&Arc<Shared>>) -> Result<
         ffi::Collective::Send => Request::Send { data: one(call, inputs)?, to: peer(call)?, tag: call.tag },
         ffi::Collective::Recv => Request::Recv { data: one(call, outputs)?, from: Some(peer(call)?), tag: call.tag },
         ffi::Collective::RecvAny => Request::Recv { data: one(call, outputs)?, from: None, tag: call.tag },
-        other => return Err(Error::Internal(format!("a shim asked for operation {}", other.repr))),
+        other => return Err(Error::Internal(format!("a shim handle for operation {}", other.repr))),
     })
 }
 
@@ -607,7 +607,7 @@ mod tests {
         let report = refusal(&call(ffi::Collective::AllReduce, &[], &views));
         assert!(report.contains("`all_reduce` came with 0 tensors, not one"), "{report}");
         let report = refusal(&call(ffi::Collective { repr: 99 }, &[], &[]));
-        assert!(report.contains("a shim asked for operation 99"), "{report}");
+        assert!(report.contains("a shim handle for operation 99"), "{report}");
     }
 
     #[test]

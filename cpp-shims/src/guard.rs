@@ -84,7 +84,7 @@ mod tests {
     #[test]
     fn every_function_of_the_bridge_is_guarded() {
         let sources = [
-            include_str!("attempt.rs"),
+            include_str!("step_scope.rs"),
             include_str!("calls.rs"),
             include_str!("membership.rs"),
             include_str!("plan.rs"),

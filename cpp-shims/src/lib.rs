@@ -10,13 +10,13 @@
 //! The C++ half of the bridge is compiled twice: into the core's library, which calls completions, and into each
 //! shim, which calls the core. [`SOURCES`] carries all that a shim is built from.
 
-mod attempt;
 mod bridge;
 mod calls;
 mod guard;
 mod membership;
 mod plan;
 mod reducer;
+mod step_scope;
 
 /// Name and text of every file that the shims are built from. `include/` is the include path; everything else is
 /// compiled.

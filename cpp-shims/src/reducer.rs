@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use smd_core::buffer::DType;
-use smd_core::device::pack::Piece;
-use smd_core::reducer::ballot::{self, Standing, VoteResult};
-use smd_core::reducer::{self, DeviceBucket, ParamSpec, Reduction};
+use smd_core::device::pack::PackedPiece;
+use smd_core::reducer::ballot::{self, Readiness, VoteResult};
+use smd_core::reducer::{self, BucketReduction, DeviceBucket, ParamSpec};
 use smd_core::session::{self, Session};
 use smd_core::{Error, Result};
 
@@ -29,25 +29,25 @@ pub struct Arena(Option<Arc<reducer::Arena>>);
 pub struct Ballot(ballot::Ballot);
 
 /// A reducer that is being made.
-pub struct Making(session::making::Making);
+pub struct PendingReducer(session::pending_reducer::PendingReducer);
 
-pub fn cast_ballot(group: u64, name: &str, what: &str, standing: ffi::Standing) -> Result<Box<Ballot>, Report> {
+pub fn cast_ballot(group: u64, name: &str, what: &str, readiness: ffi::Readiness) -> Result<Box<Ballot>, Report> {
     guard(|| {
         let session = session::current("DistributedOptimizer")?;
-        let standing = match standing {
-            ffi::Standing::Without => Standing::Without,
-            ffi::Standing::Making => Standing::Making,
-            _ => Standing::ByName,
+        let readiness = match readiness {
+            ffi::Readiness::NoReducer => Readiness::NoReducer,
+            ffi::Readiness::Creating => Readiness::Creating,
+            _ => Readiness::ByName,
         };
         let (negotiator, group) = (session.negotiator(group)?, session.communicator(group)?);
-        Ok(Box::new(Ballot(ballot::Ballot::cast(&negotiator, &group, name, what, standing, |_| ())?)))
+        Ok(Box::new(Ballot(ballot::Ballot::cast(&negotiator, &group, name, what, readiness, |_| ())?)))
     })
 }
 
 impl Ballot {
-    pub fn verdict(&self) -> Result<ffi::VoteResult, Report> {
+    pub fn result(&self) -> Result<ffi::VoteResult, Report> {
         guard(|| {
-            Ok(match self.0.verdict()? {
+            Ok(match self.0.result()? {
                 VoteResult::Planned => ffi::VoteResult::Planned,
                 VoteResult::ByName => ffi::VoteResult::ByName,
                 VoteResult::Make => ffi::VoteResult::Make,
@@ -57,7 +57,7 @@ impl Ballot {
     }
 
     pub fn is_decided(&self) -> bool {
-        // `verdict` reports what went wrong.
+        // `result` reports what went wrong.
         guard_or(true, || self.0.is_decided())
     }
 
@@ -66,21 +66,27 @@ impl Ballot {
     }
 }
 
-pub fn start_reducer(
+pub fn create_reducer_async(
     token: u64,
     ranks: &[usize],
     params: &[ffi::Param],
     options: &ffi::ReducerOptions,
     order: &[usize],
-) -> Result<Box<Making>, Report> {
+) -> Result<Box<PendingReducer>, Report> {
     guard(|| {
         let session = session::current("DistributedOptimizer")?;
         let (params, options) = (read_params(params)?, read_options(options)?);
-        Ok(Box::new(Making(session.start_reducer(token, ranks.to_vec(), params, options, order.to_vec())?)))
+        Ok(Box::new(PendingReducer(session.create_reducer_async(
+            token,
+            ranks.to_vec(),
+            params,
+            options,
+            order.to_vec(),
+        )?)))
     })
 }
 
-impl Making {
+impl PendingReducer {
     pub fn is_done(&self) -> bool {
         // `take` reports what went wrong.
         guard_or(true, || self.0.is_done())
@@ -125,18 +131,18 @@ fn read_params(params: &[ffi::Param]) -> Result<Vec<ParamSpec>> {
     params.iter().map(read).collect()
 }
 
-fn read_options(options: &ffi::ReducerOptions) -> Result<reducer::Options> {
-    Ok(reducer::Options {
+fn read_options(options: &ffi::ReducerOptions) -> Result<reducer::ReducerOptions> {
+    Ok(reducer::ReducerOptions {
         bucket_bytes: options.bucket_bytes.clone(),
         find_unused_parameters: options.find_unused_parameters,
         accumulation_steps: options.accumulation_steps,
         static_graph: options.static_graph,
         on_device: options.on_device,
         reduction: match options.reduction {
-            ffi::Reduction::Average => Reduction::Average,
-            ffi::Reduction::Float16 => Reduction::Compressed(DType::Float16),
-            ffi::Reduction::BFloat16 => Reduction::Compressed(DType::BFloat16),
-            ffi::Reduction::ByCaller => Reduction::ByCaller,
+            ffi::Reduction::Average => BucketReduction::Average,
+            ffi::Reduction::Float16 => BucketReduction::Compressed(DType::Float16),
+            ffi::Reduction::BFloat16 => BucketReduction::Compressed(DType::BFloat16),
+            ffi::Reduction::ByCaller => BucketReduction::ByCaller,
             // C++ can make any number an enum.
             unknown => return Err(Error::Internal(format!("there is no reduction {}", unknown.repr))),
         },
@@ -280,8 +286,8 @@ impl Reducer {
             if index >= num_buckets {
                 return Err(no_bucket(index, num_buckets));
             }
-            let pieces: Vec<Piece> = (bucket.pieces.iter())
-                .map(|piece| Piece { tensor: piece.ptr as u64, offset: piece.start, elems: piece.elems })
+            let pieces: Vec<PackedPiece> = (bucket.pieces.iter())
+                .map(|piece| PackedPiece { tensor: piece.ptr as u64, offset: piece.start, elems: piece.elems })
                 .collect();
             // SAFETY: the caller's promise.
             let view = |view: &ffi::TensorView| unsafe { tensor(view) };

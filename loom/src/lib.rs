@@ -57,8 +57,8 @@ struct Words {
 }
 
 impl Words {
-    fn event(&self) -> event::Event<'_> {
-        event::Event { counter: &self.counter, sleepers: &self.sleepers }
+    fn event(&self) -> event::FutexEvent<'_> {
+        event::FutexEvent { counter: &self.counter, sleepers: &self.sleepers }
     }
 }
 

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use smd_core::checkpoint::{
-    self, Attempt, Checkpoint, Job, Kind, Options, Saver, Setting, Slice, Source, StoredDType, Target,
+    self, Checkpoint, CheckpointKind, RankSave, SaveAttempt, SaveOptions, SaveSpec, Saver, Slice, SourceSlice,
+    StoredDType, Target,
 };
 use smd_core::world::monitor;
 use smd_core::{Error, Result, session};
@@ -15,10 +16,10 @@ use smd_core::{Error, Result, session};
 use crate::enter::enter;
 
 /// A slice of a tensor in memory: name, element type, shape of the whole, start and shape of the slice, address, whether the owner holds it.
-type Place = (String, String, Vec<u64>, Vec<u64>, Vec<u64>, usize, bool);
+type SourceRow = (String, String, Vec<u64>, Vec<u64>, Vec<u64>, usize, bool);
 
 /// Memory for a slice of a tensor: name, start and shape of the slice, address, bytes.
-type Room = (String, Vec<u64>, Vec<u64>, usize, u64);
+type TargetRow = (String, Vec<u64>, Vec<u64>, usize, u64);
 
 /// One rank's part in saving checkpoints; one save is under way at a time.
 #[pyclass(module = "smdistributed._core", frozen)]
@@ -45,7 +46,7 @@ impl CheckpointSaver {
             .map_err(|error| pyo3::exceptions::PyValueError::new_err(format!("the timeout: {error}")))?;
         let watch = departures;
         Ok(Self {
-            saver: Saver::new(Options { directory, rank, world, threads, durable, keep, timeout, exchange, watch }),
+            saver: Saver::new(SaveOptions { directory, rank, world, threads, durable, keep, timeout, exchange, watch }),
         })
     }
 
@@ -66,7 +67,7 @@ impl CheckpointSaver {
         attempt: u64,
         layout: &str,
         content: &str,
-        places: Vec<Place>,
+        places: Vec<SourceRow>,
         asynchronous: bool,
         owner: Option<Py<PyAny>>,
     ) -> PyResult<()> {
@@ -74,7 +75,7 @@ impl CheckpointSaver {
             let (layout, content) = (json("layout", layout)?, json("content", content)?);
             let sources = places.into_iter().map(source).collect::<Result<_>>()?;
             let owner = owner.map(|owner| Box::new(owner) as Box<dyn Send>);
-            let job = Job { sources, owner };
+            let job = RankSave { sources, owner };
             // SAFETY: the facade holds the tensors, and trains on only when this returns.
             unsafe { self.saver.save(tag, step, attempt, layout, content, job, asynchronous, &mut look) }
         })
@@ -99,16 +100,16 @@ impl CheckpointSaver {
 /// One rank's part in an attempt to save a checkpoint whose files the caller writes.
 #[pyclass(module = "smdistributed._core", frozen)]
 struct CheckpointAttempt {
-    attempt: Mutex<Option<Attempt>>,
+    attempt: Mutex<Option<SaveAttempt>>,
     folder: PathBuf,
 }
 
 impl CheckpointAttempt {
-    fn lock(&self) -> MutexGuard<'_, Option<Attempt>> {
+    fn lock(&self) -> MutexGuard<'_, Option<SaveAttempt>> {
         self.attempt.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn with<T>(&self, py: Python<'_>, work: impl FnOnce(&Attempt) -> Result<T> + Send) -> PyResult<T>
+    fn with<T>(&self, py: Python<'_>, work: impl FnOnce(&SaveAttempt) -> Result<T> + Send) -> PyResult<T>
     where
         T: Send,
     {
@@ -139,8 +140,8 @@ impl CheckpointAttempt {
             let timeout = Duration::try_from_secs_f64(timeout_seconds)
                 .map_err(|error| Error::InvalidArgument(format!("the timeout: {error}")))?;
             let kind = kind_named(kind)?;
-            let setting = Setting { directory, tag, kind, number, rank, world, durable, exchange: true };
-            let attempt = Attempt::open(setting, timeout, &mut look)?;
+            let setting = SaveSpec { directory, tag, kind, number, rank, world, durable, exchange: true };
+            let attempt = SaveAttempt::open(setting, timeout, &mut look)?;
             Ok(Self { folder: attempt.data(), attempt: Mutex::new(Some(attempt)) })
         })
     }
@@ -174,7 +175,7 @@ impl CheckpointAttempt {
 
     /// Ends an attempt of which all ranks know that it has failed: rank 0 takes its files away.
     fn discard(&self, py: Python<'_>) -> PyResult<()> {
-        enter(py, || self.lock().take().map_or(Ok(()), Attempt::discard))
+        enter(py, || self.lock().take().map_or(Ok(()), SaveAttempt::discard))
     }
 }
 
@@ -241,7 +242,7 @@ impl CheckpointReader {
     }
 
     /// Fills slices: name, start, shape, address and bytes of each.
-    fn read(&self, py: Python<'_>, targets: Vec<Room>, threads: usize) -> PyResult<()> {
+    fn read(&self, py: Python<'_>, targets: Vec<TargetRow>, threads: usize) -> PyResult<()> {
         enter(py, || {
             let targets: Vec<Target> = targets
                 .into_iter()
@@ -318,19 +319,19 @@ fn checkpoint_check_tag(py: Python<'_>, tag: &str) -> PyResult<()> {
     enter(py, || checkpoint::check_tag(tag))
 }
 
-fn kind_named(name: &str) -> Result<Kind> {
-    Kind::named(name).ok_or_else(|| Error::InvalidArgument(format!("`{name}` is no kind of checkpoint")))
+fn kind_named(name: &str) -> Result<CheckpointKind> {
+    CheckpointKind::named(name).ok_or_else(|| Error::InvalidArgument(format!("`{name}` is no kind of checkpoint")))
 }
 
 fn json(what: &str, text: &str) -> Result<serde_json::Value> {
     serde_json::from_str(text).map_err(|error| Error::InvalidArgument(format!("the {what} is no JSON: {error}")))
 }
 
-fn source((name, dtype, shape, start, lengths, address, held): Place) -> Result<Source> {
+fn source((name, dtype, shape, start, lengths, address, held): SourceRow) -> Result<SourceSlice> {
     let Some(dtype) = StoredDType::named(&dtype) else {
         return Err(Error::InvalidArgument(format!("tensor `{name}`: `{dtype}` is no element type of a checkpoint")));
     };
-    Ok(Source { name, dtype, shape, slice: Slice { start, shape: lengths }, address: address as *const u8, held })
+    Ok(SourceSlice { name, dtype, shape, slice: Slice { start, shape: lengths }, address: address as *const u8, held })
 }
 
 /// Ends a wait for other ranks when one of them is gone, or a signal came.

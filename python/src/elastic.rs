@@ -3,10 +3,12 @@
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
-use smd_core::launch::elastic::{Action, Cooldown, Driver, Hosts, Limits, Outcome, WorkerId, jitter};
+use smd_core::launch::elastic::{
+    Cooldown, Driver, ElasticLimits, HostPool, JobOutcome, WorkerAction, WorkerId, jitter,
+};
 
 /// A kind, workers, a host and slot, a number, a text.
-type ActionRow = (&'static str, Vec<WorkerId>, Option<(String, usize)>, u8, String);
+type WorkerActionRow = (&'static str, Vec<WorkerId>, Option<(String, usize)>, u8, String);
 
 fn seconds(number: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(number)
@@ -16,7 +18,7 @@ fn seconds(number: f64) -> PyResult<Duration> {
 /// The hosts that a job may use, oldest first, and those that it may not use for a while, or ever again.
 #[pyclass(module = "smdistributed._core")]
 pub struct ElasticHosts {
-    hosts: Hosts,
+    hosts: HostPool,
 }
 
 #[pymethods]
@@ -26,7 +28,7 @@ impl ElasticHosts {
     #[pyo3(signature = (cooldown=None))]
     fn new(cooldown: Option<(f64, f64)>) -> PyResult<Self> {
         let range = |(low, high)| Ok::<_, PyErr>(Cooldown { low: seconds(low)?, high: seconds(high)? });
-        Ok(Self { hosts: Hosts::new(cooldown.map(range).transpose()?) })
+        Ok(Self { hosts: HostPool::new(cooldown.map(range).transpose()?) })
     }
 
     /// These hosts were found: names and slots.
@@ -70,7 +72,7 @@ impl ElasticDriver {
         resets: Option<usize>,
         timeout: f64,
     ) -> PyResult<Self> {
-        let limits = Limits { first, least, most, resets, timeout: seconds(timeout)? };
+        let limits = ElasticLimits { first, least, most, resets, timeout: seconds(timeout)? };
         Ok(Self { driver: Driver::new(limits, hosts.hosts.clone()) })
     }
 
@@ -118,17 +120,17 @@ impl ElasticDriver {
 
     /// What is to be done since the last call, in order: a kind, workers, the host and slot of `start`, a number (`notify`: 1 for
     /// removed, 2 for added), a text (`say`). Kinds are `start`, `stop`, `remove`, `seat` (by rank), `notify` and `say`.
-    fn take_actions(&mut self) -> Vec<ActionRow> {
+    fn take_actions(&mut self) -> Vec<WorkerActionRow> {
         let plain = |kind, workers| (kind, workers, None, 0, String::new());
         let rows = self.driver.take_actions().into_iter().map(|action| match action {
-            Action::Start { worker, place, .. } => {
+            WorkerAction::Start { worker, place, .. } => {
                 ("start", vec![worker], Some((place.host, place.slot)), 0, String::new())
             }
-            Action::Stop { worker } => plain("stop", vec![worker]),
-            Action::Remove { worker } => plain("remove", vec![worker]),
-            Action::Seat { workers } => plain("seat", workers),
-            Action::Notify { kinds } => ("notify", Vec::new(), None, kinds, String::new()),
-            Action::Say(text) => ("say", Vec::new(), None, 0, text),
+            WorkerAction::Stop { worker } => plain("stop", vec![worker]),
+            WorkerAction::Remove { worker } => plain("remove", vec![worker]),
+            WorkerAction::Seat { workers } => plain("seat", workers),
+            WorkerAction::Notify { kinds } => ("notify", Vec::new(), None, kinds, String::new()),
+            WorkerAction::Say(text) => ("say", Vec::new(), None, 0, text),
         });
         rows.collect()
     }
@@ -136,8 +138,8 @@ impl ElasticDriver {
     /// Once the job has ended and no worker is left: whether it is done, and else why not.
     fn outcome(&self) -> Option<(bool, String)> {
         Some(match self.driver.outcome()? {
-            Outcome::Done => (true, String::new()),
-            Outcome::Failed(why) => (false, why.clone()),
+            JobOutcome::Done => (true, String::new()),
+            JobOutcome::Failed(why) => (false, why.clone()),
         })
     }
 }

@@ -3,9 +3,9 @@
 use pyo3::prelude::*;
 use smd_core::Error;
 use smd_core::buffer::DType;
-use smd_core::reducer::fingerprint::Description;
+use smd_core::reducer::fingerprint::ReducerDescription;
 use smd_core::reducer::spec::{self, ReducerSpec};
-use smd_core::reducer::{Options, ParamSpec, Reduction, bucket_sizes};
+use smd_core::reducer::{BucketReduction, ParamSpec, ReducerOptions, bucket_sizes};
 use smd_core::session;
 
 use crate::enter::enter;
@@ -33,11 +33,11 @@ pub fn plan_gradients(
             .map(|(name, shape, dtype)| Ok(ParamSpec::dense(name, shape, parse(&dtype)?)))
             .collect::<Result<Vec<_>, Error>>()?;
         let reduction = match wire {
-            Some(wire) => Reduction::Compressed(parse(&wire)?),
-            None => Reduction::Average,
+            Some(wire) => BucketReduction::Compressed(parse(&wire)?),
+            None => BucketReduction::Average,
         };
         let bucket_bytes = bucket_sizes(bucket_bytes);
-        let options = Options { bucket_bytes, reduction, sum, absent, on_device, ..Options::default() };
+        let options = ReducerOptions { bucket_bytes, reduction, sum, absent, on_device, ..ReducerOptions::default() };
         let ranks = match group {
             // Whichever there are when gradients come.
             0 => None,
@@ -47,7 +47,7 @@ pub fn plan_gradients(
                 (!ranks.iter().copied().eq(0..session.size())).then_some(ranks)
             }
         };
-        spec::register(graph, ReducerSpec { description: Description { params, options }, ranks })
+        spec::register(graph, ReducerSpec { description: ReducerDescription { params, options }, ranks })
     })
 }
 

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use pyo3::prelude::*;
 use serde_json::{Map, Value};
 use smd_core::Error;
-use smd_core::launch::parameters;
+use smd_core::smp_config;
 
 use crate::enter::enter;
 
@@ -26,7 +26,7 @@ pub fn smdrun(py: Python<'_>, argv: Vec<OsString>, python: PathBuf) -> i32 {
 /// Every key of the `modelparallel` parameters with its default, as JSON.
 #[pyfunction]
 pub fn parameter_defaults() -> String {
-    Value::Object(parameters::defaults()).to_string()
+    Value::Object(smp_config::defaults()).to_string()
 }
 
 /// The known keys of a JSON dictionary with their values in normal form, and warnings; raises where a value is not acceptable.
@@ -34,7 +34,7 @@ pub fn parameter_defaults() -> String {
 pub fn check_parameters(py: Python<'_>, text: &str) -> PyResult<(String, Vec<String>)> {
     enter(py, || {
         let mut warnings = Vec::new();
-        let given = parameters::checked(dictionary(text)?, &mut warnings)?;
+        let given = smp_config::checked(dictionary(text)?, &mut warnings)?;
         Ok((Value::Object(given).to_string(), warnings))
     })
 }
@@ -42,7 +42,7 @@ pub fn check_parameters(py: Python<'_>, text: &str) -> PyResult<(String, Vec<Str
 /// Raises where keys of a JSON dictionary contradict each other.
 #[pyfunction]
 pub fn check_parameter_rules(py: Python<'_>, text: &str) -> PyResult<()> {
-    enter(py, || parameters::check_rules(&dictionary(text)?))
+    enter(py, || smp_config::check_rules(&dictionary(text)?))
 }
 
 fn dictionary(text: &str) -> smd_core::Result<Map<String, Value>> {

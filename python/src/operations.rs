@@ -1,9 +1,10 @@
 //! Steps that come as one graph of operations: where each is computed, and what each rank computes at a time.
 
 use pyo3::prelude::*;
-use smd_core::partition::{self, Wish};
+use smd_core::partition::{self, PartitionRequest};
 use smd_core::pipeline::operations::{
-    After, Homes, Made, Operation, Operations, Output, Place, Placement, Role, Segments, Signal, Transfer, Variable,
+    ControlDependency, ModuleRanks, Operation, OperationPlace, OperationPlacement, OperationRole, Operations, Output,
+    ResultSpec, Segments, Signal, Transfer, Variable,
 };
 use smd_core::pipeline::schedule::Schedule;
 use smd_core::{Error, Result};
@@ -17,7 +18,7 @@ type OutputRow = (usize, usize);
 type SegmentRow =
     (&'static str, Option<usize>, usize, bool, bool, Vec<usize>, Vec<OutputRow>, Vec<OutputRow>, Vec<(usize, usize)>);
 /// Who tells whom: what passes between ranks (from, to).
-type Way = (usize, Vec<usize>);
+type TransferRoute = (usize, Vec<usize>);
 
 /// A `modelparallel.tensorflow.tracing.operations.Operation`.
 #[derive(FromPyObject)]
@@ -41,10 +42,10 @@ struct Row {
 
 fn operation(row: Row) -> Result<Operation> {
     let role = match row.role.as_str() {
-        "constant" => Role::Constant,
-        "input" => Role::Input,
-        "hands_out" => Role::HandsOut,
-        "computes" => Role::Computes,
+        "constant" => OperationRole::Constant,
+        "input" => OperationRole::Input,
+        "hands_out" => OperationRole::HandsOut,
+        "computes" => OperationRole::Computes,
         other => return Err(Error::InvalidArgument(format!("`{other}` is no role of an operation"))),
     };
     Ok(Operation {
@@ -53,7 +54,7 @@ fn operation(row: Row) -> Result<Operation> {
         role,
         takes: row.takes.into_iter().map(output).collect(),
         waits: row.waits,
-        makes: row.makes.into_iter().map(|(text, bytes, stays)| Made { text, bytes, stays }).collect(),
+        makes: row.makes.into_iter().map(|(text, bytes, stays)| ResultSpec { text, bytes, stays }).collect(),
         variables: row.variables,
         inside: row.inside,
         layer: row.layer,
@@ -106,7 +107,7 @@ impl StepOperations {
     ) -> PyResult<(Vec<Option<u32>>, String)> {
         enter(py, || {
             let schedule = schedule.parse()?;
-            let wish = Wish { partitions, memory_weight, microbatches, active_microbatches, schedule };
+            let wish = PartitionRequest { partitions, memory_weight, microbatches, active_microbatches, schedule };
             partition::divide_layers(&self.operations, &layers, wish)
         })
     }
@@ -120,9 +121,9 @@ impl StepOperations {
         default: Option<usize>,
         variables: Vec<Option<usize>>,
     ) -> PyResult<StepPlacement> {
-        let homes = Homes { layers, default, variables };
+        let homes = ModuleRanks { layers, default, variables };
         let operations = &slf.get().operations;
-        let placement = enter(py, || Placement::new(operations, &homes))?;
+        let placement = enter(py, || OperationPlacement::new(operations, &homes))?;
         Ok(StepPlacement { of: slf, placement })
     }
 }
@@ -131,7 +132,7 @@ impl StepOperations {
 #[pyclass(module = "smdistributed._core", frozen)]
 pub struct StepPlacement {
     of: Py<StepOperations>,
-    placement: Placement,
+    placement: OperationPlacement,
 }
 
 #[pymethods]
@@ -144,7 +145,7 @@ impl StepPlacement {
     /// Numbers of the operations that are computed wherever they are needed.
     fn free(&self) -> Vec<usize> {
         let count = self.of.get().operations.all().len();
-        (0..count).filter(|&each| self.placement.place(each) == Place::Free).collect()
+        (0..count).filter(|&each| self.placement.place(each) == OperationPlace::Free).collect()
     }
 
     /// Cuts the step for `rank`: its segments in an order in which they can be computed, its order of the anchored ones (segment
@@ -162,9 +163,9 @@ impl StepPlacement {
     ) -> PyResult<(
         Vec<SegmentRow>,
         Vec<(usize, usize)>,
-        Vec<(OutputRow, Way)>,
+        Vec<(OutputRow, TransferRoute)>,
         Vec<(usize, usize)>,
-        Vec<(usize, Way)>,
+        Vec<(usize, TransferRoute)>,
         Vec<String>,
     )> {
         let operations = &self.of.get().operations;
@@ -189,15 +190,16 @@ fn segment(segments: &Segments<'_>, number: usize, rank: usize) -> SegmentRow {
     let whole = &segments.all()[number];
     let here = segments.on(number, rank);
     let (takes, gives) = (segments.inputs_of(&here), segments.outputs_of(&here, rank));
-    let alone = whole.place == Place::On(rank);
-    let after = segments.after(number, rank).into_iter().map(|After { segment, back }| (segment, back)).collect();
+    let alone = whole.place == OperationPlace::On(rank);
+    let after =
+        segments.after(number, rank).into_iter().map(|ControlDependency { segment, back }| (segment, back)).collect();
     (whole.phase.text(), whole.stage, whole.level, whole.anchored, alone, here, rows(takes), rows(gives), after)
 }
 
-fn transfer(transfer: &Transfer) -> (OutputRow, Way) {
+fn transfer(transfer: &Transfer) -> (OutputRow, TransferRoute) {
     ((transfer.output.operation, transfer.output.index), (transfer.from, transfer.to.clone()))
 }
 
-fn signal(signal: &Signal) -> (usize, Way) {
+fn signal(signal: &Signal) -> (usize, TransferRoute) {
     (signal.segment, (signal.from, signal.to.clone()))
 }

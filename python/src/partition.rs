@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use pyo3::prelude::*;
 use smd_core::partition::{self, CostTree, ModuleCost, Objective, Tasks, Value};
-use smd_core::pipeline::Link;
+use smd_core::pipeline::LinkCost;
 
 use crate::enter::enter;
 
@@ -54,7 +54,7 @@ fn partition_modules(
         let tasks = tasks.into_iter().map(|(module, at, time)| Tasks { module, at, time }).collect();
         let tree = CostTree::new(modules, values, tasks, &ties)?;
         let kept = partition::kept_microbatches(partitions, microbatches, active_microbatches, schedule.parse()?);
-        let link = Link { latency: link_nanoseconds, bytes_per_tick: link_bytes_per_nanosecond };
+        let link = LinkCost { latency: link_nanoseconds, bytes_per_tick: link_bytes_per_nanosecond };
         let objective = Objective::new(memory_weight, kept, link)?;
         let assignment = partition::partition(&tree, partitions, &objective)?.assignment;
         let table = partition::table(&tree, &assignment, &objective);

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use pyo3::prelude::*;
 use smd_core::pipeline::schedule::{self, Bounds, Schedule};
-use smd_core::pipeline::{Costs, Graph, Link, Made, Section, StageGraph, Task};
+use smd_core::pipeline::{Costs, Graph, LinkCost, ProducedTensor, Section, StageGraph, Task};
 use smd_core::trace::{self, Track};
 use smd_core::{Error, Result};
 
@@ -93,7 +93,7 @@ impl PipelineLayout {
         link_bytes_per_nanosecond: u64,
     ) -> PyResult<Vec<ActionRow>> {
         enter(py, || {
-            let link = Link { latency: link_nanoseconds, bytes_per_tick: link_bytes_per_nanosecond };
+            let link = LinkCost { latency: link_nanoseconds, bytes_per_tick: link_bytes_per_nanosecond };
             let graph = self.layout.graph(ranks, microbatches, link)?;
             planned(&graph, rank, schedule, Bounds { active_microbatches, memory_bytes })
         })
@@ -115,8 +115,8 @@ fn task((rank, level, takes, makes, (forward, input, weight), (kept_bytes, waiti
     Task { rank, level, takes, makes, costs: Costs { forward, input, weight }, kept_bytes, waiting_bytes }
 }
 
-fn made((bytes, wants_gradient): MadeRow) -> Made {
-    Made { bytes, wants_gradient }
+fn made((bytes, wants_gradient): MadeRow) -> ProducedTensor {
+    ProducedTensor { bytes, wants_gradient }
 }
 
 /// Nanoseconds on the timeline's clock, or 0 while no timeline is written.

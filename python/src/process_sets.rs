@@ -13,12 +13,12 @@ fn start_world(py: Python<'_>, ranks: Option<Vec<usize>>) -> PyResult<()> {
 }
 
 /// A rank and how many there are.
-type Place = (usize, usize);
+type RankAndSize = (usize, usize);
 
 /// Rank and size in the world, among its ranks of this host, and among those with this local rank; whether all hosts have
 /// as many ranks.
 #[pyfunction]
-fn world_place(py: Python<'_>) -> PyResult<(Place, Place, Place, bool)> {
+fn world_place(py: Python<'_>) -> PyResult<(RankAndSize, RankAndSize, RankAndSize, bool)> {
     ask(py, "rank", |place| {
         let place = World::of(place, "rank")?.place;
         Ok((place.world, place.local, place.cross, place.is_homogeneous))

@@ -220,7 +220,7 @@ fn tell_replica(
     remedy: String,
     is_final: bool,
 ) -> PyResult<()> {
-    let told = replicas::Told { what: &what, checksum, ranks: &ranks, remedy: &remedy, is_final };
+    let told = replicas::ReplicaChecksum { what: &what, checksum, ranks: &ranks, remedy: &remedy, is_final };
     with(py, "tell_replica", |session| session.tell_replica(&told))
 }
 

@@ -8,8 +8,8 @@
 use std::time::{Duration, Instant};
 
 use smd_core::Result;
-use smd_core::buffer::{DType, Device, TensorView};
-use smd_core::collectives::{Communicator, ReduceOp, Request};
+use smd_core::buffer::{DType, Device, ReduceOp, TensorView};
+use smd_core::collectives::{Communicator, Request};
 use smd_core::session;
 
 fn main() {

@@ -1,4 +1,4 @@
-//! The borrowed description of a tensor: the only tensor type inside the core.
+//! The borrowed description of a tensor, which is the only tensor type inside the core, its element types and reductions.
 
 use crate::error::{Error, Result};
 
@@ -72,6 +72,35 @@ impl std::fmt::Display for DType {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.name())
     }
+}
+
+/// The reduction that combines the values of different ranks, element by element.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[repr(u8)]
+#[expect(missing_docs, reason = "the names are the documentation")]
+pub enum ReduceOp {
+    Sum = 0,
+    Average = 1,
+    Min = 2,
+    Max = 3,
+    Product = 4,
+    BitAnd = 5,
+    BitOr = 6,
+    BitXor = 7,
+}
+
+impl ReduceOp {
+    /// Every operation.
+    pub const ALL: [ReduceOp; 8] = [
+        ReduceOp::Sum,
+        ReduceOp::Average,
+        ReduceOp::Min,
+        ReduceOp::Max,
+        ReduceOp::Product,
+        ReduceOp::BitAnd,
+        ReduceOp::BitOr,
+        ReduceOp::BitXor,
+    ];
 }
 
 /// Where a tensor's bytes are.

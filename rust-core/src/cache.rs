@@ -16,7 +16,7 @@ use crate::world::env;
 
 /// Where libraries are kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Folder {
+pub struct CacheFolder {
     /// The folder, which exists.
     pub path: PathBuf,
     /// Why it is not the one that the settings name, if it is not; for one process of a host only, to be shown.
@@ -28,7 +28,7 @@ pub struct Folder {
 /// # Errors
 /// [`Error::Config`] without a home folder; [`Error::Io`] if a folder cannot be made; [`Error::Unsupported`] if neither may
 /// be used.
-pub fn folder(name: &str) -> Result<Folder> {
+pub fn folder(name: &str) -> Result<CacheFolder> {
     let text = config::CACHE_DIR.text().unwrap_or_else(|| config::CACHE_DIR.default.to_owned());
     let configured = in_home(&text, std::env::home_dir()).ok_or_else(|| {
         let name = config::CACHE_DIR.name;
@@ -39,9 +39,9 @@ pub fn folder(name: &str) -> Result<Folder> {
     choose(configured.join(name), temporary.join(name), speaks())
 }
 
-fn choose(configured: PathBuf, temporary: PathBuf, speaks: bool) -> Result<Folder> {
+fn choose(configured: PathBuf, temporary: PathBuf, speaks: bool) -> Result<CacheFolder> {
     make(&configured)?;
-    let Some(why) = untrusted(&configured) else { return Ok(Folder { path: configured, warning: None }) };
+    let Some(why) = untrusted(&configured) else { return Ok(CacheFolder { path: configured, warning: None }) };
     make(&temporary)?;
     if let Some(other) = untrusted(&temporary) {
         let name = config::CACHE_DIR.name;
@@ -56,7 +56,7 @@ fn choose(configured: PathBuf, temporary: PathBuf, speaks: bool) -> Result<Folde
         temporary.display(),
         config::CACHE_DIR.name
     );
-    Ok(Folder { path: temporary, warning: speaks.then_some(warning) })
+    Ok(CacheFolder { path: temporary, warning: speaks.then_some(warning) })
 }
 
 /// Whether this is the process of its host that says what concerns all of them.
@@ -79,7 +79,7 @@ fn make(folder: &Path) -> Result<()> {
 
 /// Why somebody other than this user and root may have written the file or folder; none if nobody may have (CCH-1).
 pub fn untrusted(path: &Path) -> Option<String> {
-    let trust = Trust::of_this_process();
+    let trust = TrustedOwners::of_this_process();
     // As it is written, with the links that lead there, and where it is.
     let found = std::path::absolute(path).and_then(|written| Ok([written, std::fs::canonicalize(path)?]));
     let ways = match found {
@@ -90,14 +90,14 @@ pub fn untrusted(path: &Path) -> Option<String> {
 }
 
 /// Whom this process trusts.
-struct Trust {
+struct TrustedOwners {
     user: u32,
     /// Owner of files whose user has no name in this process's user namespace, where root has none either: root's are among
     /// them.
     nameless: Option<u32>,
 }
 
-impl Trust {
+impl TrustedOwners {
     fn of_this_process() -> Self {
         let maps = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
         let number = |text: Option<&str>| text.and_then(|text| text.parse::<u64>().ok());
@@ -235,7 +235,7 @@ mod tests {
         let scratch = Scratch::new("owners");
         let file = scratch.file("theirs.so", 0o755);
         let user = rustix::process::geteuid().as_raw();
-        let other = Trust { user: user + 1, nameless: None };
+        let other = TrustedOwners { user: user + 1, nameless: None };
         // To another user, this one's files are a stranger's, unless this is root.
         assert_eq!(other.objection(&file).is_none(), user == 0);
         if user == 0 {
@@ -258,7 +258,7 @@ mod tests {
         let refused = choose(open, own.clone(), true).unwrap_err().to_string();
         assert!(refused.contains("no folder for built libraries that only this user can write to"), "{refused}");
         let fine = scratch.0.join("fine/inside");
-        assert_eq!(choose(fine.clone(), own, true).unwrap(), Folder { path: fine, warning: None });
+        assert_eq!(choose(fine.clone(), own, true).unwrap(), CacheFolder { path: fine, warning: None });
     }
 
     #[test]

@@ -30,7 +30,7 @@ const QUEUE: usize = 1 << 14;
 
 static ENABLED: AtomicBool = AtomicBool::new(false);
 static DROPPED: AtomicU64 = AtomicU64::new(0);
-static SENDER: RwLock<Option<Sender<Message>>> = RwLock::new(None);
+static SENDER: RwLock<Option<Sender<WriterMessage>>> = RwLock::new(None);
 static WRITER: Mutex<Option<JoinHandle<()>>> = Mutex::new(None);
 
 /// A line of the picture.
@@ -80,7 +80,7 @@ pub const TAKES_FROM: &str = "stage";
 /// A number that says more about a span, such as `("bytes", 1024)`.
 pub type Arg = Option<(&'static str, u64)>;
 
-struct Event {
+struct TraceEvent {
     name: &'static str,
     track: Track,
     start: u64,
@@ -88,8 +88,8 @@ struct Event {
     arg: Arg,
 }
 
-enum Message {
-    Event(Event),
+enum WriterMessage {
+    Event(TraceEvent),
     Stop,
 }
 
@@ -112,7 +112,7 @@ pub fn complete(name: &'static str, track: Track, start: u64, end: u64, arg: Arg
         return;
     }
     if let Some(sender) = &*SENDER.read()
-        && sender.try_send(Message::Event(Event { name, track, start, end, arg })).is_err()
+        && sender.try_send(WriterMessage::Event(TraceEvent { name, track, start, end, arg })).is_err()
     {
         DROPPED.fetch_add(1, Ordering::Relaxed);
     }
@@ -180,7 +180,7 @@ pub fn stop() {
     let sender = SENDER.write().take();
     if let Some(sender) = sender {
         // The writer may be gone after a write error; then there is nothing to end.
-        let _ = sender.send(Message::Stop);
+        let _ = sender.send(WriterMessage::Stop);
     }
     if let Some(writer) = WRITER.lock().take() {
         // A writer that panicked has lost its events; the job is more important than its timeline.
@@ -192,7 +192,7 @@ pub fn stop() {
     }
 }
 
-fn write(receiver: &Receiver<Message>, mut file: &File, rank: usize) {
+fn write(receiver: &Receiver<WriterMessage>, mut file: &File, rank: usize) {
     let mut named = HashSet::new();
     let mut lines = String::new();
     let _ = writeln!(
@@ -214,16 +214,16 @@ fn write(receiver: &Receiver<Message>, mut file: &File, rank: usize) {
         let Ok(first) = receiver.recv() else { return };
         for message in std::iter::once(first).chain(receiver.try_iter().take(256)) {
             match message {
-                Message::Event(event) => line(&mut lines, &event, rank, &mut named),
-                Message::Stop => running = false,
+                WriterMessage::Event(event) => line(&mut lines, &event, rank, &mut named),
+                WriterMessage::Stop => running = false,
             }
         }
     }
     let _ = file.write_all(lines.as_bytes());
 }
 
-fn line(lines: &mut String, event: &Event, rank: usize, named: &mut HashSet<Track>) {
-    let &Event { name, track, start, end, arg } = event;
+fn line(lines: &mut String, event: &TraceEvent, rank: usize, named: &mut HashSet<Track>) {
+    let &TraceEvent { name, track, start, end, arg } = event;
     let tid = track.id();
     if named.insert(track) {
         let _ = writeln!(
@@ -256,7 +256,7 @@ mod tests {
         let mut lines = String::from("[\n");
         let mut named = HashSet::new();
         let track = Track::Bucket { reducer: 7, bucket: 1 };
-        let event = Event { name: "reducing", track, start: 1_234_567, end: 2_000_000, arg: Some(("bytes", 64)) };
+        let event = TraceEvent { name: "reducing", track, start: 1_234_567, end: 2_000_000, arg: Some(("bytes", 64)) };
         line(&mut lines, &event, 3, &mut named);
         line(&mut lines, &event, 3, &mut named);
         let complete = lines.trim_end().trim_end_matches(',').to_owned() + "]";

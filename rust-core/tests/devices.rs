@@ -10,8 +10,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use libloading::os::unix::Library;
-use smd_core::buffer::{DType, Device, TensorView};
-use smd_core::collectives::{Communicator, ReduceOp, Request};
+use smd_core::buffer::{DType, Device, ReduceOp, TensorView};
+use smd_core::collectives::{Communicator, Request};
 use smd_core::error::Code;
 use smd_core::transport::mock::{MockOptions, MockTransport};
 use smd_core::world::{Departure, LocalStore, Monitor, Store};

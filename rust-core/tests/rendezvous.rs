@@ -7,9 +7,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use smd_core::error::Code;
-use smd_core::world::rendezvous::client::{Client, Options, Whereabouts};
+use smd_core::world::rendezvous::client::{Client, ClientOptions, RendezvousLocation};
 use smd_core::world::rendezvous::frame::{MAX_PAYLOAD, Sealer};
-use smd_core::world::rendezvous::handshake::{Answer, GREETING_BYTES, PROOF_BYTES};
+use smd_core::world::rendezvous::handshake::{ChallengeResponse, GREETING_BYTES, PROOF_BYTES};
 use smd_core::world::rendezvous::message::{Join, Welcome};
 use smd_core::world::rendezvous::{JobKey, Server, server};
 use smd_core::world::{Monitor, Store};
@@ -21,8 +21,12 @@ const LIMIT: Duration = Duration::from_secs(20);
 fn serve(size: usize) -> Server {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let key = JobKey::new(SECRET);
-    let options =
-        server::Options { key, size: Some(size), patience: Duration::ZERO, peer_timeout: Duration::from_secs(10) };
+    let options = server::ServerOptions {
+        key,
+        size: Some(size),
+        patience: Duration::ZERO,
+        peer_timeout: Duration::from_secs(10),
+    };
     Server::serve(listener, options).unwrap()
 }
 
@@ -40,8 +44,8 @@ fn join_with(
     limit: Duration,
     monitor: Arc<Monitor>,
 ) -> Result<Rank> {
-    let options = Options {
-        whereabouts: Whereabouts::At { addresses: addresses.to_vec(), key: JobKey::new(secret) },
+    let options = ClientOptions {
+        location: RendezvousLocation::At { addresses: addresses.to_vec(), key: JobKey::new(secret) },
         served_by_rank_0: true,
         deadline: Instant::now() + limit,
         peer_timeout: Duration::from_secs(10),
@@ -83,7 +87,7 @@ fn shake_hands(address: SocketAddr) -> (TcpStream, Sealer) {
     let mut greeting = [0; GREETING_BYTES];
     stream.read_exact(&mut greeting).unwrap();
     let key = JobKey::new(SECRET);
-    let answer = Answer::new(&greeting).unwrap().unwrap();
+    let answer = ChallengeResponse::new(&greeting).unwrap().unwrap();
     stream.write_all(&answer.bytes(&key)).unwrap();
     let mut proof = [0; PROOF_BYTES];
     stream.read_exact(&mut proof).unwrap();

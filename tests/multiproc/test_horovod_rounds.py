@@ -354,7 +354,7 @@ def test_sizes_are_tried_before_gradients_go_by_plan(tmp_path):
 def _cannot_have_a_reducer():
     torch, hvd, rank, _ = start()
     pair = Pair(torch, hvd)
-    making = torch.classes.smd.Making
+    making = torch.classes.smd.PendingReducer
 
     class Failing:
         def __init__(self, *arguments):
@@ -367,7 +367,7 @@ def _cannot_have_a_reducer():
             raise RuntimeError("there is no memory [smd:internal]")
 
     if rank == 1:
-        torch.classes.smd.Making = Failing
+        torch.classes.smd.PendingReducer = Failing
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(40):

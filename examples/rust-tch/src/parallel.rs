@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use smd_core::buffer::{DType, Device, TensorView};
-use smd_core::collectives::{Communicator, ReduceOp, Request};
-use smd_core::reducer::{Options, ParamSpec, Reducer};
+use smd_core::buffer::{DType, Device, ReduceOp, TensorView};
+use smd_core::collectives::{Communicator, Request};
+use smd_core::reducer::{ReducerOptions, ParamSpec, Reducer};
 use smd_core::session::Session;
 use tch::nn::VarStore;
 use tch::{Kind, Tensor};
@@ -38,7 +38,7 @@ impl Parallel {
         }
         // Nothing else may use the reducer's communicator during a backward.
         let ranks: Vec<usize> = (0..session.size()).collect();
-        let reducer = Reducer::new(session.new_group(&ranks)?, specs, Options::default())?;
+        let reducer = Reducer::new(session.new_group(&ranks)?, specs, ReducerOptions::default())?;
         Ok(Self { world, reducer, names, parameters })
     }
 

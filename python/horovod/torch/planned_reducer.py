@@ -175,7 +175,7 @@ class PlannedReducer:
             The parameters; none while the vote is open, or if it allowed the plan.
         """
         try:
-            if not self._is_open or self._ballot.verdict_so_far() in (UNKNOWN, PLANNED):
+            if not self._is_open or self._ballot.result_so_far() in (UNKNOWN, PLANNED):
                 return []
         except RuntimeError:
             # `end` tells it.
@@ -199,7 +199,7 @@ class PlannedReducer:
             HorovodInternalError: The reduction failed.
         """
         try:
-            self.vote_result = BY_NAME if self._ballot is None else self._ballot.verdict()
+            self.vote_result = BY_NAME if self._ballot is None else self._ballot.result()
             if self.vote_result == PLANNED:
                 late = self._reducer.missing()
                 for index in late:
@@ -244,7 +244,7 @@ class PlannedReducer:
         ranks = torch.ops.smd.process_set_members(self._process_set.process_set_id)
         names = [self._names[each] for each in self._planned]
         sizes = _core.bucket_sizes(bucket_bytes(None))
-        self._making = torch.classes.smd.Making(
+        self._making = torch.classes.smd.PendingReducer(
             self._ballot.token(), self._planned, names, ranks, sizes, settings, self._order
         )
 

@@ -12,11 +12,11 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::files::{put, sync_folder};
-use super::manifest::{FileEntry, Kind, Manifest};
+use super::manifest::{CheckpointKind, FileEntry, Manifest};
 use super::mark::sum;
 use super::recover::{prepare, settle_and_remove};
 use super::status::{self, Status, StatusFile};
-use super::write::Note;
+use super::write::WrittenFiles;
 use super::{commit, damaged, failed, place};
 use crate::error::{Error, Limit, Result};
 
@@ -31,13 +31,13 @@ const LOOKS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_mi
 
 /// What an attempt saves, and who takes part in it. All ranks have the same, but for `rank`.
 #[derive(Clone, Debug)]
-pub struct Setting {
+pub struct SaveSpec {
     /// Where checkpoints are.
     pub directory: PathBuf,
     /// The checkpoint's name.
     pub tag: String,
     /// What it consists of.
-    pub kind: Kind,
+    pub kind: CheckpointKind,
     /// The attempt's number, which no two saves share (CKPT-2).
     pub number: u64,
     /// This rank.
@@ -50,7 +50,7 @@ pub struct Setting {
     pub exchange: bool,
 }
 
-impl Setting {
+impl SaveSpec {
     /// The attempt's folder.
     pub(super) fn folder(&self) -> PathBuf {
         self.directory.join(format!(".{}.{:016x}{ENDING}", self.tag, self.number))
@@ -64,14 +64,14 @@ impl Setting {
 
 /// A folder of an attempt, and what its name says.
 #[derive(Debug)]
-pub(super) struct Found {
+pub(super) struct AttemptFolder {
     pub(super) folder: PathBuf,
     pub(super) tag: String,
     pub(super) number: u64,
 }
 
 /// The attempts in `directory`, by their names.
-pub(super) fn folders(directory: &Path) -> Vec<Found> {
+pub(super) fn folders(directory: &Path) -> Vec<AttemptFolder> {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     entries
         .filter_map(|entry| {
@@ -80,27 +80,27 @@ pub(super) fn folders(directory: &Path) -> Vec<Found> {
             let is_number = number.len() == 16 && number.bytes().all(|byte| byte.is_ascii_hexdigit());
             let number = u64::from_str_radix(number, 16).ok().filter(|_| is_number)?;
             let is_ours = place::check_tag(tag).is_ok() && entry.file_type().is_ok_and(|kind| kind.is_dir());
-            is_ours.then(|| Found { folder: entry.path(), tag: tag.to_owned(), number })
+            is_ours.then(|| AttemptFolder { folder: entry.path(), tag: tag.to_owned(), number })
         })
         .collect()
 }
 
 /// This rank's part in an attempt. See the module's text.
 #[derive(Debug)]
-pub struct Attempt {
-    setting: Setting,
+pub struct SaveAttempt {
+    setting: SaveSpec,
     folder: PathBuf,
     status: StatusFile,
 }
 
-impl Attempt {
+impl SaveAttempt {
     /// Rank 0 looks whether the checkpoint may get its name, takes away what broken attempts have left, and makes the folder; the others
     /// wait for that, and join.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if something that a save does not replace lies in the checkpoint's place; [`Error::Timeout`] if rank 0 does not
     /// make the folder in time; or `look`'s.
-    pub fn open(setting: Setting, timeout: Duration, look: &mut dyn FnMut() -> Result<()>) -> Result<Self> {
+    pub fn open(setting: SaveSpec, timeout: Duration, look: &mut dyn FnMut() -> Result<()>) -> Result<Self> {
         let folder = setting.folder();
         if setting.rank > 0 {
             place::check_tag(&setting.tag)?;
@@ -133,7 +133,7 @@ impl Attempt {
     }
 
     /// What it saves.
-    pub fn setting(&self) -> &Setting {
+    pub fn setting(&self) -> &SaveSpec {
         &self.setting
     }
 
@@ -148,18 +148,18 @@ impl Attempt {
     }
 
     /// Tells rank 0 what this rank has written.
-    pub(super) fn report(&self, note: &Note) -> Result<()> {
+    pub(super) fn report(&self, note: &WrittenFiles) -> Result<()> {
         let text = serde_json::to_vec(note).expect("names and numbers are JSON");
         put(&self.folder, &self.folder, &note_name(self.setting.rank), &text, self.setting.durable)?;
         self.status.set(&Status::Written)
     }
 
-    /// As [`Attempt::report`], of files that the caller wrote into [`Attempt::data`].
+    /// As [`SaveAttempt::report`], of files that the caller wrote into [`SaveAttempt::data`].
     ///
     /// # Errors
     /// If one of them cannot be read.
     pub fn report_files(&self, names: &[String]) -> Result<()> {
-        let mut note = Note::default();
+        let mut note = WrittenFiles::default();
         for name in names {
             let path = self.data().join(name);
             let file = File::open(&path).map_err(failed("opening", &path))?;
@@ -178,11 +178,13 @@ impl Attempt {
     /// # Errors
     /// If a report is missing, or the folder cannot get its name: what was there before then stays.
     pub fn commit(&self, step: Option<u64>, keep: Option<usize>) -> Result<()> {
-        let Setting { directory, kind, .. } = &self.setting;
+        let SaveSpec { directory, kind, .. } = &self.setting;
         match kind {
-            Kind::Full => return commit::commit_full(self),
-            Kind::Tensorflow => return Err(Error::InvalidArgument("TensorFlow names its files itself".into())),
-            Kind::Sharded | Kind::Partial => {}
+            CheckpointKind::Full => return commit::commit_full(self),
+            CheckpointKind::Tensorflow => {
+                return Err(Error::InvalidArgument("TensorFlow names its files itself".into()));
+            }
+            CheckpointKind::Sharded | CheckpointKind::Partial => {}
         }
         let notes = (0..self.setting.world).map(|rank| self.note(rank)).collect::<Result<Vec<_>>>()?;
         let step = match step {
@@ -208,14 +210,14 @@ impl Attempt {
         }
     }
 
-    fn note(&self, rank: usize) -> Result<Note> {
+    fn note(&self, rank: usize) -> Result<WrittenFiles> {
         let path = self.folder.join(note_name(rank));
         let bytes = fs::read(&path).map_err(failed("reading", &path))?;
         serde_json::from_slice(&bytes).map_err(|error| damaged(&path, error.to_string()))
     }
 
     /// Rank 0: waits until all ranks have reported, and returns what.
-    pub(super) fn gather(&self, timeout: Duration, look: &mut dyn FnMut() -> Result<()>) -> Result<Vec<Note>> {
+    pub(super) fn gather(&self, timeout: Duration, look: &mut dyn FnMut() -> Result<()>) -> Result<Vec<WrittenFiles>> {
         let world = self.setting.world;
         let (mut missing, mut seen) = ((0..world).collect::<Vec<_>>(), vec![false; world]);
         let mut ready = || {
@@ -307,7 +309,7 @@ impl Attempt {
             self.status.remove();
         }
         if status::all(&self.folder).iter().all(|path| path.ends_with("rank-00000.status")) {
-            let Setting { directory, tag, number, .. } = &self.setting;
+            let SaveSpec { directory, tag, number, .. } = &self.setting;
             let _ = settle_and_remove(directory, tag, *number, &self.folder);
         }
     }
@@ -321,11 +323,11 @@ impl Attempt {
     }
 }
 
-/// As [`Attempt::discard`].
+/// As [`SaveAttempt::discard`].
 ///
 /// # Errors
 /// As there.
-pub(super) fn discard(setting: &Setting) -> Result<()> {
+pub(super) fn discard(setting: &SaveSpec) -> Result<()> {
     if setting.rank > 0 {
         return Ok(());
     }

@@ -3,19 +3,19 @@
 use std::fs;
 use std::path::Path;
 
-use super::attempt::{Attempt, OLD, Setting, sync_if};
+use super::attempt::{OLD, SaveAttempt, SaveSpec, sync_if};
 use super::files::{exchange, move_to_free, put};
 use super::manifest::Manifest;
-use super::mark::{Mark, Role};
+use super::mark::{FileRole, Mark};
 use super::place::{self, NEWEST, content_name, list, look};
 use super::recover::{is_whole_and_ours, remove_checkpoint};
-use super::write::Note;
+use super::write::WrittenFiles;
 use super::{MANIFEST, failed};
 use crate::error::{Error, Result};
 
 /// Puts the notes of all ranks together and gives the folder its name (CKPT-1).
-pub(super) fn commit(attempt: &Attempt, mut manifest: Manifest, notes: Vec<Note>) -> Result<()> {
-    let Setting { directory, tag, durable, .. } = attempt.setting();
+pub(super) fn commit(attempt: &SaveAttempt, mut manifest: Manifest, notes: Vec<WrittenFiles>) -> Result<()> {
+    let SaveSpec { directory, tag, durable, .. } = attempt.setting();
     for note in notes {
         let first = manifest.files.len();
         manifest.files.extend(note.files);
@@ -58,8 +58,8 @@ pub(super) fn commit(attempt: &Attempt, mut manifest: Manifest, notes: Vec<Note>
 }
 
 /// Gives the folder `data` the name `place`; what was there is in the attempt's folder then.
-fn take_place(attempt: &Attempt, data: &Path, place: &Path) -> Result<()> {
-    let Setting { directory, tag, durable, exchange: may_exchange, .. } = attempt.setting();
+fn take_place(attempt: &SaveAttempt, data: &Path, place: &Path) -> Result<()> {
+    let SaveSpec { directory, tag, durable, exchange: may_exchange, .. } = attempt.setting();
     if look(place)?.is_none() {
         move_to_free(data, place)?;
     } else if !*may_exchange || !exchange(data, place)? {
@@ -86,19 +86,19 @@ fn make_old(old: &Path) -> Result<()> {
 
 /// Gives the files of a full checkpoint their names. The content's comes first and the model's is the end: until then, the old content is
 /// kept, and belongs to the old model's file by the attempt that both name.
-pub(super) fn commit_full(attempt: &Attempt) -> Result<()> {
-    let Setting { directory, tag, kind, number, durable, .. } = attempt.setting();
+pub(super) fn commit_full(attempt: &SaveAttempt) -> Result<()> {
+    let SaveSpec { directory, tag, kind, number, durable, .. } = attempt.setting();
     let (data, old) = (attempt.data(), attempt.folder().join(OLD));
     let (model, content) = (data.join("model"), data.join("user_content"));
     let (model_place, content_place) = (directory.join(tag), directory.join(content_name(tag)));
     let has_model = look(&model)?.is_some();
     if has_model {
-        Mark::put(&model, Role::Model, *number, *durable)?;
+        Mark::put(&model, FileRole::Model, *number, *durable)?;
     }
     if look(&content)?.is_some() {
         // Without a model's file of its own, it belongs to the one that is there.
         let belongs = if has_model { None } else { place::attempt_of(&model_place) };
-        Mark::put(&content, Role::UserContent, belongs.unwrap_or(*number), *durable)?;
+        Mark::put(&content, FileRole::UserContent, belongs.unwrap_or(*number), *durable)?;
     }
     sync_if(*durable, &data)?;
     place::check(directory, tag, *kind)?;
@@ -115,8 +115,8 @@ pub(super) fn commit_full(attempt: &Attempt) -> Result<()> {
 }
 
 /// Removes the checkpoints of the lowest steps but `keep`, never the one that was just saved, nor one in whose folder something else lies.
-pub(super) fn retain(attempt: &Attempt, keep: usize) -> Result<()> {
-    let Setting { directory, tag, kind, .. } = attempt.setting();
+pub(super) fn retain(attempt: &SaveAttempt, keep: usize) -> Result<()> {
+    let SaveSpec { directory, tag, kind, .. } = attempt.setting();
     let mut others: Vec<(u64, String)> =
         list(directory, *kind)?.into_iter().filter(|(_, other)| other != tag).collect();
     others.truncate((others.len() + 1).saturating_sub(keep.max(1)));

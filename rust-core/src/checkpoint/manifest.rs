@@ -75,7 +75,7 @@ impl fmt::Display for StoredDType {
 /// What a checkpoint consists of. A save replaces and removes checkpoints of its own kind only.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Kind {
+pub enum CheckpointKind {
     /// A folder of safetensors shards.
     #[default]
     Sharded,
@@ -87,7 +87,7 @@ pub enum Kind {
     Tensorflow,
 }
 
-impl Kind {
+impl CheckpointKind {
     /// The kind with this name.
     pub fn named(name: &str) -> Option<Self> {
         [Self::Sharded, Self::Partial, Self::Full, Self::Tensorflow].into_iter().find(|kind| kind.name() == name)
@@ -104,7 +104,7 @@ impl Kind {
     }
 }
 
-impl fmt::Display for Kind {
+impl fmt::Display for CheckpointKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
@@ -169,7 +169,7 @@ pub struct Manifest {
     pub format: String,
     /// What the checkpoint consists of.
     #[serde(default)]
-    pub kind: Kind,
+    pub kind: CheckpointKind,
     /// Number of the training step.
     pub step: u64,
     /// Which attempt to save wrote it.

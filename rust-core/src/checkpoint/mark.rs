@@ -22,7 +22,7 @@ const BLOCK_BYTES: usize = 1 << 20;
 /// What a file is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum Role {
+pub(super) enum FileRole {
     /// The state of a whole model.
     Model,
     /// What the script saved beside it.
@@ -35,7 +35,7 @@ pub(super) struct Mark {
     /// [`Mark::FORMAT`].
     format: String,
     /// What the file is.
-    pub(super) role: Role,
+    pub(super) role: FileRole,
     /// The attempt that wrote the model's file; the content's file names the same one.
     pub(super) attempt: u64,
     /// Bytes before the mark, and their checksum.
@@ -50,7 +50,7 @@ impl Mark {
     ///
     /// # Errors
     /// If it is no zip archive, has a comment already, or cannot be written.
-    pub(super) fn put(path: &Path, role: Role, attempt: u64, durable: bool) -> Result<()> {
+    pub(super) fn put(path: &Path, role: FileRole, attempt: u64, durable: bool) -> Result<()> {
         let file = OpenOptions::new().read(true).write(true).open(path).map_err(failed("opening", path))?;
         let bytes = file.metadata().map_err(failed("reading", path))?.len();
         let mut record = [0; RECORD_BYTES];

@@ -6,7 +6,7 @@ use std::path::Path;
 use super::manifest::TensorEntry;
 use super::read::{Checkpoint, Target};
 use super::slices::Slice;
-use super::write::{FileWriter, Source};
+use super::write::{FileWriter, SourceSlice};
 use crate::error::{Error, Result};
 
 /// Reads rows of tensors of at most so many bytes at a time.
@@ -37,9 +37,9 @@ pub fn merge(checkpoint: &Checkpoint, prefix: &str, out: &Path, threads: usize) 
             named.push((alias.to_owned(), tensor));
         }
     }
-    let sources: Vec<Source> = named
+    let sources: Vec<SourceSlice> = named
         .iter()
-        .map(|(name, tensor)| Source {
+        .map(|(name, tensor)| SourceSlice {
             name: name.clone(),
             dtype: tensor.dtype,
             shape: tensor.shape.clone(),

@@ -37,15 +37,15 @@ mod status;
 mod tests;
 mod write;
 
-pub use attempt::{Attempt, Setting};
-pub use manifest::{FileEntry, Kind, Manifest, Piece, StoredDType, TensorEntry};
+pub use attempt::{SaveAttempt, SaveSpec};
+pub use manifest::{CheckpointKind, FileEntry, Manifest, Piece, StoredDType, TensorEntry};
 pub use merge::{describe, merge};
 pub use place::{check_tag, content_of, list, locate, newest};
 pub use read::{Checkpoint, Target, verify_file};
 pub use recover::{clean, prepare};
-pub use save::{Options, Saver};
+pub use save::{SaveOptions, Saver};
 pub use slices::Slice;
-pub use write::{Job, Source};
+pub use write::{RankSave, SourceSlice};
 
 /// A checksum is of this many bytes of a tensor, the last one of a piece of fewer.
 pub const CHUNK_BYTES: u64 = 4 << 20;

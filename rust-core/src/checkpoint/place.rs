@@ -5,8 +5,8 @@ use std::fs::{self, Metadata};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use super::manifest::{Kind, Manifest};
-use super::mark::{Mark, Role};
+use super::manifest::{CheckpointKind, Manifest};
+use super::mark::{FileRole, Mark};
 use super::{MANIFEST, attempt, damaged, failed};
 use crate::error::{Error, Result};
 
@@ -48,19 +48,19 @@ pub(super) fn content_name(tag: &str) -> String {
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] naming what is there, and [`Error::Io`] if it cannot be read.
-pub(super) fn check(directory: &Path, tag: &str, kind: Kind) -> Result<()> {
+pub(super) fn check(directory: &Path, tag: &str, kind: CheckpointKind) -> Result<()> {
     check_tag(tag)?;
     if let Some(found) = look(directory)?.filter(|found| !found.is_dir() && !found.is_symlink()) {
         let what = if found.is_file() { "a file" } else { "no folder" };
         return Err(Error::InvalidArgument(format!("`{}` is {what}: expected a folder", directory.display())));
     }
     let place = directory.join(tag);
-    if kind == Kind::Tensorflow {
+    if kind == CheckpointKind::Tensorflow {
         return Ok(());
     }
-    if kind == Kind::Full {
-        check_file(&place, Role::Model)?;
-        return check_file(&directory.join(content_name(tag)), Role::UserContent);
+    if kind == CheckpointKind::Full {
+        check_file(&place, FileRole::Model)?;
+        return check_file(&directory.join(content_name(tag)), FileRole::UserContent);
     }
     check_newest(&directory.join(NEWEST))?;
     let Some(found) = look(&place)? else { return Ok(()) };
@@ -71,13 +71,13 @@ pub(super) fn check(directory: &Path, tag: &str, kind: Kind) -> Result<()> {
     if manifest.kind != kind {
         return Err(foreign(&place, &format!("is a {} checkpoint", manifest.kind)));
     }
-    match stranger(&place, &manifest)? {
+    match foreign_file(&place, &manifest)? {
         Some(name) => Err(foreign(&place, &format!("holds `{name}`, which is no part of the checkpoint"))),
         None => Ok(()),
     }
 }
 
-fn check_file(path: &Path, role: Role) -> Result<()> {
+fn check_file(path: &Path, role: FileRole) -> Result<()> {
     match look(path)? {
         None => Ok(()),
         Some(found) if found.is_symlink() => Err(foreign(path, "is a symbolic link")),
@@ -128,7 +128,7 @@ fn own_manifest(place: &Path) -> Result<Manifest> {
 }
 
 /// A name in a checkpoint's folder that its manifest does not list.
-pub(super) fn stranger(place: &Path, manifest: &Manifest) -> Result<Option<String>> {
+pub(super) fn foreign_file(place: &Path, manifest: &Manifest) -> Result<Option<String>> {
     let known: HashSet<&str> = manifest.files.iter().map(|file| file.name.as_str()).chain([MANIFEST]).collect();
     for entry in fs::read_dir(place).map_err(failed("reading", place))? {
         let name = entry.map_err(failed("reading", place))?.file_name().to_string_lossy().into_owned();
@@ -183,7 +183,7 @@ pub fn content_of(directory: &Path, tag: &str) -> Option<PathBuf> {
 ///
 /// # Errors
 /// If the directory cannot be read.
-pub fn list(directory: &Path, kind: Kind) -> Result<Vec<(u64, String)>> {
+pub fn list(directory: &Path, kind: CheckpointKind) -> Result<Vec<(u64, String)>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(directory).map_err(failed("reading", directory))? {
         let entry = entry.map_err(failed("reading", directory))?;
@@ -208,7 +208,8 @@ pub fn newest(directory: &Path) -> Result<Option<String>> {
     if let Ok(text) = fs::read_to_string(directory.join(NEWEST)) {
         let tag = text.trim();
         // One that is damaged is still the newest: whoever loads it is told.
-        let is_other = || manifest_of(&locate(directory, tag)).is_some_and(|manifest| manifest.kind != Kind::Sharded);
+        let is_other =
+            || manifest_of(&locate(directory, tag)).is_some_and(|manifest| manifest.kind != CheckpointKind::Sharded);
         if check_tag(tag).is_ok() && locate(directory, tag).join(MANIFEST).exists() && !is_other() {
             return Ok(Some(tag.to_owned()));
         }
@@ -216,7 +217,7 @@ pub fn newest(directory: &Path) -> Result<Option<String>> {
     if look(directory)?.is_none() {
         return Ok(None);
     }
-    Ok(list(directory, Kind::Sharded)?.pop().map(|(_, tag)| tag))
+    Ok(list(directory, CheckpointKind::Sharded)?.pop().map(|(_, tag)| tag))
 }
 
 /// As [`newest`].

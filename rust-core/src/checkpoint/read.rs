@@ -7,10 +7,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 
-use super::manifest::{Kind, Manifest, Piece, TensorEntry};
+use super::manifest::{CheckpointKind, Manifest, Piece, TensorEntry};
 use super::mark::{Mark, sum};
 use super::place::{check_tag, locate, required_newest};
-use super::slices::{Run, Slice};
+use super::slices::{ContiguousBytes, Slice};
 use super::{CHUNK_BYTES, MANIFEST, damaged, failed};
 use crate::error::{Error, Result};
 
@@ -46,7 +46,7 @@ struct Read<'a> {
     piece: &'a Piece,
     chunk: u64,
     /// In offsets of the piece; none if it is only to be verified.
-    runs: &'a [Run],
+    runs: &'a [ContiguousBytes],
     address: usize,
 }
 
@@ -152,7 +152,7 @@ impl Checkpoint {
     }
 
     /// What it consists of.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> CheckpointKind {
         self.manifest.kind
     }
 

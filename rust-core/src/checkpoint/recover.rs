@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use super::attempt::{self, DATA, OLD};
 use super::files::{make_folders, move_to_free};
-use super::manifest::Kind;
-use super::place::{attempt_of, content_name, look, manifest_of, stranger};
+use super::manifest::CheckpointKind;
+use super::place::{attempt_of, content_name, foreign_file, look, manifest_of};
 use super::{MANIFEST, failed, status};
 use crate::error::{Error, Result};
 
@@ -135,9 +135,9 @@ pub(super) fn remove_checkpoint(place: &Path) -> Result<()> {
 }
 
 /// Whether the folder at `place` may be retired: a checkpoint of this kind, with nothing else in it.
-pub(super) fn is_whole_and_ours(place: &Path, kind: Kind) -> Result<bool, Error> {
+pub(super) fn is_whole_and_ours(place: &Path, kind: CheckpointKind) -> Result<bool, Error> {
     match manifest_of(place).filter(|manifest| manifest.kind == kind) {
-        Some(manifest) => Ok(stranger(place, &manifest)?.is_none()),
+        Some(manifest) => Ok(foreign_file(place, &manifest)?.is_none()),
         None => Ok(false),
     }
 }

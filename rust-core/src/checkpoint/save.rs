@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-use super::attempt::{self, Attempt, Setting};
+use super::attempt::{self, SaveAttempt, SaveSpec};
 use super::commit::{commit, retain};
-use super::manifest::Kind;
+use super::manifest::CheckpointKind;
 use super::staging::Staging;
-use super::write::{Job, write};
+use super::write::{RankSave, write};
 use crate::error::{Error, Result};
 
 /// How long a caller sleeps between two looks at a save under way.
@@ -18,7 +18,7 @@ const LOOK: Duration = Duration::from_millis(50);
 
 /// What all saves of a [`Saver`] have in common.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct SaveOptions {
     /// Where checkpoints are.
     pub directory: PathBuf,
     /// This rank.
@@ -50,17 +50,17 @@ struct Content {
 /// See the module's text. One save is under way at a time.
 #[derive(Debug)]
 pub struct Saver {
-    options: Options,
+    options: SaveOptions,
     staging: Arc<Mutex<Staging>>,
-    outcome: Arc<Outcome>,
+    outcome: Arc<SaveOutcome>,
     /// The attempt that [`Saver::open`] has begun.
-    opened: Mutex<Option<Attempt>>,
+    opened: Mutex<Option<SaveAttempt>>,
     /// The attempt that was begun last.
-    last: Mutex<Option<Setting>>,
+    last: Mutex<Option<SaveSpec>>,
 }
 
 #[derive(Debug, Default)]
-struct Outcome {
+struct SaveOutcome {
     /// Whether a thread writes.
     busy: Mutex<bool>,
     done: Condvar,
@@ -69,7 +69,7 @@ struct Outcome {
 
 impl Saver {
     /// For saves with these options.
-    pub fn new(options: Options) -> Self {
+    pub fn new(options: SaveOptions) -> Self {
         Self {
             options,
             staging: Arc::default(),
@@ -83,16 +83,17 @@ impl Saver {
     /// others wait for it. [`Saver::save`] of the same `tag` and `attempt` goes on.
     ///
     /// # Errors
-    /// As [`Attempt::open`]; or what went wrong in the save before that nobody waited for.
+    /// As [`SaveAttempt::open`]; or what went wrong in the save before that nobody waited for.
     pub fn open(&self, tag: &str, attempt: u64, look: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         self.wait(look)?;
-        let Options { directory, rank, world, durable, exchange, timeout, .. } = self.options.clone();
-        let kind = Kind::Sharded;
-        let setting = Setting { directory, tag: tag.to_owned(), kind, number: attempt, rank, world, durable, exchange };
+        let SaveOptions { directory, rank, world, durable, exchange, timeout, .. } = self.options.clone();
+        let kind = CheckpointKind::Sharded;
+        let setting =
+            SaveSpec { directory, tag: tag.to_owned(), kind, number: attempt, rank, world, durable, exchange };
         // Its lock goes first.
         *self.opened.lock() = None;
         *self.last.lock() = Some(setting.clone());
-        *self.opened.lock() = Some(Attempt::open(setting, timeout, look)?);
+        *self.opened.lock() = Some(SaveAttempt::open(setting, timeout, look)?);
         Ok(())
     }
 
@@ -113,11 +114,11 @@ impl Saver {
         attempt: u64,
         layout: serde_json::Value,
         content: serde_json::Value,
-        mut job: Job,
+        mut job: RankSave,
         asynchronous: bool,
         look: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()> {
-        let begun = |found: &Option<Attempt>| {
+        let begun = |found: &Option<SaveAttempt>| {
             found.as_ref().is_some_and(|found| found.setting().tag == tag && found.setting().number == attempt)
         };
         if !begun(&self.opened.lock()) {
@@ -186,10 +187,10 @@ impl Saver {
 }
 
 fn run(
-    options: &Options,
-    attempt: Attempt,
+    options: &SaveOptions,
+    attempt: SaveAttempt,
     content: Content,
-    job: &Job,
+    job: &RankSave,
     look: &mut dyn FnMut() -> Result<()>,
 ) -> Result<()> {
     let result = write(&attempt.data(), options.rank, &job.sources, options.threads, options.durable)
@@ -206,7 +207,12 @@ fn run(
 }
 
 /// Rank 0: when all have reported, the checkpoint gets its name.
-fn finish(options: &Options, attempt: &Attempt, content: Content, look: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+fn finish(
+    options: &SaveOptions,
+    attempt: &SaveAttempt,
+    content: Content,
+    look: &mut dyn FnMut() -> Result<()>,
+) -> Result<()> {
     let notes = attempt.gather(options.timeout, look)?;
     commit(attempt, attempt.manifest(content.step, content.layout, content.content), notes)?;
     if let Some(keep) = options.keep {

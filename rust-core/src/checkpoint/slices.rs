@@ -11,7 +11,7 @@ pub struct Slice {
 
 /// Bytes that lie in a row in both boxes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Run {
+pub(super) struct ContiguousBytes {
     /// Offset in the first box.
     pub(super) from: u64,
     /// Offset in the second.
@@ -55,7 +55,7 @@ impl Slice {
 
     /// The bytes that `self` and `other` have in common, each box stored by itself, last index fastest; in the order in
     /// which they lie in `self`.
-    pub(super) fn runs(&self, other: &Self, element: u64) -> Vec<Run> {
+    pub(super) fn runs(&self, other: &Self, element: u64) -> Vec<ContiguousBytes> {
         let Some(common) = self.intersection(other) else { return Vec::new() };
         let rank = common.shape.len();
         // Trailing dimensions that are whole in both boxes run on into the dimension before them.
@@ -75,7 +75,7 @@ impl Slice {
         let mut index = vec![0; rank];
         let mut runs = Vec::new();
         loop {
-            runs.push(Run { from: offset(self, &index), to: offset(other, &index), bytes: length });
+            runs.push(ContiguousBytes { from: offset(self, &index), to: offset(other, &index), bytes: length });
             // The next row, as an odometer counts.
             let Some(at) = (0..row).rev().find(|&at| index[at] + 1 < common.shape[at]) else { return runs };
             index[at] += 1;

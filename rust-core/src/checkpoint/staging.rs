@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use memmap2::{MmapMut, MmapOptions};
 
-use super::write::Source;
-use crate::collectives::kernels::copy::stream;
+use super::write::SourceSlice;
 use crate::error::{Error, Result};
+use crate::streaming_copy::stream;
 
 /// What one thread copies at a time.
 const PART_BYTES: usize = 8 << 20;
@@ -50,8 +50,8 @@ impl Staging {
     ///
     /// # Safety
     /// The sources' memory is readable, and written by nobody meanwhile. The copies are valid until the next call.
-    pub(super) unsafe fn take(&mut self, sources: &mut [Source], threads: usize) -> Result<usize> {
-        let mut sources: Vec<&mut Source> = sources.iter_mut().filter(|source| !source.held).collect();
+    pub(super) unsafe fn take(&mut self, sources: &mut [SourceSlice], threads: usize) -> Result<usize> {
+        let mut sources: Vec<&mut SourceSlice> = sources.iter_mut().filter(|source| !source.held).collect();
         let mut end = 0;
         let places: Vec<usize> = sources
             .iter()

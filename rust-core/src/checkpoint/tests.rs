@@ -15,9 +15,9 @@ mod destroys_nothing;
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
 /// A folder that goes with its test.
-struct Folder(PathBuf);
+struct TestFolder(PathBuf);
 
-impl Folder {
+impl TestFolder {
     fn new() -> Self {
         let name = format!("smd-checkpoint-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let path = std::env::temp_dir().join(name);
@@ -26,7 +26,7 @@ impl Folder {
     }
 }
 
-impl Drop for Folder {
+impl Drop for TestFolder {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);
     }
@@ -34,22 +34,22 @@ impl Drop for Folder {
 
 /// A tensor whose bytes say where they belong.
 #[derive(Clone, Debug)]
-struct Tensor {
+struct TestTensor {
     name: String,
     dtype: StoredDType,
     shape: Vec<u64>,
     bytes: Vec<u8>,
 }
 
-fn tensor(name: &str, dtype: &str, shape: &[u64]) -> Tensor {
+fn tensor(name: &str, dtype: &str, shape: &[u64]) -> TestTensor {
     let dtype = StoredDType::named(dtype).unwrap();
     let count = shape.iter().product::<u64>() * dtype.bytes();
     let seed = crc32fast::hash(name.as_bytes()) as u64;
     let bytes = (0..count).map(|at| ((at * 2_654_435_761 + seed) >> 7) as u8).collect();
-    Tensor { name: name.into(), dtype, shape: shape.to_vec(), bytes }
+    TestTensor { name: name.into(), dtype, shape: shape.to_vec(), bytes }
 }
 
-impl Tensor {
+impl TestTensor {
     /// The bytes of a slice, the slow and obvious way.
     fn cut(&self, slice: &Slice) -> Vec<u8> {
         let size = self.dtype.bytes();
@@ -68,18 +68,18 @@ impl Tensor {
 }
 
 /// What a rank holds: slices with their bytes.
-type Held = Vec<(Tensor, Slice, Vec<u8>)>;
+type HeldSlices = Vec<(TestTensor, Slice, Vec<u8>)>;
 
-fn held(parts: &[(&Tensor, Slice)]) -> Held {
+fn held(parts: &[(&TestTensor, Slice)]) -> HeldSlices {
     parts.iter().map(|(tensor, slice)| ((*tensor).clone(), slice.clone(), tensor.cut(slice))).collect()
 }
 
-fn whole(tensors: &[Tensor]) -> Held {
+fn whole(tensors: &[TestTensor]) -> HeldSlices {
     held(&tensors.iter().map(|tensor| (tensor, Slice::whole(&tensor.shape))).collect::<Vec<_>>())
 }
 
-fn options(folder: &Path, rank: usize, world: usize) -> Options {
-    Options {
+fn options(folder: &Path, rank: usize, world: usize) -> SaveOptions {
+    SaveOptions {
         directory: folder.to_owned(),
         rank,
         world,
@@ -92,8 +92,8 @@ fn options(folder: &Path, rank: usize, world: usize) -> Options {
     }
 }
 
-fn job(held: &Held) -> Job {
-    let source = |(tensor, slice, bytes): &(Tensor, Slice, Vec<u8>)| Source {
+fn job(held: &HeldSlices) -> RankSave {
+    let source = |(tensor, slice, bytes): &(TestTensor, Slice, Vec<u8>)| SourceSlice {
         name: tensor.name.clone(),
         dtype: tensor.dtype,
         shape: tensor.shape.clone(),
@@ -101,16 +101,16 @@ fn job(held: &Held) -> Job {
         address: bytes.as_ptr(),
         held: false,
     };
-    Job { sources: held.iter().map(source).collect(), owner: None }
+    RankSave { sources: held.iter().map(source).collect(), owner: None }
 }
 
-fn save_one(saver: &Saver, tag: &str, step: u64, attempt: u64, held: &Held, asynchronous: bool) -> Result<()> {
+fn save_one(saver: &Saver, tag: &str, step: u64, attempt: u64, held: &HeldSlices, asynchronous: bool) -> Result<()> {
     // SAFETY: the vectors live until the call returns.
     unsafe { saver.save(tag, step, attempt, "layout".into(), step.into(), job(held), asynchronous, &mut || Ok(())) }
 }
 
 /// All ranks save, as threads.
-fn save(folder: &Path, tag: &str, step: u64, ranks: &[Held]) -> Result<()> {
+fn save(folder: &Path, tag: &str, step: u64, ranks: &[HeldSlices]) -> Result<()> {
     let attempt = NEXT.fetch_add(1, Ordering::Relaxed);
     let results: Vec<Result<()>> = std::thread::scope(|scope| {
         let threads: Vec<_> = ranks
@@ -134,7 +134,7 @@ fn names(folder: &Path) -> Vec<String> {
     names
 }
 
-fn read(checkpoint: &Checkpoint, tensor: &Tensor, slice: &Slice) -> Result<Vec<u8>> {
+fn read(checkpoint: &Checkpoint, tensor: &TestTensor, slice: &Slice) -> Result<Vec<u8>> {
     let bytes = slice.elems().unwrap() * tensor.dtype.bytes();
     let mut memory = vec![0; bytes as usize];
     let target = Target { name: tensor.name.clone(), slice: slice.clone(), address: memory.as_mut_ptr(), bytes };
@@ -143,7 +143,7 @@ fn read(checkpoint: &Checkpoint, tensor: &Tensor, slice: &Slice) -> Result<Vec<u
     Ok(memory)
 }
 
-fn check(folder: &Path, tag: Option<&str>, tensors: &[Tensor]) {
+fn check(folder: &Path, tag: Option<&str>, tensors: &[TestTensor]) {
     let checkpoint = Checkpoint::open(folder, tag).unwrap();
     checkpoint.verify(2).unwrap();
     assert_eq!(checkpoint.manifest().tensors.len(), tensors.len());
@@ -153,7 +153,7 @@ fn check(folder: &Path, tag: Option<&str>, tensors: &[Tensor]) {
     }
 }
 
-fn model() -> Vec<Tensor> {
+fn model() -> Vec<TestTensor> {
     vec![
         tensor("bias", "BF16", &[7]),
         // More than two chunks.
@@ -166,7 +166,7 @@ fn model() -> Vec<Tensor> {
 }
 
 /// `parts` slices along a dimension.
-fn split(tensor: &Tensor, dimension: usize, parts: u64) -> Vec<Slice> {
+fn split(tensor: &TestTensor, dimension: usize, parts: u64) -> Vec<Slice> {
     let mut all = Vec::new();
     for part in 0..parts {
         let mut slice = Slice::whole(&tensor.shape);
@@ -179,13 +179,13 @@ fn split(tensor: &Tensor, dimension: usize, parts: u64) -> Vec<Slice> {
 
 #[test]
 fn layouts_load_into_each_other() {
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     let tensors = model();
     let large = &tensors[1];
     // One rank; two with half of the tensors each; three with a third of the columns of the largest.
-    let others: Vec<Tensor> = tensors.iter().filter(|tensor| tensor.name != "embedding").cloned().collect();
+    let others: Vec<TestTensor> = tensors.iter().filter(|tensor| tensor.name != "embedding").cloned().collect();
     let columns = split(large, 1, 3);
-    let mut sharded: Vec<Held> = columns.iter().map(|slice| held(&[(large, slice.clone())])).collect();
+    let mut sharded: Vec<HeldSlices> = columns.iter().map(|slice| held(&[(large, slice.clone())])).collect();
     sharded[1].extend(whole(&others));
     for (step, ranks) in
         [vec![whole(&tensors)], vec![whole(&tensors[..2]), whole(&tensors[2..])], sharded].iter().enumerate()
@@ -200,12 +200,12 @@ fn layouts_load_into_each_other() {
             }
         }
     }
-    assert_eq!(list(&folder.0, Kind::Sharded).unwrap().len(), 3);
+    assert_eq!(list(&folder.0, CheckpointKind::Sharded).unwrap().len(), 3);
 }
 
 #[test]
 fn a_whole_model_is_one_safetensors_file() {
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     let tensors = model();
     let large = &tensors[1];
     let rows = split(large, 0, 2);
@@ -227,8 +227,8 @@ fn a_whole_model_is_one_safetensors_file() {
 #[test]
 fn damage_is_found_and_named_and_the_previous_checkpoint_stays() {
     let tensors = model();
-    type Harm<'a> = &'a dyn Fn(&Path);
-    let damage: [(&str, Harm<'_>, &str); 5] = [
+    type Damage<'a> = &'a dyn Fn(&Path);
+    let damage: [(&str, Damage<'_>, &str); 5] = [
         (
             "a flipped bit",
             &|file| {
@@ -268,7 +268,7 @@ fn damage_is_found_and_named_and_the_previous_checkpoint_stays() {
         ),
     ];
     for (what, harm, words) in damage {
-        let folder = Folder::new();
+        let folder = TestFolder::new();
         save(&folder.0, "one", 1, &[whole(&tensors)]).unwrap();
         save(&folder.0, "two", 2, &[whole(&tensors)]).unwrap();
         let name = "rank-00000-1.safetensors";
@@ -283,7 +283,7 @@ fn damage_is_found_and_named_and_the_previous_checkpoint_stays() {
 
 #[test]
 fn loading_finds_a_flipped_bit_in_what_it_reads() {
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     let tensors = model();
     save(&folder.0, "one", 1, &[whole(&tensors)]).unwrap();
     let checkpoint = Checkpoint::open(&folder.0, None).unwrap();
@@ -302,11 +302,11 @@ fn loading_finds_a_flipped_bit_in_what_it_reads() {
 
 #[test]
 fn a_broken_attempt_leaves_what_was_there() {
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     let tensors = model();
     save(&folder.0, "one", 1, &[whole(&tensors)]).unwrap();
     // Rank 1 of 2 never comes.
-    let saver = Saver::new(Options { timeout: Duration::from_millis(50), ..options(&folder.0, 0, 2) });
+    let saver = Saver::new(SaveOptions { timeout: Duration::from_millis(50), ..options(&folder.0, 0, 2) });
     let error = save_one(&saver, "one", 2, 77, &whole(&tensors[..1]), false).unwrap_err();
     assert!(
         error.text().contains("saving checkpoint `one` timed out") && error.text().contains("[1]"),
@@ -332,7 +332,7 @@ fn a_broken_attempt_leaves_what_was_there() {
 
 #[test]
 fn what_somebody_writes_is_no_leftover() {
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     let tensors = model();
     let hidden = folder.0.join(format!(".one.{:016x}.smd-attempt", 5));
     let leftover = folder.0.join(format!(".two.{:016x}.smd-attempt", 6));
@@ -359,11 +359,11 @@ fn what_somebody_writes_is_no_leftover() {
 
 #[test]
 fn a_first_rank_that_cannot_say_what_is_newest_tells_the_others() {
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     let tensors = model();
     let parts = [whole(&tensors[..1]), whole(&tensors[1..])];
     let savers =
-        [0, 1].map(|rank| Saver::new(Options { timeout: Duration::from_secs(600), ..options(&folder.0, rank, 2) }));
+        [0, 1].map(|rank| Saver::new(SaveOptions { timeout: Duration::from_secs(600), ..options(&folder.0, rank, 2) }));
     savers.iter().for_each(|saver| saver.open("one", 9, &mut || Ok(())).unwrap());
     // A folder in its place: it cannot be replaced.
     fs::create_dir_all(folder.0.join("newest/old")).unwrap();
@@ -380,9 +380,9 @@ fn a_first_rank_that_cannot_say_what_is_newest_tells_the_others() {
 
 #[test]
 fn asynchronous_saves_hold_what_was_there_at_the_call() {
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     let tensors = model();
-    let saver = Saver::new(Options { keep: Some(2), durable: true, ..options(&folder.0, 0, 1) });
+    let saver = Saver::new(SaveOptions { keep: Some(2), durable: true, ..options(&folder.0, 0, 1) });
     for step in 1..=5 {
         let mut memory = whole(&tensors);
         save_one(&saver, &format!("step-{step}"), step, step, &memory, true).unwrap();
@@ -391,7 +391,8 @@ fn asynchronous_saves_hold_what_was_there_at_the_call() {
     saver.wait(&mut || Ok(())).unwrap();
     assert!(!saver.is_busy());
     check(&folder.0, None, &tensors);
-    let names: Vec<String> = list(&folder.0, Kind::Sharded).unwrap().into_iter().map(|(_, tag)| tag).collect();
+    let names: Vec<String> =
+        list(&folder.0, CheckpointKind::Sharded).unwrap().into_iter().map(|(_, tag)| tag).collect();
     assert_eq!(names, ["step-4", "step-5"]);
     // What went wrong in the background is told at the next call.
     save_one(
@@ -409,7 +410,7 @@ fn asynchronous_saves_hold_what_was_there_at_the_call() {
 
 #[test]
 fn ranks_that_disagree_are_told() {
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     let (one, other) = (tensor("a", "F32", &[4]), tensor("a", "F32", &[5]));
     let text = save(&folder.0, "x", 1, &[whole(std::slice::from_ref(&one)), whole(&[other])]).unwrap_err().text();
     assert!(text.contains("tensor `a` is F32 [4] on one and F32 [5] on another"), "{text}");
@@ -423,7 +424,7 @@ fn ranks_that_disagree_are_told() {
 
 #[test]
 fn a_lost_note_of_the_newest_is_made_up_for() {
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     let tensors = model();
     save(&folder.0, "b", 1, &[whole(&tensors)]).unwrap();
     save(&folder.0, "a", 2, &[whole(&tensors)]).unwrap();
@@ -436,7 +437,7 @@ fn a_lost_note_of_the_newest_is_made_up_for() {
 
 #[test]
 fn manifests_are_read_with_care() {
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     save(&folder.0, "a", 1, &[whole(&model())]).unwrap();
     let good = Checkpoint::open(&folder.0, None).unwrap().manifest().clone();
     assert_eq!(Manifest::parse(good.to_text().as_bytes()).unwrap(), good);
@@ -483,8 +484,8 @@ proptest! {
         boxes in prop::collection::vec((1_u64..6, (0_u64..6, 1_u64..6), (0_u64..6, 1_u64..6)), 0..4)
     ) {
         let shape: Vec<u64> = boxes.iter().map(|(length, ..)| *length).collect();
-        type Row = (u64, (u64, u64), (u64, u64));
-        let part = |of: fn(&Row) -> (u64, u64)| {
+        type SliceRow = (u64, (u64, u64), (u64, u64));
+        let part = |of: fn(&SliceRow) -> (u64, u64)| {
             let (mut start, mut lengths) = (Vec::new(), Vec::new());
             for (at, length) in shape.iter().enumerate() {
                 let (from, count) = of(&boxes[at]);

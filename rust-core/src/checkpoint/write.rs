@@ -17,7 +17,7 @@ const ALIGN: usize = 4096;
 
 /// A slice of a tensor in memory, dense, last index fastest.
 #[derive(Clone, Debug)]
-pub struct Source {
+pub struct SourceSlice {
     /// The tensor's name.
     pub name: String,
     /// Its type.
@@ -33,11 +33,11 @@ pub struct Source {
 }
 
 // SAFETY: a source is a description; who makes a job promises that the memory is readable until it is done.
-unsafe impl Send for Source {}
+unsafe impl Send for SourceSlice {}
 // SAFETY: as above; the memory is only read.
-unsafe impl Sync for Source {}
+unsafe impl Sync for SourceSlice {}
 
-impl Source {
+impl SourceSlice {
     /// Size of what is here.
     pub fn bytes(&self) -> u64 {
         self.slice.shape.iter().product::<u64>() * self.dtype.bytes()
@@ -63,23 +63,29 @@ impl Source {
 
 /// What one rank saves.
 #[derive(Default)]
-pub struct Job {
+pub struct RankSave {
     /// Its tensors.
-    pub sources: Vec<Source>,
+    pub sources: Vec<SourceSlice>,
     /// Dropped when the save is complete or has failed: what keeps the memory of sources that are held.
     pub owner: Option<Box<dyn Send>>,
 }
 
 /// What a rank's files hold; files are numbered from 0 on.
 #[derive(Clone, Debug, Default, serde::Serialize, serde::Deserialize)]
-pub(super) struct Note {
+pub(super) struct WrittenFiles {
     pub(super) files: Vec<FileEntry>,
     pub(super) tensors: Vec<TensorEntry>,
 }
 
 /// Writes `sources` into `count` files in `folder`, each by a thread of its own.
-pub(super) fn write(folder: &Path, rank: usize, sources: &[Source], count: usize, durable: bool) -> Result<Note> {
-    sources.iter().try_for_each(Source::check)?;
+pub(super) fn write(
+    folder: &Path,
+    rank: usize,
+    sources: &[SourceSlice],
+    count: usize,
+    durable: bool,
+) -> Result<WrittenFiles> {
+    sources.iter().try_for_each(SourceSlice::check)?;
     let mut names = HashSet::new();
     if let Some(source) = sources.iter().find(|source| !names.insert(&source.name)) {
         return Err(Error::InvalidArgument(format!("tensor `{}` is saved twice by one rank", source.name)));
@@ -88,7 +94,7 @@ pub(super) fn write(folder: &Path, rank: usize, sources: &[Source], count: usize
     let mut order: Vec<usize> = (0..sources.len()).collect();
     order.sort_by_key(|&at| std::cmp::Reverse(sources[at].bytes()));
     let count = count.clamp(1, sources.len().max(1));
-    let mut shares: Vec<(u64, Vec<&Source>)> = vec![(0, Vec::new()); count];
+    let mut shares: Vec<(u64, Vec<&SourceSlice>)> = vec![(0, Vec::new()); count];
     for at in order {
         let share = shares.iter_mut().min_by_key(|(bytes, _)| *bytes).expect("there is a file");
         share.0 += sources[at].bytes();
@@ -97,7 +103,7 @@ pub(super) fn write(folder: &Path, rank: usize, sources: &[Source], count: usize
     for (_, share) in &mut shares {
         share.sort_by(|a, b| b.dtype.bytes().cmp(&a.dtype.bytes()).then_with(|| a.name.cmp(&b.name)));
     }
-    let written: Vec<Result<Note>> = std::thread::scope(|scope| {
+    let written: Vec<Result<WrittenFiles>> = std::thread::scope(|scope| {
         let threads: Vec<_> = shares
             .iter()
             .enumerate()
@@ -111,7 +117,7 @@ pub(super) fn write(folder: &Path, rank: usize, sources: &[Source], count: usize
             .map(|thread| thread.join().unwrap_or_else(|panic| Err(Error::from_panic(&*panic))))
             .collect()
     });
-    let mut all = Note::default();
+    let mut all = WrittenFiles::default();
     for (index, note) in written.into_iter().enumerate() {
         let mut note = note?;
         note.tensors.iter_mut().flat_map(|tensor| &mut tensor.pieces).for_each(|piece| piece.file = index);
@@ -121,7 +127,7 @@ pub(super) fn write(folder: &Path, rank: usize, sources: &[Source], count: usize
     Ok(all)
 }
 
-fn write_file(folder: &Path, name: String, sources: &[&Source], durable: bool) -> Result<Note> {
+fn write_file(folder: &Path, name: String, sources: &[&SourceSlice], durable: bool) -> Result<WrittenFiles> {
     let path = folder.join(&name);
     let header = header(sources);
     let file = File::create(&path).map_err(failed("creating", &path))?;
@@ -143,11 +149,11 @@ fn write_file(folder: &Path, name: String, sources: &[&Source], durable: bool) -
         file.sync_all().map_err(failed("syncing", &path))?;
     }
     let entry = FileEntry { name, bytes: end, header_bytes: header.len() as u64, header_crc: crc32fast::hash(&header) };
-    Ok(Note { files: vec![entry], tensors })
+    Ok(WrittenFiles { files: vec![entry], tensors })
 }
 
 /// Returns the checksums of its chunks (CKPT-3).
-fn write_tensor(file: &File, offset: u64, source: &Source) -> std::io::Result<Vec<u32>> {
+fn write_tensor(file: &File, offset: u64, source: &SourceSlice) -> std::io::Result<Vec<u32>> {
     let bytes = source.bytes();
     let mut sums = Vec::with_capacity(bytes.div_ceil(CHUNK_BYTES) as usize);
     let mut done = 0;
@@ -166,7 +172,7 @@ fn write_tensor(file: &File, offset: u64, source: &Source) -> std::io::Result<Ve
 }
 
 /// A safetensors header for tensors that lie one behind the other.
-fn header(sources: &[&Source]) -> Vec<u8> {
+fn header(sources: &[&SourceSlice]) -> Vec<u8> {
     let mut table = serde_json::Map::new();
     let mut at = 0;
     for source in sources {
@@ -192,7 +198,7 @@ pub(super) struct FileWriter {
 
 impl FileWriter {
     /// A file for these tensors; their addresses are not looked at.
-    pub(super) fn create(path: &Path, sources: &[Source]) -> Result<(Self, Vec<u64>)> {
+    pub(super) fn create(path: &Path, sources: &[SourceSlice]) -> Result<(Self, Vec<u64>)> {
         let header = header(&sources.iter().collect::<Vec<_>>());
         let file = File::create(path).map_err(failed("creating", path))?;
         file.write_all_at(&header, 0).map_err(failed("writing", path))?;

@@ -1,8 +1,9 @@
 //! The agreement on a call: each member publishes its call, and all members compare the calls before data moves (COL-3).
 
 use super::call::{Call, CallAgreement, Kind, compare};
-use super::{Group, ReduceOp, Window};
+use super::{Group, Window};
 use crate::buffer::DType;
+use crate::buffer::ReduceOp;
 use crate::error::{Error, Result};
 use crate::transport::hosts::Hosts;
 use crate::transport::shm::SharedMemory;

@@ -25,7 +25,7 @@ const TOGETHER_BYTES: usize = 1 << 20;
 
 /// What becomes of collectives of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Phase {
+pub enum BatchPhase {
     /// They are copied to where they lie side by side.
     CopyIn,
     /// The members meet.
@@ -37,20 +37,20 @@ pub enum Phase {
 }
 
 /// Hears of the phases of a batch when they begin.
-pub trait Watch: Send + Sync {
+pub trait PhaseListener: Send + Sync {
     /// This one begins, of the collectives at these places.
-    fn enters(&self, phase: Phase, places: &Range<usize>);
+    fn enters(&self, phase: BatchPhase, places: &Range<usize>);
 }
 
 /// What to run next, as places in the batch.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Step {
+pub(super) enum BatchStep {
     One(usize),
     Together(Range<usize>),
 }
 
 /// How member `me` of `size` runs a batch.
-pub(super) fn plan(requests: &[Request], me: usize, size: usize) -> Vec<Step> {
+pub(super) fn plan(requests: &[Request], me: usize, size: usize) -> Vec<BatchStep> {
     let calls: Vec<Option<(Call, usize)>> = requests.iter().map(|request| small(request, me, size)).collect();
     let mut steps = Vec::new();
     let mut start = 0;
@@ -68,7 +68,7 @@ pub(super) fn plan(requests: &[Request], me: usize, size: usize) -> Vec<Step> {
                 end += 1;
             }
         }
-        steps.push(if end == start + 1 { Step::One(start) } else { Step::Together(start..end) });
+        steps.push(if end == start + 1 { BatchStep::One(start) } else { BatchStep::Together(start..end) });
         start = end;
     }
     steps
@@ -104,7 +104,7 @@ fn places(request: &Request) -> (Vec<TensorView>, Vec<TensorView>) {
 }
 
 /// Collectives of one kind, packed.
-pub(super) struct Together {
+pub(super) struct PackedCollective {
     request: Request,
     /// How many it stands for.
     packed: usize,
@@ -114,7 +114,7 @@ pub(super) struct Together {
     _memory: Vec<u64>,
 }
 
-impl Together {
+impl PackedCollective {
     /// Packs `requests`, which [`plan`] has found to be alike.
     pub(super) fn new(requests: &[Request]) -> Self {
         let places: Vec<_> = requests.iter().map(places).collect();
@@ -198,8 +198,7 @@ impl Together {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::buffer::DType;
-    use crate::collectives::ReduceOp;
+    use crate::buffer::{DType, ReduceOp};
 
     #[test]
     fn small_neighbours_of_one_kind_go_together() {
@@ -224,18 +223,18 @@ mod tests {
         assert_eq!(
             steps,
             [
-                Step::Together(0..2),
-                Step::One(2),
-                Step::One(3),
-                Step::Together(4..6),
-                Step::One(6),
-                Step::One(7),
-                Step::One(8),
-                Step::One(9),
-                Step::One(10)
+                BatchStep::Together(0..2),
+                BatchStep::One(2),
+                BatchStep::One(3),
+                BatchStep::Together(4..6),
+                BatchStep::One(6),
+                BatchStep::One(7),
+                BatchStep::One(8),
+                BatchStep::One(9),
+                BatchStep::One(10)
             ]
         );
         let many = vec![sum(SMALL_BYTES / 4, DType::Float32); 40];
-        assert_eq!(plan(&many, 0, 2), [Step::Together(0..32), Step::Together(32..40)]);
+        assert_eq!(plan(&many, 0, 2), [BatchStep::Together(0..32), BatchStep::Together(32..40)]);
     }
 }

@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use super::{ReduceOp, Request};
+use super::Request;
+use crate::buffer::ReduceOp;
 use crate::buffer::{DType, Device, TensorView};
 use crate::error::{Error, Result};
 

@@ -12,11 +12,11 @@
 use std::cell::Cell;
 use std::sync::Arc;
 
-use crate::buffer::{DType, TensorView};
+use crate::buffer::{DType, ReduceOp, TensorView};
+use crate::streaming_copy::Publisher;
 use crate::transport::hosts::Hosts;
 use crate::transport::shm::SharedMemory;
 use crate::transport::{Members, Transport, Wait};
-use kernels::copy::Publisher;
 
 mod agreement;
 mod algorithms;
@@ -33,7 +33,7 @@ pub mod window;
 #[cfg(test)]
 mod tests;
 
-pub use batch::{Phase, Watch};
+pub use batch::{BatchPhase, PhaseListener};
 pub(crate) use call::{Call, Kind, views};
 pub use communicator::{Communicator, Done};
 pub(crate) use cuda::Side;
@@ -49,35 +49,6 @@ pub enum Overlap {
     Nothing,
     /// The caller of the operation does not say.
     Unknown,
-}
-
-/// How values of different ranks become one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
-#[repr(u8)]
-#[expect(missing_docs, reason = "the names are the documentation")]
-pub enum ReduceOp {
-    Sum = 0,
-    Average = 1,
-    Min = 2,
-    Max = 3,
-    Product = 4,
-    BitAnd = 5,
-    BitOr = 6,
-    BitXor = 7,
-}
-
-impl ReduceOp {
-    /// Every operation.
-    pub const ALL: [ReduceOp; 8] = [
-        ReduceOp::Sum,
-        ReduceOp::Average,
-        ReduceOp::Min,
-        ReduceOp::Max,
-        ReduceOp::Product,
-        ReduceOp::BitAnd,
-        ReduceOp::BitOr,
-        ReduceOp::BitXor,
-    ];
 }
 
 /// One member's part in an operation of its group. Roots and peers are ranks inside the group; counts and sizes are

@@ -26,10 +26,10 @@ const FAILURE_NOTICE: Duration = Duration::from_millis(200);
 
 /// The point-to-point operations of one communicator.
 pub(super) struct PointToPoint {
-    shared: Arc<Shared>,
+    shared: Arc<PointToPointShared>,
 }
 
-struct Shared {
+struct PointToPointShared {
     id: u64,
     transport: Arc<dyn Transport>,
     monitor: Arc<Monitor>,
@@ -37,7 +37,7 @@ struct Shared {
     closed: Arc<OnceLock<String>>,
     /// COM-7.
     spoiled: Arc<OnceLock<Error>>,
-    state: Mutex<State>,
+    state: Mutex<PointToPointQueue>,
     changed: Condvar,
     barriers: AtomicU32,
     /// The question of a monitored barrier that came while the one before it ended here.
@@ -45,13 +45,13 @@ struct Shared {
 }
 
 #[derive(Default)]
-struct State {
+struct PointToPointQueue {
     /// Submitted since the thread last looked.
-    submitted: Vec<Pending>,
+    submitted: Vec<PendingMessage>,
     thread: Option<ThreadId>,
 }
 
-struct Pending {
+struct PendingMessage {
     message: Message,
     text: String,
     partners: Vec<usize>,
@@ -70,8 +70,18 @@ impl PointToPoint {
         spoiled: Arc<OnceLock<Error>>,
     ) -> Self {
         let (state, changed, barriers, next_question) = Default::default();
-        let shared =
-            Shared { id, transport, monitor, timeout, closed, spoiled, state, changed, barriers, next_question };
+        let shared = PointToPointShared {
+            id,
+            transport,
+            monitor,
+            timeout,
+            closed,
+            spoiled,
+            state,
+            changed,
+            barriers,
+            next_question,
+        };
         Self { shared: Arc::new(shared) }
     }
 
@@ -93,7 +103,7 @@ impl PointToPoint {
             Err(error) => return done(Err(error)),
         };
         let partners = message.partners(shared.transport.members());
-        let pending = Pending { message, text: describe(&request), partners, start, timeout, done };
+        let pending = PendingMessage { message, text: describe(&request), partners, start, timeout, done };
         let mut state = shared.state.lock();
         if state.thread.is_none() {
             let own = shared.clone();
@@ -140,7 +150,7 @@ impl PointToPoint {
     }
 }
 
-impl Shared {
+impl PointToPointShared {
     fn wait<'a>(
         &'a self,
         during: &'a dyn Fn() -> String,
@@ -211,11 +221,11 @@ impl Shared {
         let outcome = wait_all(transport, &answers, &wait);
         // Questions to members who did not come were taken when they were asked: they are small.
         asked.iter().for_each(|message| transport.cancel(message));
-        let verdict = [u8::from(outcome.is_err())];
+        let outcome_byte = [u8::from(outcome.is_err())];
         let came = (1..members.size()).filter(|&peer| matches!(answers[peer - 1].poll(), Some(Ok(_))));
-        // SAFETY: `verdict` lives until `wait_all` or `cancel` has ended the messages.
+        // SAFETY: `outcome_byte` lives until `wait_all` or `cancel` has ended the messages.
         let told: Vec<Message> =
-            came.map(|peer| unsafe { transport.post_send(peer, tag, verdict.as_ptr(), 1) }).collect();
+            came.map(|peer| unsafe { transport.post_send(peer, tag, outcome_byte.as_ptr(), 1) }).collect();
         match outcome {
             Ok(()) => wait_all(transport, &told, &wait),
             Err(Error::Timeout { waited, mut missing, limit, .. }) => {
@@ -245,8 +255,8 @@ impl Shared {
         let first = [members.ranks[0]];
         let (start, during) = (Instant::now(), || "monitored_barrier".to_owned());
         let wait = self.wait(&during, start, timeout, &first);
-        let (mut question, mut verdict, word) = ([0u8; 4], [0u8], [1u8]);
-        let (question_at, verdict_at) = (question.as_mut_ptr(), verdict.as_mut_ptr());
+        let (mut question, mut outcome_byte, word) = ([0u8; 4], [0u8], [1u8]);
+        let (question_at, outcome_at) = (question.as_mut_ptr(), outcome_byte.as_mut_ptr());
         // SAFETY: the buffers live until the messages have ended: every way out of the loop cancels them.
         let ask = || unsafe { transport.post_recv(Some(0), TAG_QUESTION, question_at, 4) };
         // SAFETY: called after the receive that filled it has ended.
@@ -260,7 +270,7 @@ impl Shared {
             // Before the next question: the first member may have asked it already.
             if let Some(result) = answered.last().and_then(Message::poll) {
                 // SAFETY: the receive that filled it has ended.
-                break result.map(|_| unsafe { verdict_at.read() });
+                break result.map(|_| unsafe { outcome_at.read() });
             }
             if unanswered.is_none()
                 && let Some(result) = asked.poll()
@@ -278,7 +288,7 @@ impl Shared {
                 answered = unsafe {
                     vec![
                         transport.post_send(0, tag, word.as_ptr(), 1),
-                        transport.post_recv(Some(0), tag, verdict_at, 1),
+                        transport.post_recv(Some(0), tag, outcome_at, 1),
                     ]
                 };
                 continue;
@@ -315,7 +325,7 @@ impl Shared {
 
     /// The thread.
     fn work(&self) {
-        let mut pending: Vec<Pending> = Vec::new();
+        let mut pending: Vec<PendingMessage> = Vec::new();
         loop {
             let mut state = self.state.lock();
             while pending.is_empty() && state.submitted.is_empty() && self.closed.get().is_none() {
@@ -350,7 +360,7 @@ impl Shared {
         }
     }
 
-    fn outcome(&self, one: &Pending) -> Option<Result<Option<usize>>> {
+    fn outcome(&self, one: &PendingMessage) -> Option<Result<Option<usize>>> {
         if let Some(result) = one.message.poll() {
             return Some(result.map(Some));
         }

@@ -3,8 +3,8 @@
 
 use half::{bf16, f16};
 
-use super::ReduceOp;
 use crate::buffer::DType;
+use crate::buffer::ReduceOp;
 
 /// The fold of `inputs` (one per rank, in rank order, raw bytes of the same length) as COL-1 and COL-2 define it, and
 /// for the corner cases as the kernels' KER-2 does.

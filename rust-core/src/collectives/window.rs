@@ -4,7 +4,7 @@
 use super::{Group, Request, algorithms};
 use crate::buffer::{DType, Device, TensorView};
 use crate::error::{Error, Result};
-use crate::transport::shm::segment::Segment;
+use crate::transport::shm::segment::SharedSegment;
 
 use super::call::Call;
 
@@ -22,9 +22,9 @@ pub struct Window {
 #[derive(Debug)]
 enum Parts {
     /// The segments of the members of this host, by member.
-    Visible(Vec<Option<Segment>>),
+    Visible(Vec<Option<SharedSegment>>),
     /// Without shared memory: only the own part.
-    Own(Segment),
+    Own(SharedSegment),
 }
 
 impl Window {
@@ -33,7 +33,7 @@ impl Window {
         let (me, size) = (group.members.me, group.members.size());
         // An empty mapping is not possible; a page more keeps every address valid.
         let room = bytes.max(1).next_multiple_of(4096);
-        let made = Segment::create("opensmd-window", room);
+        let made = SharedSegment::create("opensmd-window", room);
         if group.memory.is_none() && group.hosts.is_none() {
             return made.map(|segment| Self { group: group.id, number, bytes, me, parts: Parts::Own(segment) });
         }
@@ -50,13 +50,13 @@ impl Window {
             let attach = |rank: usize| match own.take_if(|_| rank == me) {
                 Some(segment) => Ok(Some(segment)),
                 None if !is_here(rank) => Ok(None),
-                None => Segment::attach([all[rank][1], all[rank][2], all[rank][3]], room).map(Some),
+                None => SharedSegment::attach([all[rank][1], all[rank][2], all[rank][3]], room).map(Some),
             };
             (0..size).map(attach).collect::<Result<Vec<_>>>()
         });
         let all = all_gather([u64::from(attached.is_ok()), 0, 0, 0], group)?;
         let mut segments = agree_on(attached, group, &all)?;
-        segments[me].iter_mut().for_each(Segment::close_descriptor);
+        segments[me].iter_mut().for_each(SharedSegment::close_descriptor);
         Ok(Self { group: group.id, number, bytes, me, parts: Parts::Visible(segments) })
     }
 
@@ -86,7 +86,7 @@ impl Window {
     /// Member `rank`'s part where it is visible.
     pub fn peer(&self, rank: usize) -> Option<*mut u8> {
         match &self.parts {
-            Parts::Visible(segments) => segments.get(rank)?.as_ref().map(Segment::start),
+            Parts::Visible(segments) => segments.get(rank)?.as_ref().map(SharedSegment::start),
             Parts::Own(segment) => (rank == self.me).then(|| segment.start()),
         }
     }

@@ -4,12 +4,12 @@
 use parking_lot::Mutex;
 
 use super::driver::Context;
-use super::kernel::{Grid, Kernel, Source};
+use super::kernel::{Grid, Kernel, KernelSource};
 use super::stream::Stream;
 use crate::buffer::{DType, Device, TensorView};
 use crate::error::{Error, Result};
 
-const SOURCE: Source = Source { name: "add.cu", text: include_str!("kernels/add.cu") };
+const SOURCE: KernelSource = KernelSource { name: "add.cu", text: include_str!("kernels/add.cu") };
 
 /// Threads of a block; mirrored by add.cu, as is what each of them adds.
 const THREADS: usize = 256;
@@ -19,7 +19,7 @@ const GROUP_BYTES: usize = 16;
 /// `Addition` of add.cu.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Argument {
+struct AdditionArgument {
     total: u64,
     addend: u64,
     elems: u64,
@@ -53,10 +53,11 @@ pub unsafe fn add_up(total: &TensorView, addend: &TensorView) -> Result<()> {
     let context = Context::primary(device)?;
     let blocks = u32::try_from(total.elems().div_ceil(THREADS * GROUP_BYTES / addend.dtype().size()))
         .map_err(|_| Error::InvalidArgument(format!("{} elements are too many for one launch", total.elems())))?;
-    let argument = Argument { total: total.ptr() as u64, addend: addend.ptr() as u64, elems: total.elems() as u64 };
+    let argument =
+        AdditionArgument { total: total.ptr() as u64, addend: addend.ptr() as u64, elems: total.elems() as u64 };
     // SAFETY: the views' promise covers their stream.
     let stream = unsafe { Stream::borrowed(context, total.stream()) };
-    // SAFETY: `Argument` is the kernel's parameter, declared alike; the rest is the caller's promise.
+    // SAFETY: `AdditionArgument` is the kernel's parameter, declared alike; the rest is the caller's promise.
     unsafe {
         kernel(context, addend.dtype(), &defines)?.launch(Grid { blocks, threads: THREADS as u32 }, &argument, &stream)
     }

@@ -136,20 +136,20 @@ impl Context {
     ///
     /// # Errors
     /// [`Error::Device`]; [`Error::Closed`] when the process ends (DEV-5).
-    pub fn enter(&self) -> Result<Entered> {
+    pub fn enter(&self) -> Result<ContextGuard> {
         let guard = ending::enter_driver()?;
         let mut current = std::ptr::null_mut();
         // SAFETY: `current` is valid for the write.
         let asked = unsafe { sys::cuCtxGetCurrent(&mut current) };
         check(asked, || "asking for the current CUDA context".into())?;
         if current == self.raw {
-            return Ok(Entered { pushed: false, guard, not_send: std::marker::PhantomData });
+            return Ok(ContextGuard { pushed: false, guard, not_send: std::marker::PhantomData });
         }
         // SAFETY: the context is never released.
         check(unsafe { sys::cuCtxPushCurrent_v2(self.raw) }, || {
             format!("entering the context of `cuda:{}`", self.device)
         })?;
-        Ok(Entered { pushed: true, guard, not_send: std::marker::PhantomData })
+        Ok(ContextGuard { pushed: true, guard, not_send: std::marker::PhantomData })
     }
 
     /// Whether kernels on this device can read and write the memory of the device at `pci` (as in
@@ -193,7 +193,7 @@ impl Context {
 /// A context is current for this thread while this lives; see [`Context::enter`].
 #[must_use = "the context is current only while this lives"]
 #[derive(Debug)]
-pub struct Entered {
+pub struct ContextGuard {
     pushed: bool,
     #[expect(dead_code, reason = "held (DEV-5)")]
     guard: DriverCallGuard,
@@ -201,7 +201,7 @@ pub struct Entered {
     not_send: std::marker::PhantomData<*const ()>,
 }
 
-impl Drop for Entered {
+impl Drop for ContextGuard {
     fn drop(&mut self) {
         if self.pushed {
             let mut popped = std::ptr::null_mut();

@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 
 /// A program in CUDA C++, and what it may be specialised by: preprocessor definitions.
 #[derive(Clone, Copy, Debug)]
-pub struct Source {
+pub struct KernelSource {
     /// As in the compiler's messages.
     pub name: &'static str,
     /// The text; it may include the headers beside it.
@@ -78,7 +78,7 @@ impl Kernel {
     /// [`Error::Unsupported`] without NVRTC, [`Error::Internal`] with the compiler's messages, [`Error::Device`].
     pub fn get(
         context: &'static Context,
-        source: &Source,
+        source: &KernelSource,
         entry: &'static str,
         defines: Defines<'_>,
     ) -> Result<&'static Kernel> {
@@ -171,7 +171,7 @@ fn label(defines: Defines<'_>) -> String {
 ///
 /// # Errors
 /// As [`Kernel::get`].
-pub fn compile(source: &Source, defines: Defines<'_>, compute: (u32, u32)) -> Result<Vec<u8>> {
+pub fn compile(source: &KernelSource, defines: Defines<'_>, compute: (u32, u32)) -> Result<Vec<u8>> {
     load()?;
     let wanted = (compute.0 * 10 + compute.1) as c_int;
     let known = supported()?;
@@ -190,7 +190,7 @@ pub fn compile(source: &Source, defines: Defines<'_>, compute: (u32, u32)) -> Re
     options.extend(defines.iter().map(|(name, value)| format!("-D{name}={value}")));
     let options: Vec<CString> =
         options.into_iter().map(|option| CString::new(option).expect("options have no zero bytes")).collect();
-    let program = Program::new(source)?;
+    let program = CompiledProgram::new(source)?;
     let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
     // SAFETY: the program lives; the pointers are to strings that outlive the call.
     let answer = unsafe { nvrtc::nvrtcCompileProgram(program.0, pointers.len() as c_int, pointers.as_ptr()) };
@@ -218,10 +218,10 @@ pub fn compile(source: &Source, defines: Defines<'_>, compute: (u32, u32)) -> Re
 }
 
 /// A program that ends with the value.
-struct Program(nvrtc::nvrtcProgram);
+struct CompiledProgram(nvrtc::nvrtcProgram);
 
-impl Program {
-    fn new(source: &Source) -> Result<Self> {
+impl CompiledProgram {
+    fn new(source: &KernelSource) -> Result<Self> {
         let string = |text: &str| CString::new(text).expect("sources have no zero bytes");
         let (name, text) = (string(source.name), string(source.text));
         let headers = HEADERS.map(|(_, text)| string(text));
@@ -250,7 +250,7 @@ impl Program {
     }
 }
 
-impl Drop for Program {
+impl Drop for CompiledProgram {
     fn drop(&mut self) {
         // SAFETY: the program is ours and not used any more; that it is known was seen at its creation.
         let _ = unsafe { nvrtc::nvrtcDestroyProgram(&mut self.0) };
@@ -360,7 +360,7 @@ fn wheels(packages: &Path) -> impl Iterator<Item = PathBuf> + use<> {
 
 /// Compiles for Hopper what a test wants compiled; `None`, with a word about it, where there is no NVRTC.
 #[cfg(test)]
-pub(crate) fn compile_for_test(source: &Source, defines: Defines<'_>) -> Option<Vec<u8>> {
+pub(crate) fn compile_for_test(source: &KernelSource, defines: Defines<'_>) -> Option<Vec<u8>> {
     if let Err(error) = load() {
         eprintln!("skipped: {error}");
         return None;
@@ -377,7 +377,7 @@ mod tests {
         if load().is_err() {
             return;
         }
-        let source = Source { name: "wrong.cu", text: "extern \"C\" __global__ void wrong(int) { mistake }" };
+        let source = KernelSource { name: "wrong.cu", text: "extern \"C\" __global__ void wrong(int) { mistake }" };
         let text = compile(&source, &[("SIZE", "3")], (9, 0)).unwrap_err().to_string();
         assert!(text.contains("wrong.cu[SIZE=3]") && text.contains("mistake"), "{text}");
     }

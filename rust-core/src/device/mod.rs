@@ -30,6 +30,6 @@ pub mod stream;
 
 pub use driver::{Context, Properties};
 pub use event::Event;
-pub use kernel::{Grid, Kernel, Source};
+pub use kernel::{Grid, Kernel, KernelSource};
 pub use memory::{DeviceBuffer, HostMapped, IpcHandle, PeerMemory};
 pub use stream::{Capture, Priority, Stream};

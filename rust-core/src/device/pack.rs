@@ -1,16 +1,16 @@
 //! Many tensors into one flat buffer and back, in as few launches as possible, with a cast on the way.
 
 use super::driver::Context;
-use super::kernel::{Grid, Kernel, Source};
+use super::kernel::{Grid, Kernel, KernelSource};
 use super::stream::Stream;
 use crate::buffer::DType;
 use crate::error::{Error, Result};
 
-const SOURCE: Source = Source { name: "pack.cu", text: include_str!("kernels/pack.cu") };
+const SOURCE: KernelSource = KernelSource { name: "pack.cu", text: include_str!("kernels/pack.cu") };
 
 /// One tensor and its place in the flat buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Piece {
+pub struct PackedPiece {
     /// Address of the tensor, on the device.
     pub tensor: u64,
     /// Where it starts in the flat buffer, in elements.
@@ -26,7 +26,7 @@ const THREADS: u32 = 256;
 /// Bytes, of the wider type, that one block moves: enough for its start to be cheap, few enough to fill the device.
 const BLOCK_BYTES: usize = 32 << 10;
 
-/// `Piece` of pack.cu.
+/// `PackedPiece` of pack.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct Entry {
@@ -39,14 +39,14 @@ struct Entry {
 /// `Pieces` of pack.cu.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Argument {
+struct PiecesArgument {
     flat: u64,
     count: u32,
     block_elems: u32,
     pieces: [Entry; PIECES],
 }
 
-const _: () = assert!(size_of::<Argument>() <= 4096, "a kernel's arguments have at most 4 KiB");
+const _: () = assert!(size_of::<PiecesArgument>() <= 4096, "a kernel's arguments have at most 4 KiB");
 
 /// Tensors into a flat buffer (or back), between two element types.
 #[derive(Clone, Copy, Debug)]
@@ -83,13 +83,13 @@ impl Packer {
     /// # Safety
     /// Every tensor, and the flat buffer at every piece's place, is memory of the stream's device with as many elements
     /// until the copies are done; what is written overlaps nothing else.
-    pub unsafe fn run(&self, pieces: &[Piece], flat: u64, stream: &Stream) -> Result<()> {
+    pub unsafe fn run(&self, pieces: &[PackedPiece], flat: u64, stream: &Stream) -> Result<()> {
         let wider = self.tensors.size().max(self.flat.size());
         let block_elems = BLOCK_BYTES / wider;
         aligned(flat, self.flat)?;
         for chunk in pieces.chunks(PIECES) {
             let mut argument =
-                Argument { flat, count: 0, block_elems: block_elems as u32, pieces: [Entry::default(); PIECES] };
+                PiecesArgument { flat, count: 0, block_elems: block_elems as u32, pieces: [Entry::default(); PIECES] };
             let mut blocks = 0;
             for piece in chunk.iter().filter(|piece| piece.elems > 0) {
                 aligned(piece.tensor, self.tensors)?;
@@ -108,7 +108,7 @@ impl Packer {
             let blocks = u32::try_from(blocks).map_err(|_| {
                 Error::InvalidArgument(format!("{} tensors are too many bytes for one launch", chunk.len()))
             })?;
-            // SAFETY: `Argument` is the kernel's parameter, declared alike; the rest is the caller's promise.
+            // SAFETY: `PiecesArgument` is the kernel's parameter, declared alike; the rest is the caller's promise.
             unsafe { self.kernel.launch(Grid { blocks, threads: THREADS }, &argument, stream)? };
         }
         Ok(())

@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
                   Each rank gets the environment that torchrun sets. Ctrl-C goes to all ranks; a second one ends them.\n\
                   The exit code is that of the rank that failed first, 128 + signal if a signal ended it."
 )]
-pub(super) struct Args {
+pub(super) struct LauncherArgs {
     /// Processes to start; by default what `--hosts` or `mpi.processes_per_host` of the configuration
     /// says, or with a configuration one for each GPU
     #[arg(short = 'n', long = "num-processes", visible_alias = "nproc-per-node", value_name = "N", value_parser = num_processes)]
@@ -80,11 +80,11 @@ pub(super) struct Args {
 }
 
 /// Reads the command line; the error is also what `--help` and `--version` print.
-pub(super) fn parse(argv: Vec<OsString>) -> std::result::Result<Args, clap::Error> {
-    Args::try_parse_from(argv)
+pub(super) fn parse(argv: Vec<OsString>) -> std::result::Result<LauncherArgs, clap::Error> {
+    LauncherArgs::try_parse_from(argv)
 }
 
-impl Args {
+impl LauncherArgs {
     /// The command of every rank.
     ///
     /// # Errors
@@ -151,7 +151,7 @@ fn seconds(text: &str) -> std::result::Result<Duration, String> {
 mod tests {
     use super::*;
 
-    fn parsed(line: &str) -> Args {
+    fn parsed(line: &str) -> LauncherArgs {
         parse(line.split(' ').map(OsString::from).collect()).expect("the line is valid")
     }
 

@@ -10,21 +10,21 @@ use crate::error::Result;
 /// Looks at checkpoints that `smp.CheckpointManager` wrote.
 #[derive(Debug, Parser)]
 #[command(name = "smdrun checkpoint")]
-pub(super) struct Args {
+pub(super) struct CheckpointArgs {
     #[command(subcommand)]
-    what: What,
+    what: CheckpointCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum What {
+enum CheckpointCommand {
     /// Shows step, layout and tensors
-    Inspect(Place),
+    Inspect(CheckpointPath),
     /// Reads everything and compares all checksums
-    Verify(Place),
+    Verify(CheckpointPath),
     /// Writes the model's tensors, whole, into one safetensors file
     Merge {
         #[command(flatten)]
-        place: Place,
+        place: CheckpointPath,
         /// The file to write
         out: PathBuf,
         /// Take the tensors whose names begin so, without that beginning; empty: all
@@ -34,7 +34,7 @@ enum What {
 }
 
 #[derive(Debug, clap::Args)]
-struct Place {
+struct CheckpointPath {
     /// A folder of checkpoints, of which the newest is taken, or one checkpoint
     directory: PathBuf,
     /// Take this one
@@ -43,11 +43,11 @@ struct Place {
 }
 
 /// What `smdrun checkpoint` prints.
-pub(super) fn run(args: &Args) -> Result<String> {
+pub(super) fn run(args: &CheckpointArgs) -> Result<String> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     match &args.what {
-        What::Inspect(place) => Ok(describe(&place.open()?)),
-        What::Verify(place) => {
+        CheckpointCommand::Inspect(place) => Ok(describe(&place.open()?)),
+        CheckpointCommand::Verify(place) => {
             let checkpoint = place.open()?;
             checkpoint.verify(threads)?;
             let bytes: u64 = checkpoint.manifest().files.iter().map(|file| file.bytes).sum();
@@ -57,7 +57,7 @@ pub(super) fn run(args: &Args) -> Result<String> {
                 checkpoint.manifest().files.len()
             ))
         }
-        What::Merge { place, out, prefix } => {
+        CheckpointCommand::Merge { place, out, prefix } => {
             let checkpoint = place.open()?;
             let count = merge(&checkpoint, prefix, out, threads)?;
             Ok(format!("{}: {count} tensors in `{}`\n", checkpoint.tag(), out.display()))
@@ -65,7 +65,7 @@ pub(super) fn run(args: &Args) -> Result<String> {
     }
 }
 
-impl Place {
+impl CheckpointPath {
     fn open(&self) -> Result<Checkpoint> {
         let is_one = self.tag.is_none() && self.directory.join(crate::checkpoint::MANIFEST).exists();
         if is_one {

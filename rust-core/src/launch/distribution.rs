@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
-use super::parameters::ModelParallel;
 use crate::error::{Error, Result};
+use crate::smp_config::ModelParallel;
 
 /// A checked configuration. The default is that of no configuration at all.
 #[derive(Debug, Default)]

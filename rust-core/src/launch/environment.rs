@@ -9,7 +9,7 @@ use std::net::TcpListener;
 use std::path::PathBuf;
 
 use super::distribution::Distribution;
-use super::training::{Place, Training};
+use super::training::{Training, TrainingRank};
 use crate::error::{Error, Result};
 
 /// Variables by which ranks of another launcher know themselves. `smdrun` may itself run inside a batch job; its
@@ -39,7 +39,7 @@ const HOST: &str = "localhost";
 
 /// One job on this host.
 #[derive(Debug)]
-pub(super) struct Job {
+pub(super) struct HostJob {
     /// Processes of the job.
     pub num_ranks: usize,
     /// The same on all ranks, unless the user has set them already.
@@ -51,13 +51,13 @@ pub(super) struct Job {
     /// Variables that are the rank.
     ranks: Vec<&'static str>,
     /// Where each rank runs; empty if all run here.
-    seats: Vec<Seat>,
+    seats: Vec<LocalSeat>,
     training: Training,
 }
 
 /// A rank's place on its host, and among the ranks with this local rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Seat {
+pub(super) struct LocalSeat {
     pub host: String,
     pub host_index: usize,
     pub local: (usize, usize),
@@ -65,12 +65,12 @@ pub(super) struct Seat {
 }
 
 /// Seats of the first `num_ranks` slots, host by host.
-pub(super) fn seats(hosts: &[(String, usize)], num_ranks: usize) -> Vec<Seat> {
+pub(super) fn seats(hosts: &[(String, usize)], num_ranks: usize) -> Vec<LocalSeat> {
     let slots =
         hosts.iter().enumerate().flat_map(|(index, (host, slots))| (0..*slots).map(move |slot| (index, host, slot)));
     let taken: Vec<(usize, &String, usize)> = slots.take(num_ranks).collect();
     let count = |which: &dyn Fn(&(usize, &String, usize)) -> bool| taken.iter().filter(|one| which(one)).count();
-    let seat = |&(index, host, slot): &(usize, &String, usize)| Seat {
+    let seat = |&(index, host, slot): &(usize, &String, usize)| LocalSeat {
         host: host.clone(),
         host_index: index,
         local: (slot, count(&|other| other.0 == index)),
@@ -79,7 +79,7 @@ pub(super) fn seats(hosts: &[(String, usize)], num_ranks: usize) -> Vec<Seat> {
     taken.iter().map(seat).collect()
 }
 
-impl Job {
+impl HostJob {
     /// Plans a job of `num_ranks` processes; `script_dir` is the folder of the script, if there is one, and `arguments` what
     /// the script gets.
     ///
@@ -183,13 +183,13 @@ impl Job {
         }
     }
 
-    fn place(&self, rank: usize) -> Place<'_> {
+    fn place(&self, rank: usize) -> TrainingRank<'_> {
         let mut hosts: Vec<&str> = self.hosts().collect();
         hosts.dedup();
         if hosts.is_empty() {
             hosts.push(HOST);
         }
-        Place {
+        TrainingRank {
             hosts,
             host: self.host(rank),
             local_rank: self.seats.get(rank).map_or(rank, |seat| seat.local.0),
@@ -240,7 +240,7 @@ impl Job {
     }
 }
 
-impl Seat {
+impl LocalSeat {
     fn variables(&self) -> Vec<(OsString, OsString)> {
         let variables = [
             ("LOCAL_RANK", self.local.0.to_string()),
@@ -294,14 +294,14 @@ pub(super) fn random_hex(bytes: usize) -> Result<String> {
 mod tests {
     use super::*;
 
-    fn job(config: &str, env: &[(&str, &str)]) -> Job {
+    fn job(config: &str, env: &[(&str, &str)]) -> HostJob {
         let distribution = Distribution::parse(config).expect("valid configuration");
         let env: Vec<_> = env.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
-        Job::new(4, distribution, Some("/scripts".into()), &[], &env).expect("a port is free")
+        HostJob::new(4, distribution, Some("/scripts".into()), &[], &env).expect("a port is free")
     }
 
     /// What rank `rank` gets when `smdrun` inherited `pairs`.
-    fn variables(job: &Job, rank: usize, pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
+    fn variables(job: &HostJob, rank: usize, pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
         let inherited = pairs.iter().map(|(name, value)| (name.into(), value.into()));
         let text = |text: OsString| text.into_string().expect("the test sets text");
         job.variables(rank, inherited).into_iter().map(|(name, value)| (text(name), text(value))).collect()

@@ -24,7 +24,6 @@ pub mod elastic;
 mod environment;
 mod orphan_reaper;
 mod output;
-pub mod parameters;
 mod plan;
 mod process;
 mod remote;
@@ -32,7 +31,6 @@ mod report;
 mod signals;
 mod streams;
 mod supervisor;
-mod trace_report;
 mod training;
 
 use std::collections::BTreeMap;
@@ -44,8 +42,8 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 
 use distribution::Distribution;
-use environment::Job;
-use output::{Look, Sink};
+use environment::HostJob;
+use output::{LineStyle, Sink};
 use process::{Input, Pipes, Process};
 use remote::Ssh;
 
@@ -59,7 +57,7 @@ pub fn main(argv: Vec<OsString>, python: PathBuf) -> i32 {
         Some("plan") => return subcommand(&argv[2..], plan::show),
         Some("checkpoint") => return subcommand(&argv[2..], checkpoint::run),
         Some("elastic") => return elastic::main(&argv[1..]),
-        Some("report") => return subcommand(&argv[2..], trace_report::show),
+        Some("report") => return subcommand(&argv[2..], crate::pipeline::report::show),
         _ => {}
     }
     let args = match args::parse(argv) {
@@ -120,9 +118,9 @@ struct LaunchPlan {
 
 impl LaunchPlan {
     /// How lines of this stream begin.
-    fn look(&self, sink: Sink) -> Look {
+    fn look(&self, sink: Sink) -> LineStyle {
         let stream = if sink == Sink::Stdout { "stdout" } else { "stderr" };
-        if self.horovod { Look::Horovod { stream, timestamp: self.timestamp } } else { Look::Ours }
+        if self.horovod { LineStyle::Horovod { stream, timestamp: self.timestamp } } else { LineStyle::Ours }
     }
 
     /// Starts the command on `host`.
@@ -147,7 +145,7 @@ impl LaunchPlan {
 }
 
 /// As the command line says it, else the configuration, else as a container does: a process for each GPU.
-fn num_ranks(args: &args::Args, distribution: &Distribution) -> Result<usize> {
+fn num_ranks(args: &args::LauncherArgs, distribution: &Distribution) -> Result<usize> {
     let slots =
         args.hosts.as_ref().map(|hosts| hosts.iter().fold(0_usize, |sum, (_, slots)| sum.saturating_add(*slots)));
     let num_hosts = args.hosts.as_ref().map_or(1, Vec::len);
@@ -175,7 +173,7 @@ fn num_ranks(args: &args::Args, distribution: &Distribution) -> Result<usize> {
     Ok(found)
 }
 
-fn prepare(args: &args::Args, python: PathBuf) -> Result<(LaunchPlan, Job)> {
+fn prepare(args: &args::LauncherArgs, python: PathBuf) -> Result<(LaunchPlan, HostJob)> {
     let mut distribution = match &args.config {
         Some(path) => Distribution::read(path)?,
         None => Distribution::default(),
@@ -189,7 +187,7 @@ fn prepare(args: &args::Args, python: PathBuf) -> Result<(LaunchPlan, Job)> {
     if let Some(parameters) = &distribution.model_parallel {
         command.extend(["--mp_parameters".into(), parameters.argument().into()]);
     }
-    let mut job = Job::new(num_ranks, distribution, args.script_dir(), &args.arguments(), &args.env)?;
+    let mut job = HostJob::new(num_ranks, distribution, args.script_dir(), &args.arguments(), &args.env)?;
     if let Some(hosts) = &args.hosts {
         job.spread(hosts)?;
     }

@@ -14,7 +14,7 @@ const MAX_LINE_BYTES: usize = 64 * 1024;
 
 /// What one stream of one rank said.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Piece {
+pub(super) enum OutputPiece {
     /// A finished line, without its end.
     Line(Vec<u8>),
     /// The present state of a line that is being rewritten.
@@ -32,7 +32,7 @@ pub(super) struct Splitter {
 
 impl Splitter {
     /// Takes what was read.
-    pub fn feed(&mut self, bytes: &[u8], emit: &mut dyn FnMut(Piece)) {
+    pub fn feed(&mut self, bytes: &[u8], emit: &mut dyn FnMut(OutputPiece)) {
         for &byte in bytes {
             match byte {
                 b'\n' => self.finish_line(emit),
@@ -50,22 +50,22 @@ impl Splitter {
         }
         if let Some(rewritten) = &self.rewritten {
             let newest = if self.pending.is_empty() { rewritten } else { &self.pending };
-            emit(Piece::Progress(newest.clone()));
+            emit(OutputPiece::Progress(newest.clone()));
         }
     }
 
     /// Takes the end of the stream.
-    pub fn end(&mut self, emit: &mut dyn FnMut(Piece)) {
+    pub fn end(&mut self, emit: &mut dyn FnMut(OutputPiece)) {
         // A progress bar's last word is often to show the cursor again.
         if !without_cursor_control(&self.pending).is_empty() || self.rewritten.is_some() {
             self.finish_line(emit);
         }
     }
 
-    fn finish_line(&mut self, emit: &mut dyn FnMut(Piece)) {
+    fn finish_line(&mut self, emit: &mut dyn FnMut(OutputPiece)) {
         let rewritten = self.rewritten.take();
         let pending = std::mem::take(&mut self.pending);
-        emit(Piece::Line(if pending.is_empty() { rewritten.unwrap_or_default() } else { pending }));
+        emit(OutputPiece::Line(if pending.is_empty() { rewritten.unwrap_or_default() } else { pending }));
     }
 }
 
@@ -85,12 +85,12 @@ pub(super) struct Style {
     pub live: bool,
     /// Digits of the largest rank.
     pub width: usize,
-    pub look: Look,
+    pub look: LineStyle,
 }
 
 /// How lines begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Look {
+pub(super) enum LineStyle {
     /// `[3] `.
     Ours,
     /// As those of `horovodrun`, with this name of the stream, and perhaps the time in front.
@@ -111,10 +111,10 @@ impl<O: Write, E: Write> Printer<O, E> {
     }
 
     /// Shows what `rank` printed.
-    pub fn rank(&mut self, sink: Sink, rank: usize, piece: &Piece) -> io::Result<()> {
+    pub fn rank(&mut self, sink: Sink, rank: usize, piece: &OutputPiece) -> io::Result<()> {
         let style = self.style(sink);
         match piece {
-            Piece::Line(line) => {
+            OutputPiece::Line(line) => {
                 if rank == 0 && self.live.as_ref().is_some_and(|(owner, _)| *owner == sink) {
                     self.erase_live()?;
                     self.live = None;
@@ -124,11 +124,11 @@ impl<O: Write, E: Write> Printer<O, E> {
                 text.push(b'\n');
                 self.line(sink, &text)
             }
-            Piece::Progress(line) if rank == 0 && style.live => {
+            OutputPiece::Progress(line) if rank == 0 && style.live => {
                 self.live = Some((sink, line.clone()));
                 self.paint_live()
             }
-            Piece::Progress(_) => Ok(()),
+            OutputPiece::Progress(_) => Ok(()),
         }
     }
 
@@ -206,7 +206,7 @@ fn without_cursor_control(text: &[u8]) -> Vec<u8> {
 fn prefix(style: Style, rank: usize) -> Vec<u8> {
     const COLOURS: [u8; 6] = [36, 33, 32, 35, 34, 31];
     let Style { width, .. } = style;
-    if let Look::Horovod { stream, timestamp } = style.look {
+    if let LineStyle::Horovod { stream, timestamp } = style.look {
         let time = if timestamp { clock::date_and_time() } else { String::new() };
         format!("{time}[{rank}]<{stream}>:").into_bytes()
     } else if style.colour {
@@ -220,7 +220,7 @@ fn prefix(style: Style, rank: usize) -> Vec<u8> {
 mod tests {
     use super::*;
 
-    fn split(chunks: &[&str]) -> Vec<Piece> {
+    fn split(chunks: &[&str]) -> Vec<OutputPiece> {
         let mut splitter = Splitter::default();
         let mut pieces = Vec::new();
         for chunk in chunks {
@@ -230,12 +230,12 @@ mod tests {
         pieces
     }
 
-    fn line(text: &str) -> Piece {
-        Piece::Line(text.into())
+    fn line(text: &str) -> OutputPiece {
+        OutputPiece::Line(text.into())
     }
 
-    fn progress(text: &str) -> Piece {
-        Piece::Progress(text.into())
+    fn progress(text: &str) -> OutputPiece {
+        OutputPiece::Progress(text.into())
     }
 
     #[test]
@@ -259,7 +259,7 @@ mod tests {
         assert_eq!(pieces, [line(&"x".repeat(MAX_LINE_BYTES)), line("xxxxx")]);
     }
 
-    fn shown(style: Style, pieces: &[(usize, Piece)]) -> String {
+    fn shown(style: Style, pieces: &[(usize, OutputPiece)]) -> String {
         let (mut out, mut err) = (Vec::new(), Vec::new());
         let mut printer = Printer::new((&mut out, style), (&mut err, style));
         for (rank, piece) in pieces {
@@ -270,15 +270,19 @@ mod tests {
 
     #[test]
     fn a_file_gets_finished_lines_only() {
-        let style = Style { colour: false, live: false, width: 2, look: Look::Ours };
+        let style = Style { colour: false, live: false, width: 2, look: LineStyle::Ours };
         let pieces = [(0, progress("50%")), (11, line("b")), (0, progress("99%")), (0, line("100%"))];
         assert_eq!(shown(style, &pieces), "[11] b\n[ 0] 100%\n");
     }
 
     #[test]
     fn lines_may_begin_as_horovods_do() {
-        let style =
-            Style { colour: false, live: false, width: 2, look: Look::Horovod { stream: "stdout", timestamp: false } };
+        let style = Style {
+            colour: false,
+            live: false,
+            width: 2,
+            look: LineStyle::Horovod { stream: "stdout", timestamp: false },
+        };
         assert_eq!(shown(style, &[(0, line("a")), (11, line(""))]), "[0]<stdout>:a\n[11]<stdout>:\n");
     }
 
@@ -290,7 +294,7 @@ mod tests {
 
     #[test]
     fn a_terminal_keeps_rank_0s_progress_below_the_lines() {
-        let style = Style { colour: true, live: true, width: 1, look: Look::Ours };
+        let style = Style { colour: true, live: true, width: 1, look: LineStyle::Ours };
         let pieces = [(0, progress("50%")), (1, progress("40%")), (1, line("b")), (0, line("100%"))];
         let live = "\r\x1b[K\x1b[?7l\x1b[36m[0]\x1b[0m 50%\x1b[?7h";
         let erase = "\r\x1b[K";

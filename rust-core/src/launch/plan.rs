@@ -6,7 +6,7 @@ use clap::Parser;
 
 use crate::error::{Error, Result};
 use crate::pipeline::schedule::{Bounds, Schedule, plan};
-use crate::pipeline::{Costs, Graph, Link, Placement, Timeline, grid, simulate, svg};
+use crate::pipeline::{Costs, Graph, LinkCost, StagePlacement, Timeline, grid, simulate, svg};
 
 /// Sums of costs stay far from the end of the numbers.
 const MAX_COST: u64 = 1_000_000_000;
@@ -21,7 +21,7 @@ const MAX_FORWARDS: usize = 1 << 22;
     after_help = "In the picture a row is a rank and a column a unit of time: a digit is the forward of a microbatch, a letter its\n\
                   backward, `w` the part of a backward that is put off (zero_bubble), `.` waiting."
 )]
-pub(super) struct Args {
+pub(super) struct PlanArgs {
     /// Ranks of the pipeline
     #[arg(short, long, visible_alias = "pipeline-parallel-degree", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     partitions: u32,
@@ -68,7 +68,7 @@ pub(super) struct Args {
 }
 
 /// What `smdrun plan` prints.
-pub(super) fn show(args: &Args) -> Result<String> {
+pub(super) fn show(args: &PlanArgs) -> Result<String> {
     let schedule: Schedule = args.pipeline.parse()?;
     let (ranks, stages) = (args.partitions as usize, args.stages_per_rank as usize);
     let forwards = ranks * stages * args.microbatches as usize;
@@ -80,9 +80,9 @@ pub(super) fn show(args: &Args) -> Result<String> {
         )));
     }
     let there = schedule == Schedule::ZeroBubble && stages > 1;
-    let placement = if there { Placement::There } else { Placement::Looped };
+    let placement = if there { StagePlacement::There } else { StagePlacement::Looped };
     let graph = Graph::chain(ranks, stages, placement, args.microbatches as usize, args.costs)?
-        .with_link(Link { latency: args.transfer, bytes_per_tick: 0 });
+        .with_link(LinkCost { latency: args.transfer, bytes_per_tick: 0 });
     let bounds = Bounds {
         active_microbatches: args.active_microbatches.map(|n| n as usize),
         // In a chain each keeps one byte.
@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     fn shown(line: &str) -> Result<String> {
-        show(&Args::try_parse_from(line.split(' ')).expect("the line is valid"))
+        show(&PlanArgs::try_parse_from(line.split(' ')).expect("the line is valid"))
     }
 
     #[test]
@@ -178,9 +178,9 @@ mod tests {
     #[test]
     fn bad_lines_are_refused() {
         for line in ["plan", "plan -p 0", "plan -p 2 -m 0", "plan -p 2 --costs 1,1", "plan -p 2 --costs 1,1,-1"] {
-            assert!(Args::try_parse_from(line.split(' ')).is_err(), "{line}");
+            assert!(PlanArgs::try_parse_from(line.split(' ')).is_err(), "{line}");
         }
-        assert!(Args::try_parse_from("plan -p 2 --transfer 18446744073709551615".split(' ')).is_err());
+        assert!(PlanArgs::try_parse_from("plan -p 2 --transfer 18446744073709551615".split(' ')).is_err());
         let error = shown("plan -p 4096 -m 65536").unwrap_err().to_string();
         assert!(error.contains("268435456 forwards: at most 4194304 are planned"), "{error}");
         let error = shown("plan -p 2 --pipeline 1f1b").unwrap_err().to_string();

@@ -69,7 +69,7 @@ impl Tail {
 
 /// How a rank ended, and when.
 #[derive(Debug)]
-pub(super) struct End {
+pub(super) struct RankExit {
     pub rank: usize,
     pub exit: Exit,
     pub at: Duration,
@@ -77,7 +77,7 @@ pub(super) struct End {
     pub asked: bool,
 }
 
-impl End {
+impl RankExit {
     /// When its trouble began: a process that raised an exception may take long to end.
     fn began(&self, tails: &[Tail]) -> Duration {
         match self.exit {
@@ -93,14 +93,14 @@ impl End {
 }
 
 /// The rank that failed first (RUN-4), if one did of its own.
-pub(super) fn first_failure<'a>(ends: &'a [End], tails: &[Tail]) -> Option<&'a End> {
+pub(super) fn first_failure<'a>(ends: &'a [RankExit], tails: &[Tail]) -> Option<&'a RankExit> {
     ends.iter()
         .filter(|end| !end.exit.success() && !end.asked)
         .min_by_key(|end| (end.is_consequence(tails), end.began(tails)))
 }
 
 /// The final words about a failed job.
-pub(super) fn failure(first: &End, ends: &[End], tails: &[Tail]) -> String {
+pub(super) fn failure(first: &RankExit, ends: &[RankExit], tails: &[Tail]) -> String {
     let mut text = format!("rank {} failed first: {} after {:.1} s", first.rank, first.exit, first.at.as_secs_f64());
     for line in tails[first.rank].shown() {
         text.push_str("\n    ");
@@ -135,8 +135,8 @@ mod tests {
         tail
     }
 
-    fn end(rank: usize, exit: Exit, at_ms: u64) -> End {
-        End { rank, exit, at: Duration::from_millis(at_ms), asked: false }
+    fn end(rank: usize, exit: Exit, at_ms: u64) -> RankExit {
+        RankExit { rank, exit, at: Duration::from_millis(at_ms), asked: false }
     }
 
     const RAISED: &[&str] = &["warming up", TRACEBACK, "  File \"t.py\", line 3, in <module>", "ValueError: bad batch"];
@@ -190,7 +190,7 @@ mod tests {
 
     #[test]
     fn who_was_asked_to_end_did_not_fail() {
-        let ends = [End { asked: true, ..end(0, Exit::Signal(15), 5) }, end(1, Exit::Code(0), 4)];
+        let ends = [RankExit { asked: true, ..end(0, Exit::Signal(15), 5) }, end(1, Exit::Code(0), 4)];
         assert!(first_failure(&ends, &[Tail::default(), Tail::default()]).is_none());
     }
 

@@ -5,12 +5,12 @@ use std::io::Write;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
-use super::output::{Piece, Sink, Splitter};
+use super::output::{OutputPiece, Sink, Splitter};
 use super::process::Pipes;
 use crate::error::{Error, Result};
 
 /// One open pipe.
-struct Stream {
+struct OutputStream {
     sink: Sink,
     pipe: OwnedFd,
     splitter: Splitter,
@@ -19,7 +19,7 @@ struct Stream {
 }
 
 /// See the module's text.
-pub(super) struct Streams(Vec<Stream>);
+pub(super) struct Streams(Vec<OutputStream>);
 
 impl Streams {
     /// Takes over a rank's pipes; `folder` gets copies.
@@ -29,7 +29,7 @@ impl Streams {
     pub fn new(pipes: Pipes, folder: Option<&Path>) -> Result<Self> {
         let stream = |sink, pipe| {
             let file = folder.map(|folder| output_file(folder, sink)).transpose()?;
-            Ok::<_, Error>(Stream { sink, pipe, splitter: Splitter::default(), file })
+            Ok::<_, Error>(OutputStream { sink, pipe, splitter: Splitter::default(), file })
         };
         Ok(Self(vec![stream(Sink::Stdout, pipes.stdout)?, stream(Sink::Stderr, pipes.stderr)?]))
     }
@@ -45,7 +45,7 @@ impl Streams {
     }
 
     /// Reads what is there, at most a buffer of each.
-    pub fn read(&mut self, buffer: &mut [u8], emit: &mut dyn FnMut(Sink, Piece)) {
+    pub fn read(&mut self, buffer: &mut [u8], emit: &mut dyn FnMut(Sink, OutputPiece)) {
         self.0.retain_mut(|stream| {
             let sink = stream.sink;
             let mut emit = |piece| emit(sink, piece);

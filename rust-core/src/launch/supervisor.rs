@@ -10,11 +10,11 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Signal;
 
 use super::LaunchPlan;
-use super::environment::{self, Job};
+use super::environment::{self, HostJob};
 use super::orphan_reaper::OrphanReaper;
-use super::output::{Look, Piece, Printer, Sink, Style};
+use super::output::{LineStyle, OutputPiece, Printer, Sink, Style};
 use super::process::{self, Exit, Input, Process};
-use super::report::{self, End, Tail};
+use super::report::{self, RankExit, Tail};
 use super::signals::{self, Signals};
 use super::streams::{self, Streams};
 use crate::error::{Error, Result};
@@ -31,12 +31,12 @@ const ORPHAN_TIME: Duration = Duration::from_secs(1);
 ///
 /// # Errors
 /// [`Error::Io`] if the ranks could not be started or watched; none runs any more then.
-pub(super) fn run(plan: &LaunchPlan, mut job: Job) -> Result<i32> {
+pub(super) fn run(plan: &LaunchPlan, mut job: HostJob) -> Result<i32> {
     // First of all: threads that are started later inherit the mask, so signals arrive here only.
     let signals = Signals::take().map_err(|error| Error::io("taking over the signals", error))?;
     let reaper = OrphanReaper::start().map_err(|error| Error::io("starting the orphan reaper", error))?;
     // The rendezvous says whom it turns away.
-    crate::session::log::start(None);
+    crate::log::start(None);
     let secret = environment::random_hex(32)?;
     let (bind, reach) = plan.addresses(job.hosts())?;
     let server = Server::start((bind, 0).into(), secret.as_bytes(), job.num_ranks)?;
@@ -53,7 +53,7 @@ pub(super) fn run(plan: &LaunchPlan, mut job: Job) -> Result<i32> {
 }
 
 /// One rank.
-struct Rank {
+struct SupervisedRank {
     process: Process,
     streams: Streams,
     ended: bool,
@@ -61,7 +61,7 @@ struct Rank {
 
 /// How far the end of the job has come (RUN-3).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Step {
+enum ShutdownStep {
     Running,
     Grace,
     Terminate,
@@ -74,11 +74,11 @@ struct Supervisor<'a> {
     server: Server,
     reaper: OrphanReaper,
     start: Instant,
-    ranks: Vec<Rank>,
+    ranks: Vec<SupervisedRank>,
     tails: Vec<Tail>,
-    ends: Vec<End>,
+    ends: Vec<RankExit>,
     printer: Printer<Stdout, Stderr>,
-    step: Step,
+    step: ShutdownStep,
     /// When the next step begins; absent while running and after the last.
     deadline: Option<Instant>,
     /// The signal that asked us to stop.
@@ -89,7 +89,7 @@ struct Supervisor<'a> {
 impl<'a> Supervisor<'a> {
     fn start(
         plan: &'a LaunchPlan,
-        job: &Job,
+        job: &HostJob,
         server: Server,
         reaper: OrphanReaper,
         children_before: Vec<i32>,
@@ -109,7 +109,7 @@ impl<'a> Supervisor<'a> {
                 streams::remove_files(folder);
             }
             let streams = Streams::new(pipes, folder.as_deref())?;
-            ranks.push(Rank { process, streams, ended: false });
+            ranks.push(SupervisedRank { process, streams, ended: false });
         }
         let width = (job.num_ranks - 1).to_string().len();
         Ok(Self {
@@ -124,7 +124,7 @@ impl<'a> Supervisor<'a> {
                 (io::stdout(), style(&io::stdout(), width, plan.look(Sink::Stdout))),
                 (io::stderr(), style(&io::stderr(), width, plan.look(Sink::Stderr))),
             ),
-            step: Step::Running,
+            step: ShutdownStep::Running,
             deadline: None,
             stopped_by: None,
             children_before,
@@ -175,13 +175,13 @@ impl<'a> Supervisor<'a> {
                 self.stopped_by = Some(signal);
                 self.signal_ranks(Signal::INT);
                 self.say(&format!("Ctrl-C passed on; the ranks have {} s to end", self.plan.grace.as_secs_f64()));
-                self.enter(Step::Grace);
+                self.enter(ShutdownStep::Grace);
             }
             libc::SIGINT => self.advance(),
             other => {
                 self.stopped_by.get_or_insert(other);
-                if self.step < Step::Terminate {
-                    self.enter(Step::Terminate);
+                if self.step < ShutdownStep::Terminate {
+                    self.enter(ShutdownStep::Terminate);
                 }
             }
         }
@@ -195,16 +195,16 @@ impl<'a> Supervisor<'a> {
         self.signal_ranks(Signal::CONT);
     }
 
-    fn enter(&mut self, step: Step) {
+    fn enter(&mut self, step: ShutdownStep) {
         self.step = step;
         let time = match step {
-            Step::Running => None,
-            Step::Grace => Some(self.plan.grace),
-            Step::Terminate => {
+            ShutdownStep::Running => None,
+            ShutdownStep::Grace => Some(self.plan.grace),
+            ShutdownStep::Terminate => {
                 self.signal_ranks(Signal::TERM);
                 Some(TERMINATE_TIME)
             }
-            Step::Kill => {
+            ShutdownStep::Kill => {
                 self.signal_ranks(Signal::KILL);
                 None
             }
@@ -214,16 +214,16 @@ impl<'a> Supervisor<'a> {
 
     fn advance(&mut self) {
         match self.step {
-            Step::Running => self.enter(Step::Grace),
-            Step::Grace => {
+            ShutdownStep::Running => self.enter(ShutdownStep::Grace),
+            ShutdownStep::Grace => {
                 self.say(&format!("rank(s) {} did not end: sending SIGTERM", self.running()));
-                self.enter(Step::Terminate);
+                self.enter(ShutdownStep::Terminate);
             }
-            Step::Terminate => {
+            ShutdownStep::Terminate => {
                 self.say(&format!("rank(s) {} did not end: sending SIGKILL", self.running()));
-                self.enter(Step::Kill);
+                self.enter(ShutdownStep::Kill);
             }
-            Step::Kill => {}
+            ShutdownStep::Kill => {}
         }
     }
 
@@ -254,16 +254,16 @@ impl<'a> Supervisor<'a> {
 
     fn rank_ended(&mut self, rank: usize, exit: Exit) {
         self.server.report_death(rank, &exit.to_string());
-        let asked = self.stopped_by.is_some() || self.step >= Step::Terminate;
-        self.ends.push(End { rank, exit, at: self.start.elapsed(), asked });
-        if !exit.success() && self.step == Step::Running {
+        let asked = self.stopped_by.is_some() || self.step >= ShutdownStep::Terminate;
+        self.ends.push(RankExit { rank, exit, at: self.start.elapsed(), asked });
+        if !exit.success() && self.step == ShutdownStep::Running {
             if self.ranks.iter().any(|rank| !rank.ended) {
                 self.say(&format!(
                     "rank {rank} failed ({exit}); the others have {} s to end",
                     self.plan.grace.as_secs_f64()
                 ));
             }
-            self.enter(Step::Grace);
+            self.enter(ShutdownStep::Grace);
         }
     }
 
@@ -276,7 +276,7 @@ impl<'a> Supervisor<'a> {
         }
         let at = self.start.elapsed();
         for (rank, sink, piece) in pieces {
-            if let (Sink::Stderr, Piece::Line(line)) = (sink, &piece) {
+            if let (Sink::Stderr, OutputPiece::Line(line)) = (sink, &piece) {
                 self.tails[rank].push(line, at);
             }
             let shown = self.printer.rank(sink, rank, &piece);
@@ -367,7 +367,7 @@ pub(super) fn output_folder(plan: &LaunchPlan, rank: usize, num_ranks: usize) ->
     plan.output_dir.as_ref().map(|folder| folder.join(format!("rank.{rank:0width$}")))
 }
 
-pub(super) fn style(stream: &impl IsTerminal, width: usize, look: Look) -> Style {
+pub(super) fn style(stream: &impl IsTerminal, width: usize, look: LineStyle) -> Style {
     let set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     let live = stream.is_terminal() && std::env::var_os("TERM").is_none_or(|term| term != "dumb");
     Style { colour: live && !set("NO_COLOR"), live, width, look }

@@ -9,13 +9,13 @@ use serde_json::{Map, Value, json};
 use super::distribution::Distribution;
 
 /// What stands for numbers that only another host can tell; the shell there puts them in these places.
-pub(super) const THERE: There =
-    There { num_gpus: "@smd-num-gpus@", num_cpus: "@smd-num-cpus@", instance_type: "@smd-instance-type@" };
+pub(super) const THERE: HostResources =
+    HostResources { num_gpus: "@smd-num-gpus@", num_cpus: "@smd-num-cpus@", instance_type: "@smd-instance-type@" };
 
 /// Variables whose folders scripts write to without creating them.
 pub(super) const FOLDERS: [&str; 2] = ["SM_MODEL_DIR", "SM_OUTPUT_DATA_DIR"];
 
-pub(super) struct There {
+pub(super) struct HostResources {
     pub num_gpus: &'static str,
     pub num_cpus: &'static str,
     pub instance_type: &'static str,
@@ -39,7 +39,7 @@ struct Hyperparameter {
 
 /// Where a rank is among the hosts of its job.
 #[derive(Debug)]
-pub(super) struct Place<'a> {
+pub(super) struct TrainingRank<'a> {
     /// In the order of ranks.
     pub hosts: Vec<&'a str>,
     /// That of the rank.
@@ -77,7 +77,7 @@ impl Training {
     }
 
     /// Variables of a rank.
-    pub fn variables(&self, place: &Place<'_>) -> Vec<(String, String)> {
+    pub fn variables(&self, place: &TrainingRank<'_>) -> Vec<(String, String)> {
         let hyperparameters: Map<String, Value> =
             self.hyperparameters.iter().map(|(name, each)| (name.clone(), each.value.clone())).collect();
         let (num_gpus, num_cpus) = match place.here {
@@ -205,7 +205,7 @@ mod tests {
     }
 
     fn variables(training: &Training, hosts: &[&str], host: usize) -> BTreeMap<String, String> {
-        let place = Place {
+        let place = TrainingRank {
             hosts: hosts.to_vec(),
             host: hosts[host],
             local_rank: 1,

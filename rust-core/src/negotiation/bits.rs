@@ -5,9 +5,9 @@ use std::ops::Range;
 /// A set of positions. Empty words at its end are not kept, so equal sets are equal values.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(from = "Vec<u8>", into = "Vec<u8>")]
-pub(super) struct Bits(Vec<u64>);
+pub(super) struct BitSet(Vec<u64>);
 
-impl Bits {
+impl BitSet {
     pub(super) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -82,7 +82,7 @@ impl Bits {
     }
 }
 
-impl From<Vec<u8>> for Bits {
+impl From<Vec<u8>> for BitSet {
     fn from(bytes: Vec<u8>) -> Self {
         let word = |chunk: &[u8]| chunk.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte));
         let mut bits = Self(bytes.chunks(8).map(word).collect());
@@ -91,8 +91,8 @@ impl From<Vec<u8>> for Bits {
     }
 }
 
-impl From<Bits> for Vec<u8> {
-    fn from(bits: Bits) -> Self {
+impl From<BitSet> for Vec<u8> {
+    fn from(bits: BitSet) -> Self {
         let mut bytes: Vec<u8> = bits.0.iter().flat_map(|word| word.to_le_bytes()).collect();
         while bytes.last() == Some(&0) {
             bytes.pop();
@@ -201,10 +201,10 @@ mod tests {
     proptest! {
         #[test]
         fn bits_are_a_set(members in prop::collection::btree_set(0..500usize, 0..40), out in 0..500usize) {
-            let mut bits = Bits::default();
+            let mut bits = BitSet::default();
             members.iter().for_each(|position| bits.set(*position));
             prop_assert_eq!(bits.iter().collect::<BTreeSet<_>>(), members.clone());
-            prop_assert_eq!(Bits::from(Vec::from(bits.clone())), bits.clone());
+            prop_assert_eq!(BitSet::from(Vec::from(bits.clone())), bits.clone());
             prop_assert_eq!(bits.take(out), members.contains(&out));
             prop_assert!(!bits.get(out));
             bits.remove(&bits.clone());

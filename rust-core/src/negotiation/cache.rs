@@ -5,11 +5,11 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::bits::Bits;
+use super::bits::BitSet;
 use super::description::Description;
 
 #[derive(Debug)]
-pub(super) struct Slot {
+pub(super) struct CacheSlot {
     pub(super) name: Arc<str>,
     pub(super) description: Arc<Description>,
     used: u64,
@@ -19,7 +19,7 @@ pub(super) struct Slot {
 #[derive(Debug, Default)]
 pub(super) struct Cache {
     capacity: usize,
-    slots: Vec<Slot>,
+    slots: Vec<CacheSlot>,
     positions: HashMap<Arc<str>, usize>,
     clock: u64,
 }
@@ -42,12 +42,12 @@ impl Cache {
         self.positions.get(name).copied()
     }
 
-    pub(super) fn slot(&self, position: usize) -> Option<&Slot> {
+    pub(super) fn slot(&self, position: usize) -> Option<&CacheSlot> {
         self.slots.get(position)
     }
 
     /// These were used, in the order of positions.
-    pub(super) fn touch(&mut self, positions: &Bits) {
+    pub(super) fn touch(&mut self, positions: &BitSet) {
         for position in positions.iter() {
             self.clock += 1;
             if let Some(slot) = self.slots.get_mut(position) {
@@ -65,7 +65,7 @@ impl Cache {
             self.slots[position].used = used;
             return None;
         }
-        let slot = Slot { name: name.clone(), description, used };
+        let slot = CacheSlot { name: name.clone(), description, used };
         if self.slots.len() < self.capacity {
             self.positions.insert(name.clone(), self.slots.len());
             self.slots.push(slot);

@@ -4,8 +4,8 @@ use std::fmt;
 
 use super::factors::Factors;
 
-use crate::buffer::{DType, Device};
-use crate::collectives::{Call, Kind, ReduceOp, Request, views};
+use crate::buffer::{DType, Device, ReduceOp};
+use crate::collectives::{Call, Kind, Request, views};
 use crate::error::{Error, Result};
 
 /// See the module's text. Members agree if their descriptions are equal.

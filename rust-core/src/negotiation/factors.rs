@@ -7,8 +7,8 @@ use std::fmt;
 
 use half::{bf16, f16};
 
-use crate::buffer::{DType, TensorView};
-use crate::collectives::{ReduceOp, Request};
+use crate::buffer::{DType, ReduceOp, TensorView};
+use crate::collectives::Request;
 use crate::error::{Error, Result};
 
 /// A factor before and one after a reduction.

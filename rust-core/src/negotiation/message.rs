@@ -1,6 +1,6 @@
 //! What members tell each other: news go up the tree, answers come down.
 
-use super::bits::{Bits, RankSet};
+use super::bits::{BitSet, RankSet};
 use super::description::Description;
 
 /// Descriptions of one name that a message tells apart; ranks with further ones are not listed.
@@ -14,9 +14,9 @@ pub(super) struct Up {
     /// Answers that the sender has seen.
     pub(super) heard: u64,
     /// Cache positions for which all ranks behind the sender are ready.
-    pub(super) ready: Bits,
+    pub(super) ready: BitSet,
     /// Those of `ready` which some rank need not be ready for, since it has joined.
-    pub(super) with_neutral: Bits,
+    pub(super) with_neutral: BitSet,
     /// The same for names that are not in the cache, or there with another description.
     pub(super) named: Vec<Announcement>,
     /// All ranks behind the sender have joined, this one last.
@@ -56,7 +56,7 @@ pub(super) struct Report {
     pub(super) joined: RankSet,
     /// Ranks that wait in a collective without a name.
     pub(super) elsewhere: RankSet,
-    /// What they wait for that is no name ([`super::Elsewhere`]).
+    /// What they wait for that is no name ([`super::OtherWaits`]).
     pub(super) steps: Vec<Waiting>,
 }
 
@@ -82,12 +82,12 @@ pub(super) struct Down {
     /// Answers before this one.
     pub(super) number: u64,
     /// In the first answer: what members must do alike.
-    pub(super) limits: Option<Limits>,
+    pub(super) limits: Option<NegotiationLimits>,
     /// Cache positions that all ranks are ready for.
-    pub(super) ready: Bits,
+    pub(super) ready: BitSet,
     /// Those of `ready` in which ranks that have joined take part with neutral elements.
-    pub(super) with_neutral: Bits,
-    pub(super) named: Vec<Answer>,
+    pub(super) with_neutral: BitSet,
+    pub(super) named: Vec<Response>,
     /// All ranks have joined, this one last.
     pub(super) joined: Option<u32>,
     /// Ends everything that waits.
@@ -96,7 +96,7 @@ pub(super) struct Down {
 
 /// See [`Down::limits`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(super) struct Limits {
+pub(super) struct NegotiationLimits {
     /// Names in the cache.
     pub(super) cache: u32,
     /// Tensors that are ready together run as one operation up to this.
@@ -105,14 +105,14 @@ pub(super) struct Limits {
 
 /// What becomes of a name.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
-pub(super) struct Answer {
+pub(super) struct Response {
     pub(super) name: String,
-    pub(super) outcome: Outcome,
+    pub(super) outcome: ResponseOutcome,
 }
 
-/// See [`Answer`].
+/// See [`Response`].
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
-pub(super) enum Outcome {
+pub(super) enum ResponseOutcome {
     /// It runs.
     Agreed {
         /// As what.
@@ -150,7 +150,7 @@ pub(super) enum NegotiationFailure {
 
 /// What goes over the transport.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
-pub(super) enum Message {
+pub(super) enum NegotiationMessage {
     /// To the parent.
     Up(Up),
     /// To a child.

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! - `machine` decides, as a value without threads; `work` takes calls and messages and does what it says, on the thread of
-//!   the [`Negotiator`] or on one that waits for a call ([`Asked`]).
+//!   the [`Negotiator`] or on one that waits for a call ([`NamedHandle`]).
 //! - A member tells its parent what all ranks behind it are ready for: a bit for each name that was agreed on before
 //!   (`cache`), a description for others. The root answers what all ranks are ready for. So nobody sends or receives
 //!   more than a few messages for whatever is ready together, whatever the numbers of ranks and tensors.
@@ -26,7 +26,7 @@
 //!   without it.
 //! - NEG-7: several collectives may be asked for under one name: they are one entry everywhere here, and so run together
 //!   or not at all.
-//! - NEG-8: who asks by [`Negotiator::ask`] hears at once what is wrong with its own call, and nobody else hears of it: it
+//! - NEG-8: who asks by [`Negotiator::request`] hears at once what is wrong with its own call, and nobody else hears of it: it
 //!   has no name yet. Names that the negotiation gives are counted by kind, on success only, and anew after a `join`, so
 //!   that they stay in step.
 
@@ -51,7 +51,7 @@ mod tune;
 mod work;
 
 pub use factors::Factors;
-pub use negotiator::{Ask, Asked, Connect, Name, Negotiator, Options};
+pub use negotiator::{Connect, Name, NamedHandle, NamedRequest, Negotiator, NegotiatorOptions};
 pub use numbers::Numbers;
 pub use presence::Gradients;
 pub use tune::FusionTuning;
@@ -59,19 +59,19 @@ pub(crate) use tune::{VOTE, VOTE_END};
 
 /// What a process waits for besides names. If every rank waits and can do nothing else, and not all for the same, each
 /// is told.
-pub trait Elsewhere: Send + Sync {
+pub trait OtherWaits: Send + Sync {
     /// What has been waited for for a while; the same text on all ranks that wait for the same.
     fn waits(&self) -> Vec<String>;
     /// Whether some of it has waited for long on a device that has nothing to do. Then this process can do nothing else, whatever its
     /// processor does: libraries of devices poll.
     fn is_at_rest(&self) -> bool;
     /// Ends all of it. Called on the negotiator's thread, which must not wait.
-    fn end(&self, end: End);
+    fn end(&self, end: WaitEnd);
 }
 
 /// Why what is waited for besides names ends; the same on all ranks.
 #[derive(Clone, Debug)]
-pub struct End {
+pub struct WaitEnd {
     /// New for each end.
     pub number: u64,
     /// Global ranks that wait for it, one for each thing that is waited for.

@@ -1,6 +1,6 @@
 //! Who calls a negotiation, and the threads that bring it on.
 //!
-//! Note "who drives". A caller that waits brings the negotiation on by itself ([`Asked::drive`]), and runs what is small: a
+//! Note "who drives". A caller that waits brings the negotiation on by itself ([`NamedHandle::drive`]), and runs what is small: a
 //! hand-over to the thread of the negotiation, from there to the communicator's, and back would take longer than the messages. That thread
 //! keeps out of the way meanwhile, and for a moment after, as the next such call often follows at once: woken, it
 //! would take the core from somebody.
@@ -16,10 +16,10 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::description::Description;
 use super::factors::Factors;
-use super::supply::Signs;
+use super::supply::DeviceHints;
 use super::tune::FusionTuning;
 use super::work::Work;
-use super::{Elsewhere, Gradients, affinity};
+use super::{Gradients, OtherWaits, affinity};
 use crate::buffer::Device;
 use crate::collectives::{Communicator, Done, Request, views};
 use crate::error::{Error, Result};
@@ -31,7 +31,7 @@ pub type Connect = Box<dyn FnOnce() -> Result<Arc<Communicator>> + Send>;
 
 /// How a negotiation goes; see the knobs of the same names.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct NegotiatorOptions {
     /// Names that are remembered. The first member's counts.
     pub cache_capacity: u32,
     /// What is ready together runs as one operation up to this size. The first member's counts.
@@ -61,23 +61,23 @@ pub(super) const LONG_NAP: Duration = Duration::from_millis(500);
 
 /// Runs collectives by name; see the module's text.
 pub struct Negotiator {
-    shared: Arc<Shared>,
+    shared: Arc<NegotiatorState>,
 }
 
-pub(super) struct Shared {
+pub(super) struct NegotiatorState {
     id: u64,
     /// Runs what has no name.
     pub(super) group: Arc<Communicator>,
     pub(super) members: Members,
     pub(super) monitor: Arc<Monitor>,
-    pub(super) options: Options,
-    pub(super) elsewhere: Option<Box<dyn Elsewhere>>,
+    pub(super) options: NegotiatorOptions,
+    pub(super) elsewhere: Option<Box<dyn OtherWaits>>,
     pub(super) start: Instant,
     /// This member's tuner tries sizes.
     pub(super) tunes: AtomicBool,
     /// The CUDA device of the last call on one; -1 before.
     device: AtomicI32,
-    pub(super) inbox: Mutex<Inbox>,
+    pub(super) inbox: Mutex<NegotiatorInbox>,
     /// The thread has ended, or need not stand aside any more.
     changed: Condvar,
     /// From when the members have met until nothing can be called any more.
@@ -94,11 +94,11 @@ pub(super) struct Shared {
 }
 
 #[derive(Default)]
-pub(super) struct Inbox {
-    pub(super) calls: Vec<Call>,
+pub(super) struct NegotiatorInbox {
+    pub(super) calls: Vec<NegotiatorCommand>,
     /// The thread stands aside.
     is_aside: bool,
-    /// Of [`Negotiator::ask`], without an end.
+    /// Of [`Negotiator::request`], without an end.
     names: HashSet<String>,
     /// How many names were given to each kind (NEG-8).
     pub(super) given: HashMap<String, u64>,
@@ -107,9 +107,9 @@ pub(super) struct Inbox {
     pub(super) ended: Option<Error>,
 }
 
-/// What is asked for by [`Negotiator::ask`].
+/// What is asked for by [`Negotiator::request`].
 #[derive(Debug)]
-pub struct Ask {
+pub struct NamedRequest {
     /// Under which name.
     pub name: Name,
     /// Collectives, and the shapes of their tensors; run together or not at all.
@@ -131,7 +131,7 @@ pub enum Name {
     Shared(String),
 }
 
-pub(super) enum Call {
+pub(super) enum NegotiatorCommand {
     Named {
         name: String,
         requests: Vec<Request>,
@@ -143,7 +143,7 @@ pub(super) enum Call {
     },
     Join {
         /// Where to take part on devices meanwhile.
-        signs: Signs,
+        signs: DeviceHints,
         since: Instant,
         done: Done,
     },
@@ -159,14 +159,14 @@ impl Negotiator {
         id: u64,
         group: Arc<Communicator>,
         monitor: Arc<Monitor>,
-        options: Options,
+        options: NegotiatorOptions,
         connect: Connect,
-        elsewhere: Option<Box<dyn Elsewhere>>,
+        elsewhere: Option<Box<dyn OtherWaits>>,
     ) -> Result<Arc<Self>> {
         let start = Instant::now();
         let members = group.members().clone();
         let tunes = AtomicBool::new(members.me == 0 && options.tuning.is_some());
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(NegotiatorState {
             id,
             group,
             members,
@@ -211,7 +211,7 @@ impl Negotiator {
         let (name, since) = (name.to_owned(), Instant::now());
         let (requests, factors, description) = (vec![request], Factors::default(), Box::new(description));
         self.shared.note_device(&requests);
-        self.shared.call(Call::Named { name, requests, factors, description, blocking, since, done });
+        self.shared.call(NegotiatorCommand::Named { name, requests, factors, description, blocking, since, done });
     }
 
     /// As [`Negotiator::submit`], for callers that hear of their own mistakes at once (NEG-8), and that may ask for several
@@ -220,30 +220,30 @@ impl Negotiator {
     /// # Errors
     /// What this member cannot ask for: [`Error::InvalidArgument`], also for a name that is
     /// under way; [`Error::Unsupported`]; whatever ended the negotiation.
-    pub fn ask(&self, ask: Ask, done: impl FnOnce() -> Done) -> Result<Asked> {
-        let Ask { name, tensors, factors, blocking } = ask;
+    pub fn request(&self, request: NamedRequest, done: impl FnOnce() -> Done) -> Result<NamedHandle> {
+        let NamedRequest { name, tensors, factors, blocking } = request;
         let Members { ranks, me } = &self.shared.members;
         let description = Description::of_all(&tensors, factors, *me, ranks.len())?;
         let requests = tensors.into_iter().map(|(request, _)| request).collect::<Vec<_>>();
         self.shared.note_device(&requests);
-        self.ask_for(name, description, requests, factors, blocking, done)
+        self.enqueue_named(name, description, requests, factors, blocking, done)
     }
 
     /// Has all ranks compare which gradients a step has. If they differ, all of them get an error that names ranks and parameters.
     ///
     /// # Errors
-    /// As [`Negotiator::ask`].
+    /// As [`Negotiator::request`].
     pub fn compare_gradients(
         &self,
         name: Name,
         gradients: &Gradients<'_>,
         blocking: bool,
         done: impl FnOnce() -> Done,
-    ) -> Result<Asked> {
-        self.ask_for(name, Description::presence(gradients), Vec::new(), Factors::default(), blocking, done)
+    ) -> Result<NamedHandle> {
+        self.enqueue_named(name, Description::presence(gradients), Vec::new(), Factors::default(), blocking, done)
     }
 
-    fn ask_for(
+    fn enqueue_named(
         &self,
         name: Name,
         description: Description,
@@ -251,7 +251,7 @@ impl Negotiator {
         factors: Factors,
         blocking: bool,
         done: impl FnOnce() -> Done,
-    ) -> Result<Asked> {
+    ) -> Result<NamedHandle> {
         let description = Box::new(description);
         let shared = self.shared.clone();
         let mut inbox = self.shared.inbox.lock();
@@ -275,7 +275,7 @@ impl Negotiator {
         let free = name.clone();
         let is_over = Arc::new(AtomicBool::new(false));
         let is_seen_to = AtomicBool::new(!blocking);
-        let asked = Asked { shared: self.shared.clone(), is_over: is_over.clone(), is_seen_to };
+        let handle = NamedHandle { shared: self.shared.clone(), is_over: is_over.clone(), is_seen_to };
         let done = done();
         let done: Done = Box::new(move |result| {
             if unique {
@@ -288,12 +288,20 @@ impl Negotiator {
                 shared.ring();
             }
         });
-        inbox.calls.push(Call::Named { name, requests, factors, description, blocking, since: Instant::now(), done });
+        inbox.calls.push(NegotiatorCommand::Named {
+            name,
+            requests,
+            factors,
+            description,
+            blocking,
+            since: Instant::now(),
+            done,
+        });
         // A caller that is going to wait comes to drive; should it not, dropping the handle wakes the thread.
         if !blocking {
             self.shared.wake(inbox);
         }
-        Ok(asked)
+        Ok(handle)
     }
 
     /// This rank has nothing more to submit: `done` is called, with the rank that joined last, when no rank has. Until
@@ -305,8 +313,8 @@ impl Negotiator {
     pub fn join(&self, named: Option<u16>, current: Option<u16>, done: Done) {
         let shared = &self.shared;
         let used = u16::try_from(shared.device.load(Ordering::Relaxed)).ok();
-        let signs = Signs { used, named, current, local_rank: shared.options.local_rank };
-        shared.call(Call::Join { signs, since: Instant::now(), done });
+        let signs = DeviceHints { used, named, current, local_rank: shared.options.local_rank };
+        shared.call(NegotiatorCommand::Join { signs, since: Instant::now(), done });
     }
 
     /// Whether this member tries sizes of what runs together, and so needs collectives by name: the first one does, until it
@@ -346,30 +354,30 @@ impl Name {
     }
 }
 
-impl Call {
+impl NegotiatorCommand {
     fn done(self) -> Done {
         match self {
-            Call::Named { done, .. } | Call::Join { done, .. } => done,
+            NegotiatorCommand::Named { done, .. } | NegotiatorCommand::Join { done, .. } => done,
         }
     }
 
     fn name(&self) -> &str {
         match self {
-            Call::Named { name, .. } => name,
-            Call::Join { .. } => "join",
+            NegotiatorCommand::Named { name, .. } => name,
+            NegotiatorCommand::Join { .. } => "join",
         }
     }
 }
 
 /// A call that is under way, for a caller that waits for it.
-pub struct Asked {
-    shared: Arc<Shared>,
+pub struct NamedHandle {
+    shared: Arc<NegotiatorState>,
     is_over: Arc<AtomicBool>,
     /// Whether the thread was woken for it, or the caller came to drive.
     is_seen_to: AtomicBool,
 }
 
-impl Drop for Asked {
+impl Drop for NamedHandle {
     fn drop(&mut self) {
         if !self.is_seen_to.load(Ordering::Relaxed) && !self.is_over.load(Ordering::Acquire) {
             self.shared.wake(self.shared.inbox.lock());
@@ -377,7 +385,7 @@ impl Drop for Asked {
     }
 }
 
-impl Asked {
+impl NamedHandle {
     /// Brings the negotiation on until the call is over, for 50 ms at most. False at once if there is nothing that
     /// this thread could do: the others have not been met yet, or the operation is one that another thread runs.
     pub fn drive(&self) -> bool {
@@ -435,7 +443,7 @@ impl Asked {
     }
 }
 
-impl Shared {
+impl NegotiatorState {
     pub(super) fn now(&self) -> Duration {
         self.start.elapsed()
     }
@@ -454,7 +462,7 @@ impl Shared {
     }
 
     /// Has whoever drives, or the thread, look at what is new.
-    fn wake(&self, inbox: MutexGuard<'_, Inbox>) {
+    fn wake(&self, inbox: MutexGuard<'_, NegotiatorInbox>) {
         if inbox.is_aside {
             self.changed.notify_all();
         }
@@ -463,7 +471,7 @@ impl Shared {
     }
 
     /// Whether a caller drives, or did a moment ago.
-    fn is_driven(&self, inbox: &Inbox) -> bool {
+    fn is_driven(&self, inbox: &NegotiatorInbox) -> bool {
         let since = self.now().saturating_sub(Duration::from_nanos(self.driven.load(Ordering::Relaxed)));
         let idle = inbox.calls.is_empty() && since < ASIDE && self.driven.load(Ordering::Relaxed) > 0;
         let ends = self.closed.get().is_some() || self.failure.get().is_some();
@@ -513,7 +521,7 @@ impl Shared {
         }
     }
 
-    fn call(&self, call: Call) {
+    fn call(&self, call: NegotiatorCommand) {
         let mut inbox = self.inbox.lock();
         if let Some(error) = &inbox.ended {
             let error = told_of(error.clone(), call.name());

@@ -1,7 +1,6 @@
 //! What a rank contributes that has joined: values that change nothing.
 
-use crate::buffer::{DType, Device, TensorView};
-use crate::collectives::ReduceOp;
+use crate::buffer::{DType, Device, ReduceOp, TensorView};
 use crate::error::Result;
 
 /// Memory full of neutral elements, for a reduction whose result nobody here uses.

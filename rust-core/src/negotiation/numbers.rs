@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-use super::{Ask, Asked, Factors, Name, Negotiator};
-use crate::buffer::{DType, Device, TensorView};
-use crate::collectives::{ReduceOp, Request};
+use super::{Factors, Name, NamedHandle, NamedRequest, Negotiator};
+use crate::buffer::{DType, Device, ReduceOp, TensorView};
+use crate::collectives::Request;
 use crate::error::{Error, Result};
 use crate::world::monitor::interrupt_pending;
 
@@ -16,12 +16,12 @@ const LOOK_FOR_SIGNALS: Duration = Duration::from_millis(50);
 
 /// Numbers that are under way, or have come.
 pub struct Numbers {
-    outcome: Arc<Outcome>,
-    asked: Asked,
+    outcome: Arc<NumbersState>,
+    asked: NamedHandle,
 }
 
 #[derive(Default)]
-struct Outcome {
+struct NumbersState {
     told: Mutex<Option<Result<Vec<u64>>>>,
     decided: Condvar,
 }
@@ -31,8 +31,8 @@ impl Numbers {
     /// thread learns of it; not if this returns an error.
     ///
     /// # Errors
-    /// What this rank cannot ask for ([`Negotiator::ask`]).
-    pub fn ask(
+    /// What this rank cannot ask for ([`Negotiator::request`]).
+    pub fn submit(
         negotiator: &Negotiator,
         name: Name,
         mut numbers: Vec<u64>,
@@ -43,7 +43,7 @@ impl Numbers {
         let view =
             unsafe { TensorView::new(numbers.as_mut_ptr().cast(), numbers.len(), DType::Int64, Device::Cpu, 0) }?;
         let shape = Some(vec![numbers.len() as u64]);
-        let outcome = Arc::new(Outcome::default());
+        let outcome = Arc::new(NumbersState::default());
         let learned = Arc::clone(&outcome);
         let done = move |result: Result<Option<usize>>| {
             let result = result.map(|_| numbers);
@@ -51,13 +51,13 @@ impl Numbers {
             *learned.told.lock() = Some(result);
             learned.decided.notify_all();
         };
-        let ask = Ask {
+        let ask = NamedRequest {
             name,
             tensors: vec![(Request::AllReduce { input: view, output: view, op }, shape)],
             factors: Factors::default(),
             blocking: false,
         };
-        Ok(Self { outcome, asked: negotiator.ask(ask, || Box::new(done))? })
+        Ok(Self { outcome, asked: negotiator.request(ask, || Box::new(done))? })
     }
 
     /// What has come so far.

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::message::Message;
+use super::message::NegotiationMessage;
 use super::tree::Tree;
 use crate::error::{Error, Result};
 use crate::transport::{self, Tag, Transport};
@@ -21,7 +21,7 @@ const MAX_BYTES: usize = 256 << 20;
 pub(super) struct Post {
     transport: Arc<dyn Transport>,
     neighbours: Vec<Incoming>,
-    outgoing: Vec<Outgoing>,
+    outgoing: Vec<QueuedPost>,
 }
 
 /// The next message of a neighbour.
@@ -32,7 +32,7 @@ struct Incoming {
     under_way: transport::Message,
 }
 
-struct Outgoing {
+struct QueuedPost {
     under_way: transport::Message,
     _bytes: Arc<[u8]>,
 }
@@ -48,7 +48,7 @@ impl Post {
     ///
     /// # Errors
     /// [`Error::Internal`] if it cannot be written down.
-    pub(super) fn send(&mut self, to: impl Iterator<Item = usize>, message: &Message) -> Result<()> {
+    pub(super) fn send(&mut self, to: impl Iterator<Item = usize>, message: &NegotiationMessage) -> Result<()> {
         let mut bytes = vec![0; LENGTH_BYTES];
         bytes = postcard::to_extend(message, bytes).map_err(|error| {
             Error::Internal(format!("a message of the negotiation cannot be written down: {error}"))
@@ -61,7 +61,7 @@ impl Post {
             for part in [&bytes[..HEAD_BYTES], &bytes[HEAD_BYTES..]].into_iter().filter(|part| !part.is_empty()) {
                 // SAFETY: the bytes live, unchanged, until the message has ended: `retire` and `drop` see to that.
                 let under_way = unsafe { self.transport.post_send(to, TAG_NEGOTIATION, part.as_ptr(), part.len()) };
-                self.outgoing.push(Outgoing { under_way, _bytes: bytes.clone() });
+                self.outgoing.push(QueuedPost { under_way, _bytes: bytes.clone() });
             }
         }
         Ok(())
@@ -71,7 +71,7 @@ impl Post {
     ///
     /// # Errors
     /// The transport's, or [`Error::Internal`] for what is no message.
-    pub(super) fn receive(&mut self) -> Result<Option<(usize, Message)>> {
+    pub(super) fn receive(&mut self) -> Result<Option<(usize, NegotiationMessage)>> {
         for neighbour in &mut self.neighbours {
             if let Some(message) = neighbour.take(&*self.transport)? {
                 return Ok(Some((neighbour.from, message)));
@@ -112,7 +112,7 @@ impl Incoming {
         Self { from, bytes, under_way }
     }
 
-    fn take(&mut self, transport: &dyn Transport) -> Result<Option<Message>> {
+    fn take(&mut self, transport: &dyn Transport) -> Result<Option<NegotiationMessage>> {
         loop {
             match self.under_way.poll() {
                 None => return Ok(None),

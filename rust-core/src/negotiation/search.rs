@@ -8,7 +8,7 @@ const LENGTHS: [f64; 5] = [0.08, 0.15, 0.25, 0.4, 0.8];
 
 /// See the module's text. Places are numbers from 0 to 1.
 #[derive(Clone, Debug)]
-pub(super) struct Search {
+pub(super) struct TuningSearch {
     /// Where the function may be asked.
     places: Vec<f64>,
     /// Where it is asked first, the next last.
@@ -20,7 +20,7 @@ pub(super) struct Search {
 }
 
 /// A Gaussian process that has seen answers.
-struct Process {
+struct GaussianProcess {
     length: f64,
     seen: Vec<f64>,
     /// The Cholesky factor of the answers' covariances, by rows.
@@ -30,7 +30,7 @@ struct Process {
     log_likelihood: f64,
 }
 
-impl Search {
+impl TuningSearch {
     /// Asks at `num_places` places that are evenly spaced, at four of them first, no place twice, and `limit` times in all. `noise`
     /// is the share of the answers' variance that it makes up.
     pub(super) fn new(num_places: usize, limit: usize, noise: f64) -> Self {
@@ -60,7 +60,7 @@ impl Search {
     fn most_promising(&self) -> Option<usize> {
         let values: Vec<f64> = standardised(self.answers.iter().map(|(_, value)| *value).collect());
         let seen: Vec<f64> = self.answers.iter().map(|(place, _)| self.places[*place]).collect();
-        let processes = LENGTHS.iter().map(|length| Process::new(*length, self.noise, &seen, &values));
+        let processes = LENGTHS.iter().map(|length| GaussianProcess::new(*length, self.noise, &seen, &values));
         let process = processes.max_by(|a, b| a.log_likelihood.total_cmp(&b.log_likelihood))?;
         // Without the noise of single answers.
         let best = seen.iter().map(|place| process.at(*place).0).fold(f64::NEG_INFINITY, f64::max);
@@ -74,7 +74,7 @@ impl Search {
     }
 }
 
-impl Process {
+impl GaussianProcess {
     fn new(length: f64, noise: f64, seen: &[f64], values: &[f64]) -> Self {
         let covariance = |row: usize, column: usize| {
             let own = if row == column { noise } else { 0.0 };
@@ -165,7 +165,7 @@ mod tests {
 
     /// Every place that was asked, in order.
     fn searched(limit: usize, share: f64, mut function: impl FnMut(f64) -> f64) -> Vec<(f64, f64)> {
-        let mut search = Search::new(41, limit, share);
+        let mut search = TuningSearch::new(41, limit, share);
         let mut asked = Vec::new();
         while let Some(place) = search.next() {
             let value = function(search.places[place]);
@@ -217,7 +217,7 @@ mod tests {
     #[test]
     fn a_process_goes_through_what_it_has_seen_if_there_is_no_noise() {
         let (seen, values) = ([0.1, 0.4, 0.9], [1.0, -1.0, 0.5]);
-        let process = Process::new(0.25, 1e-9, &seen, &values);
+        let process = GaussianProcess::new(0.25, 1e-9, &seen, &values);
         for (place, value) in seen.iter().zip(values) {
             let (mean, deviation) = process.at(*place);
             assert!((mean - value).abs() < 1e-5 && deviation < 1e-3, "{mean} {deviation}");

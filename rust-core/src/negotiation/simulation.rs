@@ -9,20 +9,20 @@ use proptest::prelude::*;
 use super::Gradients;
 use super::description::Description;
 use super::factors::Factors;
-use super::machine::{Action, Machine, Operand, Ticket};
-use super::message::{Limits, Message};
+use super::machine::{Machine, NegotiationAction, Operand, SubmissionId};
+use super::message::{NegotiationLimits, NegotiationMessage};
 use super::stall::{Patience, Waits};
 use super::tree::{FAN_IN, Tree};
-use crate::buffer::DType;
-use crate::collectives::{Kind, ReduceOp};
+use crate::buffer::{DType, ReduceOp};
+use crate::collectives::Kind;
 
 const PATIENCE: Patience = Patience { warning: Duration::from_secs(60), limit: Duration::from_secs(300) };
-const LIMITS: Limits = Limits { cache: 4096, fusion_bytes: 64 << 20 };
+const LIMITS: NegotiationLimits = NegotiationLimits { cache: 4096, fusion_bytes: 64 << 20 };
 
 #[derive(Clone)]
-struct Random(u64);
+struct SimulationRandom(u64);
 
-impl Random {
+impl SimulationRandom {
     fn below(&mut self, limit: usize) -> usize {
         self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         ((self.0 >> 33) ^ (self.0 >> 11)) as usize % limit
@@ -53,7 +53,7 @@ fn sum(shape: u64) -> Description {
 
 /// What a rank was told, in order.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Event {
+enum SimulationEvent {
     /// Shapes of what runs as one operation, and whether the rank itself asked for them.
     Ran(Vec<u64>),
     Failed(String, String),
@@ -67,11 +67,11 @@ struct Traffic {
     bytes: usize,
 }
 
-struct Rank {
+struct SimulatedRank {
     machine: Machine,
     tree: Tree,
-    calls: HashMap<Ticket, (String, u64)>,
-    events: Vec<Event>,
+    calls: HashMap<SubmissionId, (String, u64)>,
+    events: Vec<SimulationEvent>,
     /// Calls that ran or failed.
     answered: usize,
     received: Traffic,
@@ -79,18 +79,18 @@ struct Rank {
     warnings: Vec<String>,
 }
 
-struct World {
-    ranks: Vec<Rank>,
+struct SimulatedWorld {
+    ranks: Vec<SimulatedRank>,
     /// Frames under way by receiver and sender, in order for each pair.
     frames: Vec<BTreeMap<usize, VecDeque<Arc<[u8]>>>>,
     now: Duration,
-    ticket: Ticket,
+    ticket: SubmissionId,
 }
 
-impl World {
-    fn new(size: usize, limits: Limits, patience: Patience) -> Self {
+impl SimulatedWorld {
+    fn new(size: usize, limits: NegotiationLimits, patience: Patience) -> Self {
         let global: Arc<[usize]> = (0..size).collect();
-        let rank = |me| Rank {
+        let rank = |me| SimulatedRank {
             machine: Machine::new(Tree::new(me, size), global.clone(), limits, patience),
             tree: Tree::new(me, size),
             calls: HashMap::new(),
@@ -127,47 +127,47 @@ impl World {
         let received = &mut self.ranks[rank].received;
         received.messages += 1;
         received.bytes += frame.len();
-        let message: Message = postcard::from_bytes(&frame).expect("a message");
+        let message: NegotiationMessage = postcard::from_bytes(&frame).expect("a message");
         let mut actions = Vec::new();
         self.ranks[rank].machine.receive(from, message, self.now, &mut actions).expect("a sensible message");
         self.perform(rank, actions);
     }
 
-    fn perform(&mut self, me: usize, actions: Vec<Action>) {
+    fn perform(&mut self, me: usize, actions: Vec<NegotiationAction>) {
         for action in actions {
             let rank = &mut self.ranks[me];
-            let (to, message): (Vec<usize>, Message) = match action {
-                Action::Up(up) => (rank.tree.parent.into_iter().collect(), Message::Up(up)),
-                Action::Down(down) => {
-                    (rank.tree.children.iter().map(|child| child.start).collect(), Message::Down(down))
+            let (to, message): (Vec<usize>, NegotiationMessage) = match action {
+                NegotiationAction::Up(up) => (rank.tree.parent.into_iter().collect(), NegotiationMessage::Up(up)),
+                NegotiationAction::Down(down) => {
+                    (rank.tree.children.iter().map(|child| child.start).collect(), NegotiationMessage::Down(down))
                 }
-                Action::Run(parts) => {
+                NegotiationAction::Run(parts) => {
                     let shape = |part: &Operand| match part {
                         Operand::Own(ticket) => rank.calls[ticket].1,
                         Operand::Neutral(description) => description.shape.first().copied().unwrap_or(0),
                     };
                     rank.answered += parts.iter().filter(|part| matches!(part, Operand::Own(_))).count();
-                    rank.events.push(Event::Ran(parts.iter().map(shape).collect()));
+                    rank.events.push(SimulationEvent::Ran(parts.iter().map(shape).collect()));
                     continue;
                 }
-                Action::Fail(ticket, error) => {
+                NegotiationAction::Fail(ticket, error) => {
                     rank.answered += 1;
-                    rank.events.push(Event::Failed(rank.calls[&ticket].0.clone(), error.to_string()));
+                    rank.events.push(SimulationEvent::Failed(rank.calls[&ticket].0.clone(), error.to_string()));
                     continue;
                 }
-                Action::EndSteps(end) => {
-                    rank.events.push(Event::EndedSteps(end.detail));
+                NegotiationAction::EndSteps(end) => {
+                    rank.events.push(SimulationEvent::EndedSteps(end.detail));
                     continue;
                 }
-                Action::Joined(last) => {
-                    rank.events.push(Event::Joined(last));
+                NegotiationAction::Joined(last) => {
+                    rank.events.push(SimulationEvent::Joined(last));
                     continue;
                 }
-                Action::Warn(text) | Action::Blame(text) => {
+                NegotiationAction::Warn(text) | NegotiationAction::Blame(text) => {
                     rank.warnings.push(text);
                     continue;
                 }
-                Action::Tried(_) => continue,
+                NegotiationAction::Tried(_) => continue,
             };
             let frame: Arc<[u8]> = postcard::to_stdvec(&message).expect("it can be written").into();
             for to in to {
@@ -180,7 +180,7 @@ impl World {
     }
 
     /// Delivers everything in any order that the seed makes, until nothing is under way.
-    fn settle(&mut self, random: &mut Random) {
+    fn settle(&mut self, random: &mut SimulationRandom) {
         loop {
             let pairs: Vec<(usize, usize)> = (self.frames.iter().enumerate())
                 .flat_map(|(to, queues)| queues.keys().map(move |from| (to, *from)))
@@ -208,11 +208,11 @@ impl World {
     }
 
     /// Time passes; every rank looks at how long it has waited, twenty times a second.
-    fn pass(&mut self, time: Duration, random: &mut Random, idle: impl Fn(usize) -> bool) {
+    fn pass(&mut self, time: Duration, random: &mut SimulationRandom, idle: impl Fn(usize) -> bool) {
         self.pass_with(time, random, |rank| Waits { idle: idle(rank), ..Waits::default() });
     }
 
-    fn pass_with(&mut self, time: Duration, random: &mut Random, waits: impl Fn(usize) -> Waits) {
+    fn pass_with(&mut self, time: Duration, random: &mut SimulationRandom, waits: impl Fn(usize) -> Waits) {
         let end = self.now + time;
         while self.now < end {
             self.now += Duration::from_millis(50);
@@ -241,8 +241,8 @@ impl World {
     }
 
     fn texts(&self, rank: usize) -> Vec<String> {
-        let text = |event: &Event| match event {
-            Event::Failed(name, text) => Some(format!("{name}: {text}")),
+        let text = |event: &SimulationEvent| match event {
+            SimulationEvent::Failed(name, text) => Some(format!("{name}: {text}")),
             _ => None,
         };
         self.ranks[rank].events.iter().filter_map(text).collect()
@@ -250,7 +250,7 @@ impl World {
 
     fn ended_steps(&self, rank: usize) -> Vec<&str> {
         let ended = self.ranks[rank].events.iter().filter_map(|event| match event {
-            Event::EndedSteps(text) => Some(text.as_str()),
+            SimulationEvent::EndedSteps(text) => Some(text.as_str()),
             _ => None,
         });
         ended.collect()
@@ -262,8 +262,8 @@ impl World {
 fn traffic_of_a_rank_does_not_grow_with_the_group() {
     const NAMES: usize = 40;
     for size in [2, 9, 64, 4096] {
-        let mut world = World::new(size, LIMITS, PATIENCE);
-        let mut random = Random(size as u64);
+        let mut world = SimulatedWorld::new(size, LIMITS, PATIENCE);
+        let mut random = SimulationRandom(size as u64);
         let names: Vec<String> = (0..NAMES).map(|name| format!("layer.{name}.weight")).collect();
         for step in 0..3 {
             world.reset_traffic();
@@ -292,7 +292,7 @@ fn traffic_of_a_rank_does_not_grow_with_the_group() {
                     let bytes = (children + 1) * (NAMES / 8 + 24);
                     assert!(most.messages <= children + 1 && most.bytes <= bytes, "{size} {}", most.bytes);
                     let last = world.ranks[0].events.last();
-                    assert!(matches!(last, Some(Event::Ran(shapes)) if shapes.len() == NAMES), "{last:?}");
+                    assert!(matches!(last, Some(SimulationEvent::Ran(shapes)) if shapes.len() == NAMES), "{last:?}");
                 }
                 // In four parts, of which nothing is ready on all before the last one in a large group.
                 _ => assert!(most.messages <= 4 * (children + 1) * 4, "{size} {}", most.messages),
@@ -304,8 +304,8 @@ fn traffic_of_a_rank_does_not_grow_with_the_group() {
 /// Somebody waits for what a rank never calls: in a large group the news of it are small, too.
 #[test]
 fn reports_of_a_large_group_are_small_and_name_the_missing() {
-    let mut world = World::new(400, LIMITS, PATIENCE);
-    let mut random = Random(5);
+    let mut world = SimulatedWorld::new(400, LIMITS, PATIENCE);
+    let mut random = SimulationRandom(5);
     for rank in (0..400).filter(|rank| *rank != 77 && *rank != 300) {
         (0..20).for_each(|name| world.submit(rank, &format!("w{name:02}"), sum(1), false));
         world.flush(rank);
@@ -338,14 +338,14 @@ fn reports_of_a_large_group_are_small_and_name_the_missing() {
         world.flush(rank);
     }
     world.settle(&mut random);
-    assert!(world.ranks.iter().all(|rank| rank.events.last() == Some(&Event::Ran(vec![1]))));
+    assert!(world.ranks.iter().all(|rank| rank.events.last() == Some(&SimulationEvent::Ran(vec![1]))));
 }
 
 #[test]
 fn ranks_that_wait_for_different_names_hear_of_it_within_two_seconds() {
     for size in [2, 3, 12] {
-        let mut world = World::new(size, LIMITS, PATIENCE);
-        let mut random = Random(1);
+        let mut world = SimulatedWorld::new(size, LIMITS, PATIENCE);
+        let mut random = SimulationRandom(1);
         for rank in 0..size {
             world.submit(rank, if rank == 1 { "b" } else { "a" }, sum(1), true);
             world.flush(rank);
@@ -363,14 +363,14 @@ fn ranks_that_wait_for_different_names_hear_of_it_within_two_seconds() {
             world.flush(rank);
         }
         world.settle(&mut random);
-        assert!(world.ranks.iter().all(|rank| rank.events.last() == Some(&Event::Ran(vec![1]))));
+        assert!(world.ranks.iter().all(|rank| rank.events.last() == Some(&SimulationEvent::Ran(vec![1]))));
     }
 }
 
 #[test]
 fn a_slow_rank_is_no_false_alarm() {
-    let mut world = World::new(3, LIMITS, PATIENCE);
-    let mut random = Random(2);
+    let mut world = SimulatedWorld::new(3, LIMITS, PATIENCE);
+    let mut random = SimulationRandom(2);
     // Rank 1 computes; it waits for something else meanwhile, as a graph may.
     world.submit(0, "a", sum(1), true);
     world.submit(1, "b", sum(2), false);
@@ -381,7 +381,7 @@ fn a_slow_rank_is_no_false_alarm() {
     world.submit(1, "a", sum(1), false);
     world.flush(1);
     world.settle(&mut random);
-    assert!(world.ranks.iter().all(|rank| rank.events == [Event::Ran(vec![1])]));
+    assert!(world.ranks.iter().all(|rank| rank.events == [SimulationEvent::Ran(vec![1])]));
     for rank in [0, 2] {
         world.submit(rank, "b", sum(2), false);
         world.flush(rank);
@@ -399,8 +399,8 @@ fn a_slow_rank_is_no_false_alarm() {
 
 #[test]
 fn a_collective_without_a_name_is_no_way_out() {
-    let mut world = World::new(2, LIMITS, PATIENCE);
-    let mut random = Random(6);
+    let mut world = SimulatedWorld::new(2, LIMITS, PATIENCE);
+    let mut random = SimulationRandom(6);
     world.submit(0, "a", sum(1), true);
     world.flush(0);
     world.pass_with(Duration::from_millis(1600), &mut random, |rank| Waits {
@@ -414,11 +414,11 @@ fn a_collective_without_a_name_is_no_way_out() {
 
 #[test]
 fn steps_of_different_gradients_are_told_to_all_and_those_of_the_same_are_waited_for() {
-    let mut random = Random(7);
+    let mut random = SimulationRandom(7);
     let waits = |what: [&'static str; 3]| {
         move |rank: usize| Waits { idle: true, steps: vec![what[rank].to_owned()], ..Waits::default() }
     };
-    let mut world = World::new(3, LIMITS, PATIENCE);
+    let mut world = SimulatedWorld::new(3, LIMITS, PATIENCE);
     world.pass_with(Duration::from_secs(3), &mut random, waits(["a", "a", "a"]));
     assert!((0..3).all(|rank| world.ended_steps(rank).is_empty()));
     world.pass_with(Duration::from_millis(1600), &mut random, waits(["a", "b", "a"]));
@@ -427,7 +427,7 @@ fn steps_of_different_gradients_are_told_to_all_and_those_of_the_same_are_waited
         assert!(text.contains("ranks 0, 2 wait for a, rank 1 waits for b"), "{text}");
     }
     // A rank that computes may still come.
-    let mut world = World::new(3, LIMITS, PATIENCE);
+    let mut world = SimulatedWorld::new(3, LIMITS, PATIENCE);
     let busy = |rank: usize| Waits { idle: rank != 1, ..waits(["a", "b", "a"])(rank) };
     world.pass_with(Duration::from_secs(3), &mut random, busy);
     assert!((0..3).all(|rank| world.ended_steps(rank).is_empty()));
@@ -435,7 +435,7 @@ fn steps_of_different_gradients_are_told_to_all_and_those_of_the_same_are_waited
 
 #[test]
 fn what_ranks_disagree_in_is_told_to_all() {
-    let mut random = Random(3);
+    let mut random = SimulationRandom(3);
     let differences: [(Description, &str); 5] = [
         (
             sum(5),
@@ -460,7 +460,7 @@ fn what_ranks_disagree_in_is_told_to_all() {
     ];
     for (other, expected) in differences {
         for (warm, order) in [(false, [0, 1, 2, 3]), (true, [0, 1, 2, 3]), (true, [2, 1, 3, 0])] {
-            let mut world = World::new(4, LIMITS, PATIENCE);
+            let mut world = SimulatedWorld::new(4, LIMITS, PATIENCE);
             if warm {
                 (0..4).for_each(|rank| {
                     world.submit(rank, "a", sum(4), false);
@@ -481,7 +481,7 @@ fn what_ranks_disagree_in_is_told_to_all() {
             for rank in 0..4 {
                 let [text] = &world.texts(rank)[..] else { panic!("{:?}", world.ranks[rank].events) };
                 assert!(text.starts_with("a: `a`: ranks disagree: ") && text.contains(expected), "{text}");
-                assert!(world.ranks[rank].events.contains(&Event::Ran(vec![9])));
+                assert!(world.ranks[rank].events.contains(&SimulationEvent::Ran(vec![9])));
             }
         }
     }
@@ -489,8 +489,8 @@ fn what_ranks_disagree_in_is_told_to_all() {
 
 #[test]
 fn only_reductions_can_do_without_ranks_that_joined() {
-    let mut world = World::new(3, LIMITS, PATIENCE);
-    let mut random = Random(4);
+    let mut world = SimulatedWorld::new(3, LIMITS, PATIENCE);
+    let mut random = SimulationRandom(4);
     let broadcast = Description { kind: Kind::Broadcast, ..sum(2) };
     for round in 0..2 {
         world.ranks[1].machine.join(true, world.now).unwrap();
@@ -501,7 +501,7 @@ fn only_reductions_can_do_without_ranks_that_joined() {
             world.flush(rank);
         }
         world.settle(&mut random);
-        assert!(world.ranks[1].events.contains(&Event::Ran(vec![1])));
+        assert!(world.ranks[1].events.contains(&SimulationEvent::Ran(vec![1])));
         let text = &world.texts(0)[round];
         assert!(text.contains("Broadcast is not supported with Join"), "{text}");
         for rank in [2, 0] {
@@ -510,7 +510,7 @@ fn only_reductions_can_do_without_ranks_that_joined() {
             world.settle(&mut random);
         }
         for rank in 0..3 {
-            assert_eq!(world.ranks[rank].events.last(), Some(&Event::Joined(0)), "{rank}");
+            assert_eq!(world.ranks[rank].events.last(), Some(&SimulationEvent::Joined(0)), "{rank}");
         }
         // In the second round the broadcast is known.
         for rank in 0..3 {
@@ -525,7 +525,7 @@ fn only_reductions_can_do_without_ranks_that_joined() {
 fn steps_with_other_gradients_end_on_all_ranks() {
     let step = |names: &str, is_last| Description::presence(&Gradients { names, numbers: &[], is_last });
     for (size, is_last) in [(3, false), (3, true), (12, true)] {
-        let (mut random, mut world) = (Random(8), World::new(size, LIMITS, PATIENCE));
+        let (mut random, mut world) = (SimulationRandom(8), SimulatedWorld::new(size, LIMITS, PATIENCE));
         for round in 0..4 {
             // The same twice, the second time by its position; a rank that has joined does not matter.
             let lacks = |rank: usize| round == 2 && rank == 1;
@@ -563,17 +563,17 @@ fn steps_with_other_gradients_end_on_all_ranks() {
                 world.flush(rank);
             }
             world.settle(&mut random);
-            assert!(world.ranks.iter().all(|rank| matches!(rank.events.last(), Some(Event::Joined(_)))));
+            assert!(world.ranks.iter().all(|rank| matches!(rank.events.last(), Some(SimulationEvent::Joined(_)))));
         }
     }
 }
 
 #[test]
 fn ranks_that_joined_take_part_on_devices_if_all_of_them_have_one() {
-    let mut random = Random(6);
+    let mut random = SimulationRandom(6);
     let on_device = Description { on_device: true, ..sum(3) };
     for size in [3, 12] {
-        let mut world = World::new(size, LIMITS, PATIENCE);
+        let mut world = SimulatedWorld::new(size, LIMITS, PATIENCE);
         // Twice in words, and then by the names' positions.
         for (round, without) in [None, Some(size - 1), Some(1), None].into_iter().enumerate() {
             let failures = world.texts(0).len();
@@ -588,8 +588,9 @@ fn ranks_that_joined_take_part_on_devices_if_all_of_them_have_one() {
                 world.flush(rank);
             }
             world.settle(&mut random);
-            let ran =
-                |rank: usize| world.ranks[rank].events.iter().filter(|event| **event == Event::Ran(vec![3])).count();
+            let ran = |rank: usize| {
+                world.ranks[rank].events.iter().filter(|event| **event == SimulationEvent::Ran(vec![3])).count()
+            };
             let count = [1, 1, 1, 2][round];
             assert!((0..size).all(|rank| ran(rank) == count), "{round}: {:?}", world.ranks[0].events);
             for rank in others.clone() {
@@ -605,7 +606,7 @@ fn ranks_that_joined_take_part_on_devices_if_all_of_them_have_one() {
                 world.flush(rank);
             }
             world.settle(&mut random);
-            assert!(world.ranks.iter().all(|rank| matches!(rank.events.last(), Some(Event::Joined(_)))));
+            assert!(world.ranks.iter().all(|rank| matches!(rank.events.last(), Some(SimulationEvent::Joined(_)))));
         }
     }
 }
@@ -626,8 +627,8 @@ proptest! {
         joins in any::<bool>(),
         odd in any::<bool>(),
     ) {
-        let mut random = Random(seed);
-        let mut world = World::new(size, Limits { cache, fusion_bytes }, PATIENCE);
+        let mut random = SimulationRandom(seed);
+        let mut world = SimulatedWorld::new(size, NegotiationLimits { cache, fusion_bytes }, PATIENCE);
         // Each rank calls each name as often as the others, in its own order; those that join call less.
         let scripts: Vec<Vec<usize>> = (0..size).map(|rank| {
             let times = if joins && rank % 3 == 1 { times / 2 } else { times };
@@ -680,8 +681,8 @@ proptest! {
             prop_assert_eq!(rank.answered, calls, "rank {}", rank.tree.me);
             prop_assert!(!rank.machine.is_waiting());
         }
-        let ran = |rank: usize| -> Vec<&Event> {
-            world.ranks[rank].events.iter().filter(|event| !matches!(event, Event::Failed(..))).collect()
+        let ran = |rank: usize| -> Vec<&SimulationEvent> {
+            world.ranks[rank].events.iter().filter(|event| !matches!(event, SimulationEvent::Failed(..))).collect()
         };
         for rank in 1..size {
             prop_assert_eq!(ran(rank), ran(0));

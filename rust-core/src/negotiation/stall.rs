@@ -44,7 +44,7 @@ pub(super) struct Waits {
     pub(super) idle: bool,
     /// It has been in a collective without a name for a while.
     pub(super) elsewhere: bool,
-    /// What it has waited for for a while that is no name ([`super::Elsewhere`]).
+    /// What it has waited for for a while that is no name ([`super::OtherWaits`]).
     pub(super) steps: Vec<String>,
 }
 

@@ -23,7 +23,7 @@ const GRAIN: usize = 1 << 20;
 
 /// What tells on which device a rank is to take part that has joined.
 #[derive(Clone, Copy, Default)]
-pub(super) struct Signs {
+pub(super) struct DeviceHints {
     /// Its collectives were called on this one. The others' wait for this rank there, whatever the script says: one that made
     /// another part of the group elsewhere would leave them waiting.
     pub(super) used: Option<u16>,
@@ -35,7 +35,7 @@ pub(super) struct Signs {
     pub(super) local_rank: usize,
 }
 
-impl Signs {
+impl DeviceHints {
     /// The device, if there is any. Says so where it is not the one that the script has named.
     pub(super) fn device(&self) -> Option<u16> {
         let device = self.choose(available().and_then(|()| device_count()).unwrap_or(0));
@@ -145,28 +145,31 @@ mod tests {
 
     #[test]
     fn a_device_that_was_used_comes_before_any_other() {
-        let signs = Signs { used: Some(1), named: Some(2), current: Some(0), local_rank: 3 };
+        let signs = DeviceHints { used: Some(1), named: Some(2), current: Some(0), local_rank: 3 };
         assert_eq!(signs.choose(4), Some(1));
-        assert_eq!(Signs { used: None, ..signs }.choose(4), Some(2));
-        assert_eq!(Signs { used: None, named: None, ..signs }.choose(4), Some(0));
-        assert_eq!(Signs { local_rank: 3, ..Signs::default() }.choose(4), Some(3));
+        assert_eq!(DeviceHints { used: None, ..signs }.choose(4), Some(2));
+        assert_eq!(DeviceHints { used: None, named: None, ..signs }.choose(4), Some(0));
+        assert_eq!(DeviceHints { local_rank: 3, ..DeviceHints::default() }.choose(4), Some(3));
         // Each process sees its own device only.
-        assert_eq!(Signs { local_rank: 3, ..Signs::default() }.choose(1), Some(0));
+        assert_eq!(DeviceHints { local_rank: 3, ..DeviceHints::default() }.choose(1), Some(0));
         assert_eq!(signs.choose(0), None);
-        assert_eq!(Signs { named: Some(4), local_rank: 1, ..Signs::default() }.choose(2), Some(1));
+        assert_eq!(DeviceHints { named: Some(4), local_rank: 1, ..DeviceHints::default() }.choose(2), Some(1));
     }
 
     #[test]
     fn a_device_that_was_named_in_vain_is_told() {
-        let signs = Signs { used: Some(1), named: Some(0), ..Signs::default() };
+        let signs = DeviceHints { used: Some(1), named: Some(0), ..DeviceHints::default() };
         let expected =
             "`join()` was called with device 0: this rank takes part on `cuda:1`, on which it has called collectives";
         assert_eq!(signs.warning(signs.choose(2)).as_deref(), Some(expected));
-        let signs = Signs { named: Some(4), ..Signs::default() };
+        let signs = DeviceHints { named: Some(4), ..DeviceHints::default() };
         let expected =
             "`join()` was called with device 4: this rank takes part on `cuda:0`, since there is no such device";
         assert_eq!(signs.warning(signs.choose(2)).as_deref(), Some(expected));
-        for signs in [Signs { named: Some(1), used: Some(1), ..signs }, Signs { named: None, used: Some(1), ..signs }] {
+        for signs in [
+            DeviceHints { named: Some(1), used: Some(1), ..signs },
+            DeviceHints { named: None, used: Some(1), ..signs },
+        ] {
             assert_eq!(signs.warning(signs.choose(2)), None);
         }
         // On CPUs it means nothing.

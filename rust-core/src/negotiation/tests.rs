@@ -5,16 +5,16 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use super::factors::Factors;
-use super::negotiator::{Ask, Asked, LONG_NAP, Name, Negotiator, Options};
-use crate::buffer::{DType, Device, TensorView};
-use crate::collectives::{Communicator, ReduceOp, Request};
+use super::negotiator::{LONG_NAP, Name, NamedHandle, NamedRequest, Negotiator, NegotiatorOptions};
+use crate::buffer::{DType, Device, ReduceOp, TensorView};
+use crate::collectives::{Communicator, Request};
 use crate::error::{Code, Error, Result};
 use crate::transport::mock::{MockOptions, MockTransport};
 use crate::transport::{Members, ShmTransport, Transport};
 use crate::world::{Departure, LocalStore, Monitor};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
-const OPTIONS: Options = Options {
+const OPTIONS: NegotiatorOptions = NegotiatorOptions {
     cache_capacity: 100,
     fusion_bytes: 1 << 20,
     stall_warning: TIMEOUT,
@@ -24,7 +24,7 @@ const OPTIONS: Options = Options {
     local_rank: 0,
 };
 
-type Make = fn(usize) -> Vec<Arc<dyn Transport>>;
+type MakeGroup = fn(usize) -> Vec<Arc<dyn Transport>>;
 
 fn shm(size: usize) -> Vec<Arc<dyn Transport>> {
     let store = LocalStore::default();
@@ -52,7 +52,7 @@ struct Rank {
     monitor: Arc<Monitor>,
 }
 
-fn job(make: Make, size: usize, options: Options) -> Vec<Rank> {
+fn job(make: MakeGroup, size: usize, options: NegotiatorOptions) -> Vec<Rank> {
     let rank = |(me, transport): (usize, Arc<dyn Transport>)| {
         let monitor = Arc::new(Monitor::new(me));
         let communicator = Communicator::new(3, transport.clone(), monitor.clone(), TIMEOUT);
@@ -75,12 +75,12 @@ fn on_all<T: Send>(job: &[Rank], rank: impl Fn(&Rank) -> T + Sync) -> Vec<T> {
 }
 
 /// Values under reduction, and when that is over.
-struct Pending {
+struct PendingReduction {
     values: Vec<f32>,
     outcome: Receiver<Result<Option<usize>>>,
 }
 
-impl Pending {
+impl PendingReduction {
     fn start(
         rank: &Rank,
         name: &str,
@@ -104,8 +104,8 @@ impl Pending {
         })
     }
 
-    /// A sum that its caller waits for with [`Pending::drive`].
-    fn ask(rank: &Rank, name: &str, mut values: Vec<f32>) -> (Self, Asked) {
+    /// A sum that its caller waits for with [`PendingReduction::drive`].
+    fn request(rank: &Rank, name: &str, mut values: Vec<f32>) -> (Self, NamedHandle) {
         // SAFETY: as above.
         let view = unsafe { TensorView::new(values.as_mut_ptr().cast(), values.len(), DType::Float32, Device::Cpu, 0) };
         let data = view.expect("it is aligned");
@@ -113,12 +113,12 @@ impl Pending {
         let (sender, outcome) = channel();
         let done = Box::new(move |result| drop(sender.send(result)));
         let (name, factors) = (Name::Given(name.to_owned()), Factors::default());
-        let ask = Ask { name, tensors: vec![(request, None)], factors, blocking: true };
-        let asked = rank.negotiator.ask(ask, || done).expect("it can be asked for");
-        (Self { values, outcome }, asked)
+        let request = NamedRequest { name, tensors: vec![(request, None)], factors, blocking: true };
+        let handle = rank.negotiator.request(request, || done).expect("it can be asked for");
+        (Self { values, outcome }, handle)
     }
 
-    fn drive(self, asked: &Asked) -> Result<Vec<f32>> {
+    fn drive(self, asked: &NamedHandle) -> Result<Vec<f32>> {
         let start = Instant::now();
         loop {
             if let Ok(outcome) = self.outcome.try_recv() {
@@ -137,7 +137,7 @@ impl Pending {
     }
 }
 
-impl Drop for Pending {
+impl Drop for PendingReduction {
     fn drop(&mut self) {
         // The views of an operation under way.
         let _ = self.outcome.recv_timeout(TIMEOUT);
@@ -157,7 +157,7 @@ fn shuffled(count: usize, seed: usize) -> Vec<usize> {
     order
 }
 
-fn names_in_any_order(make: Make) {
+fn names_in_any_order(make: MakeGroup) {
     for size in [1, 2, 5] {
         let job = job(make, size, OPTIONS);
         for step in 0..4 {
@@ -166,7 +166,7 @@ fn names_in_any_order(make: Make) {
                     // Of different sizes, so some go together and some alone.
                     let elems = if name.is_multiple_of(20) { 20_000 } else { 1 + name };
                     let values = vec![(rank.me + name + step) as f32; elems];
-                    (*name, Pending::sum(rank, &format!("w{name}"), values, false))
+                    (*name, PendingReduction::sum(rank, &format!("w{name}"), values, false))
                 };
                 let pending: Vec<_> = shuffled(150, rank.me + step).iter().map(start).collect();
                 for (name, pending) in pending {
@@ -180,7 +180,7 @@ fn names_in_any_order(make: Make) {
     }
 }
 
-fn threads_and_repeated_names(make: Make) {
+fn threads_and_repeated_names(make: MakeGroup) {
     let job = job(make, 3, OPTIONS);
     on_all(&job, |rank| {
         std::thread::scope(|scope| {
@@ -188,8 +188,8 @@ fn threads_and_repeated_names(make: Make) {
                 scope.spawn(move || {
                     for turn in 0..20 {
                         let name = format!("t{}", (thread + rank.me) % 3);
-                        let again = Pending::sum(rank, &name, vec![turn as f32], false);
-                        let more = Pending::sum(rank, &name, vec![turn as f32 + 0.5], true);
+                        let again = PendingReduction::sum(rank, &name, vec![turn as f32], false);
+                        let more = PendingReduction::sum(rank, &name, vec![turn as f32 + 0.5], true);
                         // Each name's calls come in one order on each rank, since one thread makes them.
                         assert_eq!(again.wait().unwrap(), [3.0 * turn as f32]);
                         assert_eq!(more.wait().unwrap(), [3.0 * (turn as f32 + 0.5)]);
@@ -200,20 +200,29 @@ fn threads_and_repeated_names(make: Make) {
     });
 }
 
-fn disagreement_is_told_to_all(make: Make) {
+fn disagreement_is_told_to_all(make: MakeGroup) {
     let job = job(make, 3, OPTIONS);
     for turn in 0..20 {
         let start = Instant::now();
         let texts = on_all(&job, |rank| {
             let elems = if rank.me == 1 { 5 } else { 4 };
-            let good = Pending::sum(rank, "good", vec![1.0], false);
+            let good = PendingReduction::sum(rank, "good", vec![1.0], false);
             let bad = match (turn % 3, rank.me) {
-                (0, _) => Pending::sum(rank, "bad", vec![1.0; elems], true),
-                (1, 1) => Pending::start(rank, "bad", vec![1.0; 4], true, |data| Request::Broadcast { data, root: 0 }),
+                (0, _) => PendingReduction::sum(rank, "bad", vec![1.0; elems], true),
+                (1, 1) => PendingReduction::start(rank, "bad", vec![1.0; 4], true, |data| Request::Broadcast {
+                    data,
+                    root: 0,
+                }),
                 // A root that is not there.
-                (2, 1) => Pending::start(rank, "bad", vec![1.0; 4], true, |data| Request::Broadcast { data, root: 9 }),
-                (2, _) => Pending::start(rank, "bad", vec![1.0; 4], true, |data| Request::Broadcast { data, root: 0 }),
-                _ => Pending::sum(rank, "bad", vec![1.0; 4], true),
+                (2, 1) => PendingReduction::start(rank, "bad", vec![1.0; 4], true, |data| Request::Broadcast {
+                    data,
+                    root: 9,
+                }),
+                (2, _) => PendingReduction::start(rank, "bad", vec![1.0; 4], true, |data| Request::Broadcast {
+                    data,
+                    root: 0,
+                }),
+                _ => PendingReduction::sum(rank, "bad", vec![1.0; 4], true),
             };
             assert_eq!(good.wait().unwrap(), [3.0]);
             bad.wait().unwrap_err()
@@ -239,45 +248,45 @@ fn disagreement_is_told_to_all(make: Make) {
     }
 }
 
-fn different_names_are_told_to_all(make: Make) {
+fn different_names_are_told_to_all(make: MakeGroup) {
     let job = job(make, 2, OPTIONS);
     on_all(&job, |rank| {
         let name = ["a", "b"][rank.me];
-        let text = Pending::sum(rank, name, vec![1.0], true).wait().unwrap_err().to_string();
+        let text = PendingReduction::sum(rank, name, vec![1.0], true).wait().unwrap_err().to_string();
         assert!(text.contains("rank 0 waits for `a`, rank 1 waits for `b`"), "{text}");
-        assert_eq!(Pending::sum(rank, "a", vec![1.0], true).wait().unwrap(), [2.0]);
+        assert_eq!(PendingReduction::sum(rank, "a", vec![1.0], true).wait().unwrap(), [2.0]);
     });
 }
 
-fn a_missing_rank_is_named_after_the_limit(make: Make) {
-    let job = job(make, 3, Options { stall_limit: Duration::from_secs(1), ..OPTIONS });
+fn a_missing_rank_is_named_after_the_limit(make: MakeGroup) {
+    let job = job(make, 3, NegotiatorOptions { stall_limit: Duration::from_secs(1), ..OPTIONS });
     let ended = Barrier::new(3);
     on_all(&job, |rank| {
         // Rank 1 is merely late.
         if rank.me != 1 {
-            let error = Pending::sum(rank, "w", vec![1.0], true).wait().unwrap_err();
+            let error = PendingReduction::sum(rank, "w", vec![1.0], true).wait().unwrap_err();
             assert!(
                 matches!(&error, Error::Timeout { during, missing, .. } if during == "`w`" && missing == &[1]),
                 "{error}"
             );
         }
         ended.wait();
-        assert_eq!(Pending::sum(rank, "v", vec![1.0], true).wait().unwrap(), [3.0]);
+        assert_eq!(PendingReduction::sum(rank, "v", vec![1.0], true).wait().unwrap(), [3.0]);
     });
 }
 
-fn a_departure_ends_everything(make: Make) {
+fn a_departure_ends_everything(make: MakeGroup) {
     for how in [Departure::Left, Departure::Died { detail: "killed by signal 9".into() }] {
         let mut job = job(make, 3, OPTIONS);
         let gone = job.remove(1);
         on_all(&job, |rank| {
             let start = Instant::now();
-            let pending = Pending::sum(rank, "w", vec![1.0], true);
+            let pending = PendingReduction::sum(rank, "w", vec![1.0], true);
             std::thread::sleep(Duration::from_millis(50));
             rank.monitor.report(1, how.clone());
             let text = pending.wait().unwrap_err().to_string();
             assert!(text.contains(&format!("rank 1 {how} while rank {} was in `w`", rank.me)), "{text}");
-            let text = Pending::sum(rank, "v", vec![1.0], true).wait().unwrap_err().to_string();
+            let text = PendingReduction::sum(rank, "v", vec![1.0], true).wait().unwrap_err().to_string();
             assert!(text.contains("was in `v`"), "{text}");
             assert!(start.elapsed() < Duration::from_secs(10));
         });
@@ -285,18 +294,18 @@ fn a_departure_ends_everything(make: Make) {
     }
 }
 
-fn closing_ends_everything(make: Make) {
+fn closing_ends_everything(make: MakeGroup) {
     let job = job(make, 2, OPTIONS);
     on_all(&job, |rank| {
-        let pending = Pending::sum(rank, ["a", "b"][rank.me], vec![1.0], false);
+        let pending = PendingReduction::sum(rank, ["a", "b"][rank.me], vec![1.0], false);
         rank.negotiator.close("the test is over");
         assert_eq!(pending.wait().unwrap_err().code(), Code::Closed);
-        assert_eq!(Pending::sum(rank, "c", vec![1.0], false).wait().unwrap_err().code(), Code::Closed);
+        assert_eq!(PendingReduction::sum(rank, "c", vec![1.0], false).wait().unwrap_err().code(), Code::Closed);
         assert_eq!(join(rank).unwrap_err().code(), Code::Closed);
     });
 }
 
-fn callers_that_wait_drive(make: Make) {
+fn callers_that_wait_drive(make: MakeGroup) {
     for size in [1, 2, 5] {
         let job = job(make, size, OPTIONS);
         let expected = (size * (size + 1) / 2) as f32;
@@ -304,9 +313,10 @@ fn callers_that_wait_drive(make: Make) {
             for step in 0..30 {
                 // Small ones run on this thread, large ones on another.
                 let elems = if step % 20 == 7 { 100_000 } else { 1 + step };
-                let beside = Pending::sum(rank, &format!("beside.{thread}.{step}"), vec![rank.me as f32 + 1.0], false);
+                let beside =
+                    PendingReduction::sum(rank, &format!("beside.{thread}.{step}"), vec![rank.me as f32 + 1.0], false);
                 let (pending, asked) =
-                    Pending::ask(rank, &format!("{thread}.{step}"), vec![rank.me as f32 + 1.0; elems]);
+                    PendingReduction::request(rank, &format!("{thread}.{step}"), vec![rank.me as f32 + 1.0; elems]);
                 assert!(pending.drive(&asked).expect("all ranks agree").iter().all(|&value| value == expected));
                 assert_eq!(beside.wait().expect("all ranks agree"), [expected]);
                 if (step + rank.me).is_multiple_of(15) {
@@ -325,13 +335,13 @@ fn callers_that_wait_drive(make: Make) {
     }
 }
 
-fn calls_that_nobody_drives_wake_the_thread(make: Make) {
+fn calls_that_nobody_drives_wake_the_thread(make: MakeGroup) {
     const CALLS: u32 = 40;
     let job = job(make, 2, OPTIONS);
     let start = Instant::now();
     for _ in 0..CALLS {
         on_all(&job, |rank| {
-            let (pending, asked) = Pending::ask(rank, "left alone", vec![rank.me as f32 + 1.0]);
+            let (pending, asked) = PendingReduction::request(rank, "left alone", vec![rank.me as f32 + 1.0]);
             drop(asked);
             assert_eq!(pending.wait().expect("all ranks agree"), [3.0]);
         });
@@ -340,16 +350,16 @@ fn calls_that_nobody_drives_wake_the_thread(make: Make) {
     assert!(start.elapsed() < LONG_NAP * CALLS / 2, "{:?}", start.elapsed());
 }
 
-fn whoever_drives_hears_of_an_end(make: Make) {
+fn whoever_drives_hears_of_an_end(make: MakeGroup) {
     for departs in [false, true] {
         let job = job(make, 3, OPTIONS);
         on_all(&job, |rank| {
-            let (pending, asked) = Pending::ask(rank, "first", vec![1.0]);
+            let (pending, asked) = PendingReduction::request(rank, "first", vec![1.0]);
             assert_eq!(pending.drive(&asked).expect("all ranks agree"), [3.0]);
             if rank.me == 1 {
                 return;
             }
-            let (pending, asked) = Pending::ask(rank, "second", vec![1.0]);
+            let (pending, asked) = PendingReduction::request(rank, "second", vec![1.0]);
             let start = Instant::now();
             std::thread::scope(|scope| {
                 scope.spawn(|| {
@@ -367,18 +377,16 @@ fn whoever_drives_hears_of_an_end(make: Make) {
     }
 }
 
-fn ranks_that_joined_contribute_nothing(make: Make) {
+fn ranks_that_joined_contribute_nothing(make: MakeGroup) {
     let job = job(make, 3, OPTIONS);
     for _ in 0..2 {
         let last = on_all(&job, |rank| {
             for step in 0..=2 * rank.me {
                 let here = (0..3).filter(|other| step <= 2 * other).count() as f32;
-                let average = Pending::start(rank, "average", vec![3.0; 4], false, |data| Request::AllReduce {
-                    input: data,
-                    output: data,
-                    op: ReduceOp::Average,
+                let average = PendingReduction::start(rank, "average", vec![3.0; 4], false, |data| {
+                    Request::AllReduce { input: data, output: data, op: ReduceOp::Average }
                 });
-                let min = Pending::start(rank, "min", vec![3.0; 2], false, |data| Request::AllReduce {
+                let min = PendingReduction::start(rank, "min", vec![3.0; 2], false, |data| Request::AllReduce {
                     input: data,
                     output: data,
                     op: ReduceOp::Min,
@@ -386,7 +394,10 @@ fn ranks_that_joined_contribute_nothing(make: Make) {
                 assert_eq!(average.wait().unwrap(), [here; 4]);
                 assert_eq!(min.wait().unwrap(), [3.0; 2]);
                 if step > 0 {
-                    let text = Pending::start(rank, "b", vec![1.0], true, |data| Request::Broadcast { data, root: 2 });
+                    let text = PendingReduction::start(rank, "b", vec![1.0], true, |data| Request::Broadcast {
+                        data,
+                        root: 2,
+                    });
                     let text = text.wait().unwrap_err().to_string();
                     assert!(text.contains("Broadcast is not supported with Join"), "{text}");
                 }

@@ -20,13 +20,13 @@ use serde_json::{Value, json};
 
 use super::description::Description;
 use crate::buffer::TensorView;
-use crate::collectives::{MakeOutputs, Phase, Request, Watch};
+use crate::collectives::{BatchPhase, MakeOutputs, PhaseListener, Request};
 use crate::error::{Error, Result};
 
 static ENABLED: AtomicBool = AtomicBool::new(false);
-static CURRENT: Mutex<Option<Timeline>> = Mutex::new(None);
+static CURRENT: Mutex<Option<NegotiationTimeline>> = Mutex::new(None);
 
-struct Timeline {
+struct NegotiationTimeline {
     path: String,
     start: Instant,
     mark_cycles: bool,
@@ -38,7 +38,7 @@ struct Timeline {
 
 /// What a name's operation is called, and what its end says.
 #[derive(Clone, Debug)]
-pub(super) struct Traced {
+pub(super) struct TracedName {
     pub(super) name: String,
     operation: String,
     dtype: &'static str,
@@ -46,7 +46,7 @@ pub(super) struct Traced {
     shape: Vec<u64>,
 }
 
-impl Traced {
+impl TracedName {
     /// None while there is no timeline.
     pub(super) fn new(name: &str, description: &Description) -> Option<Self> {
         enabled().then(|| Self {
@@ -88,7 +88,7 @@ pub fn start(path: &str, mark_cycles: bool) -> Result<()> {
         json!({"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": epoch}}),
         json!({"name": "process_sort_index", "ph": "M", "pid": 0, "args": {"sort_index": 0}}),
     ];
-    let timeline = Timeline {
+    let timeline = NegotiationTimeline {
         path: path.to_owned(),
         start: Instant::now(),
         mark_cycles,
@@ -107,7 +107,7 @@ pub fn stop() {
     end(CURRENT.lock().take());
 }
 
-fn end(timeline: Option<Timeline>) {
+fn end(timeline: Option<NegotiationTimeline>) {
     ENABLED.store(false, Ordering::Relaxed);
     let Some(mut timeline) = timeline else { return };
     drop(timeline.events.take());
@@ -136,7 +136,7 @@ fn write(events: &Receiver<Vec<Value>>, file: &mut File) {
     }
 }
 
-impl Timeline {
+impl NegotiationTimeline {
     fn send(&self, events: Vec<Value>) {
         if let Some(sender) = &self.events {
             // The writer may be gone after an error, which it has told.
@@ -163,7 +163,7 @@ impl Timeline {
     }
 }
 
-fn with(name: &str, events: impl FnOnce(&Timeline, usize, u64) -> Vec<Value>) {
+fn with(name: &str, events: impl FnOnce(&NegotiationTimeline, usize, u64) -> Vec<Value>) {
     if let Some(timeline) = &mut *CURRENT.lock() {
         let (pid, mut all) = timeline.process(name);
         all.extend(events(timeline, pid, timeline.now()));
@@ -172,7 +172,7 @@ fn with(name: &str, events: impl FnOnce(&Timeline, usize, u64) -> Vec<Value>) {
 }
 
 /// This member asks for it.
-pub(super) fn negotiates(traced: &Traced, rank: usize) {
+pub(super) fn negotiates(traced: &TracedName, rank: usize) {
     let begin = format!("NEGOTIATE_{}", traced.operation);
     with(&traced.name, |_, pid, ts| {
         vec![json!({"ph": "B", "name": begin, "ts": ts, "pid": pid}), ready(pid, ts, rank)]
@@ -198,7 +198,7 @@ pub(super) struct Traces {
 /// A name, and which of the operation's collectives are its.
 #[derive(Debug)]
 struct Trace {
-    traced: Traced,
+    traced: TracedName,
     places: Range<usize>,
     /// What it does when its collectives run.
     runs: String,
@@ -232,7 +232,7 @@ impl Traces {
 
     /// All members agree on this one, whose collectives are `requests`. On the CPU it waits for its turn now; a device does
     /// not tell when it begins.
-    pub(super) fn add(&mut self, traced: Traced, places: Range<usize>, on_device: bool, requests: &mut [Request]) {
+    pub(super) fn add(&mut self, traced: TracedName, places: Range<usize>, on_device: bool, requests: &mut [Request]) {
         with(&traced.name, |_, pid, ts| {
             vec![
                 json!({"ph": "E", "ts": ts, "pid": pid}),
@@ -254,7 +254,7 @@ impl Traces {
     pub(super) fn end(&self) {
         for trace in &self.names {
             trace.turns_to(None);
-            let Traced { name, dtype, shape, .. } = &trace.traced;
+            let TracedName { name, dtype, shape, .. } = &trace.traced;
             let shape: Vec<String> = trace.rows.get().into_iter().chain(shape).map(u64::to_string).collect();
             let shape = format!("[{}]", shape.join(", "));
             with(name, |_, pid, ts| {
@@ -276,22 +276,22 @@ impl Trace {
     }
 }
 
-impl Watch for Traces {
-    fn enters(&self, phase: Phase, places: &Range<usize>) {
+impl PhaseListener for Traces {
+    fn enters(&self, phase: BatchPhase, places: &Range<usize>) {
         let concerned = |trace: &&Arc<Trace>| trace.places.start < places.end && places.start < trace.places.end;
         for trace in self.names.iter().filter(concerned) {
             match phase {
-                Phase::CopyIn => trace.turns_to(Some("MEMCPY_IN_FUSION_BUFFER")),
-                Phase::Run => trace.turns_to(Some(&trace.runs)),
-                Phase::CopyOut => trace.turns_to(Some("MEMCPY_OUT_FUSION_BUFFER")),
-                Phase::Over => trace.turns_to(None),
+                BatchPhase::CopyIn => trace.turns_to(Some("MEMCPY_IN_FUSION_BUFFER")),
+                BatchPhase::Run => trace.turns_to(Some(&trace.runs)),
+                BatchPhase::CopyOut => trace.turns_to(Some("MEMCPY_OUT_FUSION_BUFFER")),
+                BatchPhase::Over => trace.turns_to(None),
             }
         }
     }
 }
 
 /// It failed in its negotiation.
-pub(super) fn fails(traced: &Traced) {
+pub(super) fn fails(traced: &TracedName) {
     with(&traced.name, |_, pid, ts| vec![json!({"ph": "E", "ts": ts, "pid": pid})]);
 }
 
@@ -315,14 +315,18 @@ mod tests {
         let path = folder.to_str().unwrap().to_owned();
         let read = || serde_json::from_str::<Vec<Value>>(&std::fs::read_to_string(&path).unwrap()).unwrap();
         start(&path, true).unwrap();
-        let traced =
-            Traced { name: "allreduce.w".into(), operation: "ALLREDUCE".into(), dtype: "float32", shape: vec![2, 3] };
+        let traced = TracedName {
+            name: "allreduce.w".into(),
+            operation: "ALLREDUCE".into(),
+            dtype: "float32",
+            shape: vec![2, 3],
+        };
         negotiates(&traced, 0);
         heard("allreduce.w", 1..3, &[0, 4, 5]);
         let mut traces = Traces::new("SHM");
         traces.add(traced, 0..2, false, &mut []);
         read();
-        for phase in [Phase::CopyIn, Phase::Run, Phase::CopyOut, Phase::Over] {
+        for phase in [BatchPhase::CopyIn, BatchPhase::Run, BatchPhase::CopyOut, BatchPhase::Over] {
             traces.enters(phase, &(1..2));
             traces.enters(phase, &(2..3));
         }

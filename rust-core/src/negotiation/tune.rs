@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::search::Search;
+use super::search::TuningSearch;
 use crate::error::{Error, Result};
 
 /// What names of votes on rounds of gradients end in ([`crate::reducer::ballot`]): they say nothing of sizes.
@@ -55,7 +55,7 @@ pub(super) struct Trial {
 
 /// The root's measurements.
 pub(super) struct Tuner {
-    search: Option<Search>,
+    search: Option<TuningSearch>,
     /// The size that is tried, and its place in the search.
     current: u64,
     place: usize,
@@ -71,8 +71,9 @@ pub(super) struct Tuner {
 
 impl Tuner {
     pub(super) fn new(tuning: &FusionTuning, fusion_bytes: u64) -> Self {
-        let mut search = (!tuning.fixed).then(|| Search::new(NUM_SIZES, tuning.max_samples as usize, tuning.noise));
-        let place = search.as_mut().and_then(Search::next);
+        let mut search =
+            (!tuning.fixed).then(|| TuningSearch::new(NUM_SIZES, tuning.max_samples as usize, tuning.noise));
+        let place = search.as_mut().and_then(TuningSearch::next);
         Self {
             search,
             current: place.map_or(fusion_bytes, size_at),

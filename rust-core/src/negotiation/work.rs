@@ -1,5 +1,5 @@
 //! One member's negotiation at work: takes calls and messages, and does what the machine says. One thread at a time does
-//! so: that of the [`super::Negotiator`], or a caller that waits ([`super::Asked::drive`]).
+//! so: that of the [`super::Negotiator`], or a caller that waits ([`super::NamedHandle::drive`]).
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -10,18 +10,18 @@ use rustix::time::{ClockId, clock_gettime};
 
 use super::description::Description;
 use super::factors::{Factors, Scaled, scale};
-use super::machine::{Action, Machine, Operand, Ticket};
-use super::message::{Limits, Message};
-use super::negotiator::{Call, Options, Shared, told_of};
+use super::machine::{Machine, NegotiationAction, Operand, SubmissionId};
+use super::message::{NegotiationLimits, NegotiationMessage};
+use super::negotiator::{NegotiatorCommand, NegotiatorOptions, NegotiatorState, told_of};
 use super::neutral::Neutral;
 use super::post::Post;
 use super::stall::{Patience, STUCK_AFTER, Waits};
-use super::supply::{NeutralBuffers, NeutralMemory, Signs};
-use super::timeline::{self, Traced, Traces};
+use super::supply::{DeviceHints, NeutralBuffers, NeutralMemory};
+use super::timeline::{self, TracedName, Traces};
 use super::tree::Tree;
 use super::tune::{self, Tuner};
 use crate::buffer::TensorView;
-use crate::collectives::{Communicator, Done, Kind, Request, Watch};
+use crate::collectives::{Communicator, Done, Kind, PhaseListener, Request};
 use crate::error::{Code, Error, Limit, Result};
 use crate::transport::{Members, NAP, Transport};
 use crate::world::monitor;
@@ -42,11 +42,11 @@ const IDLE_SHARE: f64 = 0.05;
 const INLINE_BYTES: u64 = 256 << 10;
 
 /// What was asked for, and who waits for it.
-struct Open {
+struct OpenOperation {
     requests: Vec<Request>,
     bytes: u64,
     factors: Factors,
-    traced: Option<Traced>,
+    traced: Option<TracedName>,
     done: Done,
 }
 
@@ -58,14 +58,14 @@ pub(super) struct Work {
     machine: Machine,
     post: Post,
     /// Calls without an answer.
-    open: HashMap<Ticket, Open>,
+    open: HashMap<SubmissionId, OpenOperation>,
     joining: Option<Done>,
     /// Where this member takes part on devices after it has joined, and with what memory.
     device: Option<u16>,
     supply: Option<NeutralMemory>,
-    ticket: Ticket,
-    actions: Vec<Action>,
-    calls: Vec<Call>,
+    ticket: SubmissionId,
+    actions: Vec<NegotiationAction>,
+    calls: Vec<NegotiatorCommand>,
     last_tick: Instant,
     /// Where the root writes what sizes it has tried.
     tuning_log: Option<tune::Log>,
@@ -77,11 +77,12 @@ pub(super) struct Work {
 }
 
 impl Work {
-    pub(super) fn new(shared: &Shared, communicator: Arc<Communicator>) -> Self {
+    pub(super) fn new(shared: &NegotiatorState, communicator: Arc<Communicator>) -> Self {
         let Members { ranks, me } = &shared.members;
-        let Options { cache_capacity, fusion_bytes, stall_warning, stall_limit, ref tuning, .. } = shared.options;
+        let NegotiatorOptions { cache_capacity, fusion_bytes, stall_warning, stall_limit, ref tuning, .. } =
+            shared.options;
         let tree = Tree::new(*me, ranks.len());
-        let limits = Limits { cache: cache_capacity, fusion_bytes };
+        let limits = NegotiationLimits { cache: cache_capacity, fusion_bytes };
         let patience = Patience { warning: stall_warning, limit: stall_limit };
         let transport = communicator.transport().clone();
         let mut machine = Machine::new(tree.clone(), ranks.clone(), limits, patience);
@@ -111,7 +112,7 @@ impl Work {
     }
 
     /// Ends what waits: nothing can be called any more, for this reason.
-    pub(super) fn end(mut self, shared: &Shared, error: &Error) {
+    pub(super) fn end(mut self, shared: &NegotiatorState, error: &Error) {
         // Calls from now on fail at once, also those that the ones below make.
         shared.inbox.lock().ended = Some(error.clone());
         for (name, ticket) in self.machine.drain() {
@@ -144,7 +145,7 @@ impl Work {
 
     /// Takes and does what there is; whether there was anything. `by_caller` says that this thread waits for one of the
     /// calls, so that it may run small operations itself.
-    pub(super) fn turn(&mut self, shared: &Shared, by_caller: bool) -> Result<bool> {
+    pub(super) fn turn(&mut self, shared: &NegotiatorState, by_caller: bool) -> Result<bool> {
         let mut busy = self.take_calls(shared);
         self.transport.progress();
         while let Some((from, message)) = self.post.receive()? {
@@ -168,7 +169,7 @@ impl Work {
     }
 
     /// Takes what was called, and what is called right after it, so that it goes into one message.
-    fn take_calls(&mut self, shared: &Shared) -> bool {
+    fn take_calls(&mut self, shared: &NegotiatorState) -> bool {
         let start = Instant::now();
         let (mut any, mut quiet) = (false, 0);
         loop {
@@ -176,7 +177,8 @@ impl Work {
             let mut urgent = false;
             let took = !self.calls.is_empty();
             for call in std::mem::take(&mut self.calls) {
-                urgent |= matches!(call, Call::Named { blocking: true, .. } | Call::Join { .. });
+                urgent |=
+                    matches!(call, NegotiatorCommand::Named { blocking: true, .. } | NegotiatorCommand::Join { .. });
                 self.take(shared, call);
             }
             any |= took;
@@ -188,22 +190,24 @@ impl Work {
         }
     }
 
-    fn take(&mut self, shared: &Shared, call: Call) {
+    fn take(&mut self, shared: &NegotiatorState, call: NegotiatorCommand) {
         let since = |since: Instant| since.saturating_duration_since(shared.start);
         match call {
-            Call::Named { name, requests, factors, description, blocking, since: called, done } => {
+            NegotiatorCommand::Named { name, requests, factors, description, blocking, since: called, done } => {
                 self.ticket += 1;
                 let bytes = description.all_bytes();
-                let traced = Traced::new(&name, &description);
+                let traced = TracedName::new(&name, &description);
                 traced.iter().for_each(|traced| timeline::negotiates(traced, shared.monitor.me()));
                 match self.machine.submit(self.ticket, &name, *description, blocking, since(called)) {
-                    Ok(()) => drop(self.open.insert(self.ticket, Open { requests, bytes, factors, traced, done })),
+                    Ok(()) => {
+                        drop(self.open.insert(self.ticket, OpenOperation { requests, bytes, factors, traced, done }))
+                    }
                     Err(error) => done(Err(error)),
                 }
             }
-            Call::Join { signs, since: called, done } => {
+            NegotiatorCommand::Join { signs, since: called, done } => {
                 let used = self.communicator.device_in_use(signs.used);
-                let device = Signs { used, ..signs }.device();
+                let device = DeviceHints { used, ..signs }.device();
                 match self.machine.join(device.is_some(), since(called)) {
                     Ok(()) => (self.device, self.joining) = (device, Some(done)),
                     Err(error) => done(Err(error)),
@@ -212,28 +216,30 @@ impl Work {
         }
     }
 
-    fn perform(&mut self, shared: &Shared, by_caller: bool) -> Result<()> {
+    fn perform(&mut self, shared: &NegotiatorState, by_caller: bool) -> Result<()> {
         let mut actions = std::mem::take(&mut self.actions);
         for action in actions.drain(..) {
             match action {
-                Action::Up(up) => self.post.send(self.tree.parent.into_iter(), &Message::Up(up))?,
-                Action::Down(down) => {
-                    let children = self.tree.children.iter().map(|child| child.start);
-                    self.post.send(children, &Message::Down(down))?;
+                NegotiationAction::Up(up) => {
+                    self.post.send(self.tree.parent.into_iter(), &NegotiationMessage::Up(up))?
                 }
-                Action::Run(parts) => self.operate(parts, by_caller)?,
-                Action::Fail(ticket, error) => {
+                NegotiationAction::Down(down) => {
+                    let children = self.tree.children.iter().map(|child| child.start);
+                    self.post.send(children, &NegotiationMessage::Down(down))?;
+                }
+                NegotiationAction::Run(parts) => self.operate(parts, by_caller)?,
+                NegotiationAction::Fail(ticket, error) => {
                     if let Some(open) = self.open.remove(&ticket) {
                         open.traced.iter().for_each(timeline::fails);
                         (open.done)(Err(error));
                     }
                 }
-                Action::EndSteps(end) => {
+                NegotiationAction::EndSteps(end) => {
                     if let Some(elsewhere) = &shared.elsewhere {
                         elsewhere.end(end);
                     }
                 }
-                Action::Joined(last) => {
+                NegotiationAction::Joined(last) => {
                     // On every member before its next call.
                     shared.inbox.lock().given.clear();
                     self.supply = None;
@@ -241,9 +247,9 @@ impl Work {
                         done(Ok(Some(last)));
                     }
                 }
-                Action::Warn(text) => tracing::warn!("{text}"),
-                Action::Blame(text) => tracing::error!("{text}"),
-                Action::Tried(trial) => {
+                NegotiationAction::Warn(text) => tracing::warn!("{text}"),
+                NegotiationAction::Blame(text) => tracing::error!("{text}"),
+                NegotiationAction::Tried(trial) => {
                     if trial.is_last {
                         shared.tunes.store(false, Ordering::Relaxed);
                     }
@@ -263,7 +269,7 @@ impl Work {
         if timeline::enabled() {
             timeline::cycle();
         }
-        let mut after = After::default();
+        let mut after = OperationEnd::default();
         let on_device = parts.iter().any(|part| matches!(part, Operand::Neutral(group) if group.on_device));
         // The others can only come to it if they have heard of it.
         let prepared = self.prepare(parts, &mut after).and_then(|(requests, bytes)| {
@@ -289,7 +295,7 @@ impl Work {
         let traces = after.traces.clone();
         let done = move |result: Result<Option<usize>>| after.end(result);
         if inline {
-            let watch = traces.as_deref().map(|traces| traces as &dyn Watch);
+            let watch = traces.as_deref().map(|traces| traces as &dyn PhaseListener);
             // A caller may be interrupted in a wait, but an operation that one member leaves would end the group.
             let outcome = monitor::with_signals_waiting(|| self.communicator.try_run_batch(&requests, watch));
             if let Some(outcome) = outcome {
@@ -307,7 +313,7 @@ impl Work {
     }
 
     /// The requests of an operation, and how many bytes move. Those who wait are in `after`, whatever comes of it.
-    fn prepare(&mut self, parts: Vec<Operand>, after: &mut After) -> Result<(Vec<Request>, u64)> {
+    fn prepare(&mut self, parts: Vec<Operand>, after: &mut OperationEnd) -> Result<(Vec<Request>, u64)> {
         let size = self.tree.size;
         let mut requests = Vec::with_capacity(parts.len());
         let mut bytes = 0;
@@ -391,7 +397,7 @@ impl Work {
     }
 
     /// What is looked at a few times a second.
-    fn tick(&mut self, shared: &Shared, by_caller: bool) -> Result<()> {
+    fn tick(&mut self, shared: &NegotiatorState, by_caller: bool) -> Result<()> {
         self.last_tick = Instant::now();
         let waiting = self.machine.is_waiting();
         // A device may compute while the processor does nothing.
@@ -442,7 +448,7 @@ impl Work {
 /// Who waits for an operation, and what it needs besides its tensors until it is over. Whatever becomes of it, whoever waits
 /// is told.
 #[derive(Default)]
-struct After {
+struct OperationEnd {
     calls: Vec<Done>,
     traces: Option<Arc<Traces>>,
     neutral: Vec<Neutral>,
@@ -451,7 +457,7 @@ struct After {
     factors: Vec<(TensorView, f64)>,
 }
 
-impl After {
+impl OperationEnd {
     fn keep(&mut self, scaled: Scaled) -> Request {
         self.memory.push(scaled.memory);
         self.factors.extend(scaled.after);
@@ -473,7 +479,7 @@ impl After {
     }
 }
 
-impl Drop for After {
+impl Drop for OperationEnd {
     fn drop(&mut self) {
         if !self.calls.is_empty() {
             self.tell(Err(Error::Internal("an operation by name was given up".into())));
@@ -517,7 +523,7 @@ mod tests {
     #[test]
     fn who_waits_for_an_operation_that_is_given_up_is_told() {
         let (sender, told) = std::sync::mpsc::channel();
-        let mut after = After::default();
+        let mut after = OperationEnd::default();
         for _ in 0..2 {
             let sender = sender.clone();
             after.calls.push(Box::new(move |result| sender.send(result.is_err()).expect("the test waits")));

@@ -2,7 +2,7 @@
 
 use super::CostTree;
 use crate::error::{Error, Result};
-use crate::pipeline::Link;
+use crate::pipeline::LinkCost;
 use crate::pipeline::schedule::Schedule;
 
 /// What is to be balanced.
@@ -13,7 +13,7 @@ pub struct Objective {
     /// For each partition, of how many microbatches it keeps activations at once.
     pub kept: Vec<u64>,
     /// Transfers between ranks, in nanoseconds.
-    pub link: Link,
+    pub link: LinkCost,
 }
 
 impl Objective {
@@ -21,7 +21,7 @@ impl Objective {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if the weight is not between 0 and 1.
-    pub fn new(memory_weight: f64, kept: Vec<u64>, link: Link) -> Result<Self> {
+    pub fn new(memory_weight: f64, kept: Vec<u64>, link: LinkCost) -> Result<Self> {
         if !(0.0..=1.0).contains(&memory_weight) {
             return Err(Error::InvalidArgument(format!("`memory_weight` is between 0 and 1, not {memory_weight}")));
         }

@@ -7,17 +7,17 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{CostTree, ModuleCost, Objective, Value, kept_microbatches, partition, table};
 use crate::error::{Error, Result};
-use crate::pipeline::Link;
+use crate::pipeline::LinkCost;
 use crate::pipeline::operations::{Operations, Output};
 use crate::pipeline::schedule::Schedule;
 
 /// What an operation costs and a transfer takes, roughly: only the proportions count.
 const FLOPS_PER_NANOSECOND: u64 = 10;
-const LINK: Link = Link { latency: 10_000, bytes_per_tick: 10 };
+const LINK: LinkCost = LinkCost { latency: 10_000, bytes_per_tick: 10 };
 
 /// For what a partition is made.
 #[derive(Clone, Copy, Debug)]
-pub struct Wish {
+pub struct PartitionRequest {
     /// Into how many.
     pub partitions: usize,
     /// The weight of memory; that of time is the rest of 1.
@@ -35,8 +35,12 @@ pub struct Wish {
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if there is nothing to divide, or the wish is impossible.
-pub fn divide_layers(operations: &Operations, layers: &[String], wish: Wish) -> Result<(Vec<Option<u32>>, String)> {
-    let costs = Costs::of(operations, layers.len());
+pub fn divide_layers(
+    operations: &Operations,
+    layers: &[String],
+    wish: PartitionRequest,
+) -> Result<(Vec<Option<u32>>, String)> {
+    let costs = ModuleCosts::of(operations, layers.len());
     if costs.modules.iter().all(Option::is_none) && wish.partitions > 1 {
         return Err(Error::InvalidArgument(
             "no layer of the model has variables: there is nothing to divide".to_owned(),
@@ -51,7 +55,7 @@ pub fn divide_layers(operations: &Operations, layers: &[String], wish: Wish) -> 
 }
 
 /// Sums over the operations of each module. Module 0 is the model, and has none.
-struct Costs {
+struct ModuleCosts {
     /// For each layer its module, if it is divided.
     modules: Vec<Option<usize>>,
     own: Vec<BTreeSet<usize>>,
@@ -61,7 +65,7 @@ struct Costs {
     values: BTreeMap<Output, (usize, BTreeSet<usize>)>,
 }
 
-impl Costs {
+impl ModuleCosts {
     fn of(operations: &Operations, layers: usize) -> Self {
         let mut taken = vec![BTreeSet::new(); layers];
         for operation in operations.all() {

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use super::CostTree;
 use super::cost::StageCost;
-use crate::pipeline::Link;
+use crate::pipeline::LinkCost;
 
 /// Positions at most: a longer line takes the modules of a deep tree together, the deepest ones first.
 const MAX_POSITIONS: usize = 1024;
@@ -61,7 +61,7 @@ impl Line {
     }
 
     /// Of modules in `order`, where groups stand at the position of the member that `anchors` names.
-    fn new(tree: &CostTree, link: Link, order: &[usize], anchors: &BTreeMap<usize, usize>) -> Self {
+    fn new(tree: &CostTree, link: LinkCost, order: &[usize], anchors: &BTreeMap<usize, usize>) -> Self {
         let home = |module: usize| anchors.get(&tree.tied_to(module)).copied().unwrap_or(module);
         let mut units: Vec<usize> = order.iter().copied().filter(|&module| home(module) == module).collect();
         let keys = unit_keys(tree, &units);
@@ -129,7 +129,7 @@ fn unit_keys(tree: &CostTree, units: &[usize]) -> Vec<usize> {
 }
 
 /// Every line that comes into question.
-pub(super) fn variants(tree: &CostTree, link: Link) -> impl Iterator<Item = Line> {
+pub(super) fn variants(tree: &CostTree, link: LinkCost) -> impl Iterator<Item = Line> {
     let order = tree.line();
     let mut groups: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
     for &module in &order {
@@ -157,7 +157,7 @@ pub(super) fn variants(tree: &CostTree, link: Link) -> impl Iterator<Item = Line
 
 /// Transfers to and from every piece. Each value is a few rectangles in the plane of starts and ends, so it is
 /// noted at their corners, and sums over the plane do the rest.
-fn transfers(tree: &CostTree, link: Link, positions: &[Option<usize>], length: usize) -> Vec<u64> {
+fn transfers(tree: &CostTree, link: LinkCost, positions: &[Option<usize>], length: usize) -> Vec<u64> {
     let mut plane = Plane::new(length);
     let side = length + 1;
     let place = |module: &usize| positions[tree.stands_at(*module)];

@@ -34,13 +34,13 @@ mod tree;
 
 pub use cost::{Objective, StageCost, kept_microbatches, stage_costs};
 pub use file::{from_json, to_json};
-pub use layers::{Wish, divide_layers};
+pub use layers::{PartitionRequest, divide_layers};
 pub use table::table;
 pub use tree::{CostTree, ModuleCost, Tasks, Value};
 
 use std::collections::HashSet;
 
-use solve::Search;
+use solve::CutSearch;
 
 use crate::error::{Error, Result};
 
@@ -70,7 +70,7 @@ pub fn partition(tree: &CostTree, partitions: usize, objective: &Objective) -> R
     let published = published::partition(tree, partitions, objective);
     let theirs = largest(tree, &published, objective);
     let variants = || line::variants(tree, objective.link);
-    let least_of = |line: &line::Line| Search::new(line, partitions, objective, tree).least();
+    let least_of = |line: &line::Line| CutSearch::new(line, partitions, objective, tree).least();
     let each: Vec<f64> = variants().map(|line| least_of(&line)).collect();
     let least = each.iter().copied().fold(f64::INFINITY, f64::min);
     // Of what is to be divided, not of transfers, which may be more.
@@ -79,7 +79,7 @@ pub fn partition(tree: &CostTree, partitions: usize, objective: &Objective) -> R
     let best = variants()
         .zip(each)
         .filter(|(_, least)| *least <= bound)
-        .map(|(line, least)| (Search::new(&line, partitions, objective, tree).best(least, bound), line))
+        .map(|(line, least)| (CutSearch::new(&line, partitions, objective, tree).best(least, bound), line))
         // The first of equals: the order of variants is fixed.
         .reduce(|best, other| if other.0.before(&best.0) { other } else { best });
     let (cuts, line) = best.expect("there is always a variant");

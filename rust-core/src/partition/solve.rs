@@ -35,12 +35,12 @@ impl Cuts {
 }
 
 /// A number for each piece count and position, in one vector.
-struct Grid<T> {
+struct CutTable<T> {
     cells: Vec<T>,
     width: usize,
 }
 
-impl<T: Copy> Grid<T> {
+impl<T: Copy> CutTable<T> {
     fn new(height: usize, width: usize, fill: T) -> Self {
         Self { cells: vec![fill; height * width], width }
     }
@@ -51,13 +51,13 @@ impl<T: Copy> Grid<T> {
 }
 
 /// A line that is to be cut.
-pub(super) struct Search<'a> {
+pub(super) struct CutSearch<'a> {
     line: &'a Line,
     pieces: usize,
     price: Price<'a>,
 }
 
-impl<'a> Search<'a> {
+impl<'a> CutSearch<'a> {
     pub(super) fn new(line: &'a Line, partitions: usize, objective: &'a Objective, tree: &CostTree) -> Self {
         Self { line, pieces: partitions.min(line.len()), price: Price::new(tree, objective) }
     }
@@ -69,7 +69,7 @@ impl<'a> Search<'a> {
     /// The least possible largest cost of a piece.
     pub(super) fn least(&self) -> f64 {
         let (pieces, length) = (self.pieces, self.line.len());
-        let mut largest = Grid::new(pieces + 1, length + 1, f64::INFINITY);
+        let mut largest = CutTable::new(pieces + 1, length + 1, f64::INFINITY);
         *largest.at(0, 0) = 0.0;
         for count in 1..=pieces {
             for end in count..=length - (pieces - count) {
@@ -111,8 +111,8 @@ impl<'a> Search<'a> {
         let (pieces, length) = (self.pieces, self.line.len());
         let bound = bound * (1.0 + ROUNDING);
         let worst = (u64::MAX, (u64::MAX, f64::INFINITY));
-        let mut side = Grid::new(pieces + 1, length + 1, worst);
-        let mut from = Grid::new(pieces + 1, length + 1, 0);
+        let mut side = CutTable::new(pieces + 1, length + 1, worst);
+        let mut from = CutTable::new(pieces + 1, length + 1, 0);
         *side.at(0, 0) = (0, (0, 0.0));
         for count in 1..=pieces {
             for end in count..=length - (pieces - count) {

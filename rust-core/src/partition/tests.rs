@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 
 use super::*;
-use crate::pipeline::Link;
+use crate::pipeline::LinkCost;
 use crate::pipeline::schedule::Schedule;
 
 /// Builds trees by hand: modules in the order in which they run.
@@ -135,7 +135,7 @@ fn resnet() -> CostTree {
     tree.tree()
 }
 
-const LINK: Link = Link { latency: 10_000, bytes_per_tick: 200 };
+const LINK: LinkCost = LinkCost { latency: 10_000, bytes_per_tick: 200 };
 
 fn objective(partitions: usize, memory_weight: f64) -> Objective {
     Objective::new(memory_weight, kept_microbatches(partitions, 8, None, Schedule::Interleaved), LINK).unwrap()
@@ -193,13 +193,13 @@ fn check_contiguous(tree: &CostTree, assignment: &[u32]) {
 }
 
 /// The fields of a [`ModuleCost`].
-type Row = (String, Option<usize>, u64, u64, u64, u64, Option<u64>, Option<usize>);
+type ModuleRow = (String, Option<usize>, u64, u64, u64, u64, Option<u64>, Option<usize>);
 
 /// A model of `models.json`: real ones, as `cost_trace.py` sees them.
 #[derive(serde::Deserialize)]
 struct Traced {
     name: String,
-    modules: Vec<Row>,
+    modules: Vec<ModuleRow>,
     values: Vec<(usize, Vec<usize>, u64)>,
     tasks: Vec<(usize, usize, u64)>,
     ties: Vec<Vec<usize>>,
@@ -386,7 +386,7 @@ fn what_a_module_costs_that_is_taken_apart_counts() {
         tree.layer(root, "rest", 1, 0, 50, 0);
         tree.tree()
     };
-    let link = Link { latency: 0, bytes_per_tick: 1 };
+    let link = LinkCost { latency: 0, bytes_per_tick: 1 };
     let objective = Objective::new(0.0, vec![1, 1], link).unwrap();
     // 50 + 30 beside 70 + 50, or as soon as that costs more, the block beside the rest.
     assert_eq!(partition(&tree(0), 2, &objective).unwrap().assignment, [0, 0, 0, 0, 1, 1]);

@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 
 /// What is done for a microbatch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Kind {
+pub enum ActionKind {
     /// The forward.
     Forward,
     /// The whole backward.
@@ -33,26 +33,26 @@ pub enum Kind {
     RecvBackward,
 }
 
-impl Kind {
-    const ALL: [(Kind, &str); 8] = [
-        (Kind::SendForward, "SF"),
-        (Kind::RecvForward, "RF"),
-        (Kind::SendBackward, "SB"),
-        (Kind::RecvBackward, "RB"),
-        (Kind::Forward, "F"),
-        (Kind::Backward, "B"),
-        (Kind::Input, "I"),
-        (Kind::Weight, "W"),
+impl ActionKind {
+    const ALL: [(ActionKind, &str); 8] = [
+        (ActionKind::SendForward, "SF"),
+        (ActionKind::RecvForward, "RF"),
+        (ActionKind::SendBackward, "SB"),
+        (ActionKind::RecvBackward, "RB"),
+        (ActionKind::Forward, "F"),
+        (ActionKind::Backward, "B"),
+        (ActionKind::Input, "I"),
+        (ActionKind::Weight, "W"),
     ];
 
     /// Whether it computes something.
     pub fn computes(self) -> bool {
-        matches!(self, Kind::Forward | Kind::Backward | Kind::Input | Kind::Weight)
+        matches!(self, ActionKind::Forward | ActionKind::Backward | ActionKind::Input | ActionKind::Weight)
     }
 
     /// Whether it hands something out.
     pub fn sends(self) -> bool {
-        matches!(self, Kind::SendForward | Kind::SendBackward)
+        matches!(self, ActionKind::SendForward | ActionKind::SendBackward)
     }
 
     fn text(self) -> &'static str {
@@ -64,7 +64,7 @@ impl Kind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Action {
     /// What.
-    pub kind: Kind,
+    pub kind: ActionKind,
     /// The stage that does it, on the rank of the program.
     pub stage: u32,
     /// For which microbatch.
@@ -75,13 +75,13 @@ pub struct Action {
 
 impl Action {
     /// A computation.
-    pub fn compute(kind: Kind, stage: usize, microbatch: usize) -> Self {
+    pub fn compute(kind: ActionKind, stage: usize, microbatch: usize) -> Self {
         debug_assert!(kind.computes());
         Self { kind, stage: stage as u32, microbatch: microbatch as u32, peer: None }
     }
 
     /// A transfer.
-    pub fn transfer(kind: Kind, stage: usize, microbatch: usize, peer: usize) -> Self {
+    pub fn transfer(kind: ActionKind, stage: usize, microbatch: usize, peer: usize) -> Self {
         debug_assert!(!kind.computes());
         Self { kind, stage: stage as u32, microbatch: microbatch as u32, peer: Some(peer as u32) }
     }
@@ -89,17 +89,17 @@ impl Action {
     /// Of a send, the receive that belongs to it, and the reverse.
     pub fn counterpart(self) -> Option<Self> {
         let kind = match self.kind {
-            Kind::SendForward => Kind::RecvForward,
-            Kind::RecvForward => Kind::SendForward,
-            Kind::SendBackward => Kind::RecvBackward,
-            Kind::RecvBackward => Kind::SendBackward,
+            ActionKind::SendForward => ActionKind::RecvForward,
+            ActionKind::RecvForward => ActionKind::SendForward,
+            ActionKind::SendBackward => ActionKind::RecvBackward,
+            ActionKind::RecvBackward => ActionKind::SendBackward,
             _ => return None,
         };
         Some(Self { kind, stage: self.peer?, microbatch: self.microbatch, peer: Some(self.stage) })
     }
 }
 
-impl fmt::Display for Kind {
+impl fmt::Display for ActionKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.text())
     }
@@ -123,7 +123,7 @@ impl FromStr for Action {
         let bad = || Error::InvalidArgument(format!("`{text}` is no action of a pipeline, such as `2F0` or `2SF0>3`"));
         let digits = text.find(|c: char| !c.is_ascii_digit()).ok_or_else(bad)?;
         let (stage, rest) = text.split_at(digits);
-        let &(kind, name) = Kind::ALL.iter().find(|(_, name)| rest.starts_with(name)).ok_or_else(bad)?;
+        let &(kind, name) = ActionKind::ALL.iter().find(|(_, name)| rest.starts_with(name)).ok_or_else(bad)?;
         let rest = &rest[name.len()..];
         let (microbatch, peer) = if kind.computes() {
             (rest, None)

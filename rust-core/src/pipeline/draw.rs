@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::{Action, Kind, Timeline};
+use super::{Action, ActionKind, Timeline};
 
 /// A row of characters for each rank, at most `width` wide: the microbatch (its last digit) of a forward, and as a letter
 /// that of a backward; `w` is the gradients of weights, `.` waiting.
@@ -26,8 +26,8 @@ pub fn grid(timeline: &Timeline, width: usize) -> String {
 fn letter(action: Action) -> char {
     let digit = |base: u8, count: u32| char::from(base + (action.microbatch % count) as u8);
     match action.kind {
-        Kind::Forward => digit(b'0', 10),
-        Kind::Weight => 'w',
+        ActionKind::Forward => digit(b'0', 10),
+        ActionKind::Weight => 'w',
         _ => digit(b'A', 26),
     }
 }
@@ -85,8 +85,8 @@ fn draw(text: &mut String, timeline: &Timeline, title: &str, above: u64, width: 
             let (left, right) = (x(span.start), x(span.end));
             let shade = 72_u64.saturating_sub(14 * lap as u64).max(30);
             let hue = match span.action.kind {
-                Kind::Forward => 212,
-                Kind::Weight => 35,
+                ActionKind::Forward => 212,
+                ActionKind::Weight => 35,
                 _ => 135,
             };
             line(format_args!(

@@ -53,14 +53,14 @@ pub struct Stage {
 
 /// Transfers between ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Link {
+pub struct LinkCost {
     /// From the end of the sender's task to the start of the receiver's, in the unit of [`Costs`].
     pub latency: u64,
     /// Bytes in one unit of time; 0 is without limit.
     pub bytes_per_tick: u64,
 }
 
-impl Link {
+impl LinkCost {
     /// How long `bytes` take.
     pub fn time(&self, bytes: u64) -> u64 {
         self.latency + bytes.checked_div(self.bytes_per_tick).unwrap_or(0)
@@ -69,7 +69,7 @@ impl Link {
 
 /// Which rank has which stage of a chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Placement {
+pub enum StagePlacement {
     /// Stage `i` is on rank `i % ranks`: 0 1 2 0 1 2.
     Looped,
     /// There and back: 0 1 2 2 1 0, so that the loss is where the input is.
@@ -84,7 +84,7 @@ pub struct Graph {
     stages: Vec<Stage>,
     /// For each stage, who takes a value of it, and how large it is.
     consumers: Vec<Vec<(usize, u64)>>,
-    link: Link,
+    link: LinkCost,
 }
 
 impl Graph {
@@ -93,7 +93,7 @@ impl Graph {
     /// # Errors
     /// [`Error::InvalidArgument`] if a stage is on no rank, an edge leads backwards, or a stage with a backward
     /// feeds only stages without one.
-    pub fn new(ranks: usize, microbatches: usize, stages: Vec<Stage>, link: Link) -> Result<Self> {
+    pub fn new(ranks: usize, microbatches: usize, stages: Vec<Stage>, link: LinkCost) -> Result<Self> {
         let mut consumers = vec![Vec::new(); stages.len()];
         if ranks == 0 || microbatches == 0 || stages.is_empty() {
             return Err(Error::InvalidArgument(format!(
@@ -134,11 +134,17 @@ impl Graph {
     ///
     /// # Errors
     /// As [`Graph::new`].
-    pub fn chain(ranks: usize, chunks: usize, placement: Placement, microbatches: usize, costs: Costs) -> Result<Self> {
+    pub fn chain(
+        ranks: usize,
+        chunks: usize,
+        placement: StagePlacement,
+        microbatches: usize,
+        costs: Costs,
+    ) -> Result<Self> {
         let stages = (0..ranks * chunks)
             .map(|index| {
                 let (lap, place) = (index / ranks, index % ranks);
-                let back = placement == Placement::There && lap % 2 == 1;
+                let back = placement == StagePlacement::There && lap % 2 == 1;
                 Stage {
                     rank: if back { ranks - 1 - place } else { place },
                     costs,
@@ -149,11 +155,11 @@ impl Graph {
                 }
             })
             .collect();
-        Self::new(ranks, microbatches, stages, Link::default())
+        Self::new(ranks, microbatches, stages, LinkCost::default())
     }
 
     /// The same graph with another price of transfers.
-    pub fn with_link(mut self, link: Link) -> Self {
+    pub fn with_link(mut self, link: LinkCost) -> Self {
         self.link = link;
         self
     }
@@ -184,7 +190,7 @@ impl Graph {
     }
 
     /// Price of transfers.
-    pub fn link(&self) -> Link {
+    pub fn link(&self) -> LinkCost {
         self.link
     }
 

@@ -6,12 +6,12 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use super::{Action, Graph, Kind, Program};
+use super::{Action, ActionKind, Graph, Program};
 use crate::error::{Error, Result};
 
 /// When a task ran.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Span {
+pub struct TaskSpan {
     /// What.
     pub action: Action,
     /// Start, in the unit of the graph's costs.
@@ -24,7 +24,7 @@ pub struct Span {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Timeline {
     /// For each rank its tasks, in order; no transfers.
-    pub spans: Vec<Vec<Span>>,
+    pub spans: Vec<Vec<TaskSpan>>,
     /// From the start of the first task to the end of the last one.
     pub step_time: u64,
     /// For each rank, the time in which it computes.
@@ -49,7 +49,7 @@ impl Timeline {
 /// [`Error::InvalidArgument`] if it does not belong to the graph, runs a task twice, or its ranks wait for each other
 /// without end; the text says for what.
 pub fn simulate(graph: &Graph, program: &Program) -> Result<Timeline> {
-    let mut machine = Machine::new(graph, program)?;
+    let mut machine = SimulatedRanks::new(graph, program)?;
     // Last in, first out: whoever was woken runs on while its lists are in the cache.
     let mut runnable: Vec<usize> = (0..graph.ranks()).rev().collect();
     while let Some(rank) = runnable.pop() {
@@ -61,7 +61,7 @@ pub fn simulate(graph: &Graph, program: &Program) -> Result<Timeline> {
 /// Not yet done.
 const NEVER: u64 = u64::MAX;
 
-struct Machine<'a> {
+struct SimulatedRanks<'a> {
     graph: &'a Graph,
     program: &'a Program,
     /// Whether messages are sent; otherwise tasks look at each other's ends.
@@ -81,12 +81,12 @@ struct Machine<'a> {
     values: Vec<u16>,
     gradients: Vec<u16>,
     kept_bytes: Vec<u64>,
-    active: Active,
+    active: ActiveMicrobatches,
     timeline: Timeline,
 }
 
 /// Counts the microbatches that ranks have begun and not ended.
-struct Active {
+struct ActiveMicrobatches {
     /// Whether the program has backwards, which is what activations are kept for.
     backwards: bool,
     /// Forwards and backwards that a rank has to do for each microbatch.
@@ -96,10 +96,10 @@ struct Active {
     now: Vec<usize>,
 }
 
-impl Active {
+impl ActiveMicrobatches {
     fn new(graph: &Graph, program: &Program) -> Self {
         let mut backwards = program.ranks().iter().flatten();
-        let backwards = backwards.any(|action| matches!(action.kind, Kind::Backward | Kind::Weight));
+        let backwards = backwards.any(|action| matches!(action.kind, ActionKind::Backward | ActionKind::Weight));
         let mut per_microbatch = vec![0; graph.ranks()];
         for stage in graph.stages() {
             per_microbatch[stage.rank] += 1 + u32::from(backwards && stage.backward);
@@ -119,7 +119,7 @@ impl Active {
     }
 }
 
-impl<'a> Machine<'a> {
+impl<'a> SimulatedRanks<'a> {
     fn new(graph: &'a Graph, program: &'a Program) -> Result<Self> {
         if program.ranks().len() != graph.ranks() {
             return Err(Error::InvalidArgument(format!(
@@ -146,7 +146,7 @@ impl<'a> Machine<'a> {
             values: vec![0; received],
             gradients: vec![0; received],
             kept_bytes: vec![0; ranks],
-            active: Active::new(graph, program),
+            active: ActiveMicrobatches::new(graph, program),
             timeline: Timeline {
                 spans: program.ranks().iter().map(|actions| Vec::with_capacity(actions.len())).collect(),
                 step_time: 0,
@@ -193,12 +193,12 @@ impl<'a> Machine<'a> {
         if stage.rank != rank {
             return wrong(&format!("the stage is on rank {}", stage.rank));
         }
-        if matches!(action.kind, Kind::Backward | Kind::Input | Kind::Weight) && !stage.backward {
+        if matches!(action.kind, ActionKind::Backward | ActionKind::Input | ActionKind::Weight) && !stage.backward {
             return wrong("the stage has no backward");
         }
         if let Some(peer) = action.peer {
             let (from, to) = match action.kind {
-                Kind::SendForward | Kind::RecvBackward => (action.stage as usize, peer as usize),
+                ActionKind::SendForward | ActionKind::RecvBackward => (action.stage as usize, peer as usize),
                 _ => (peer as usize, action.stage as usize),
             };
             let known = self.graph.stage(to).inputs.iter().any(|edge| edge.from == from);
@@ -216,7 +216,7 @@ impl<'a> Machine<'a> {
         let twice = || Err(Error::InvalidArgument(format!("rank {rank} has `{action}` twice")));
         let early = |what: &str| Err(Error::InvalidArgument(format!("rank {rank} has `{action}` before {what}")));
         match action.kind {
-            Kind::Forward => {
+            ActionKind::Forward => {
                 if self.forwards[index] != NEVER {
                     return twice();
                 }
@@ -224,7 +224,7 @@ impl<'a> Machine<'a> {
                 let ends = inputs.iter().map(|edge| (edge.from, edge.bytes, &self.forwards));
                 self.arrived(rank, stage, microbatch, ends, self.values.get(index).copied())
             }
-            Kind::Backward | Kind::Input => {
+            ActionKind::Backward | ActionKind::Input => {
                 if self.backwards[index] != NEVER {
                     return twice();
                 }
@@ -235,7 +235,7 @@ impl<'a> Machine<'a> {
                 let ends = consumers.map(|&(to, bytes)| (to, bytes, &self.backwards));
                 self.arrived(rank, stage, microbatch, ends, self.gradients.get(index).copied())
             }
-            Kind::Weight => {
+            ActionKind::Weight => {
                 if self.weights[index] != NEVER {
                     return twice();
                 }
@@ -244,10 +244,10 @@ impl<'a> Machine<'a> {
                 }
                 Ok(Some(self.clocks[rank]))
             }
-            Kind::SendForward if self.forwards[index] == NEVER => early("the forward that makes the value"),
-            Kind::SendBackward if self.backwards[index] == NEVER => early("the backward that makes the gradient"),
-            Kind::SendForward | Kind::SendBackward => Ok(Some(self.clocks[rank])),
-            Kind::RecvForward | Kind::RecvBackward => {
+            ActionKind::SendForward if self.forwards[index] == NEVER => early("the forward that makes the value"),
+            ActionKind::SendBackward if self.backwards[index] == NEVER => early("the backward that makes the gradient"),
+            ActionKind::SendForward | ActionKind::SendBackward => Ok(Some(self.clocks[rank])),
+            ActionKind::RecvForward | ActionKind::RecvBackward => {
                 let sender = self.graph.stage(action.peer.expect("a receive has a peer") as usize).rank;
                 match self.channels.get(&(sender, rank)).and_then(VecDeque::front) {
                     None => Ok(None),
@@ -305,44 +305,44 @@ impl<'a> Machine<'a> {
         let description = self.graph.stage(stage);
         let start = self.clocks[rank].max(ready);
         let cost = match action.kind {
-            Kind::Forward => description.costs.forward,
-            Kind::Backward => description.costs.input + description.costs.weight,
-            Kind::Input => description.costs.input,
-            Kind::Weight => description.costs.weight,
+            ActionKind::Forward => description.costs.forward,
+            ActionKind::Backward => description.costs.input + description.costs.weight,
+            ActionKind::Input => description.costs.input,
+            ActionKind::Weight => description.costs.weight,
             _ => 0,
         };
         let end = start + cost;
         self.clocks[rank] = end;
         if action.kind.computes() {
-            self.timeline.spans[rank].push(Span { action, start, end });
+            self.timeline.spans[rank].push(TaskSpan { action, start, end });
             self.timeline.busy[rank] += cost;
             self.timeline.step_time = self.timeline.step_time.max(end);
         }
         match action.kind {
-            Kind::Forward => {
+            ActionKind::Forward => {
                 self.forwards[index] = end;
                 if description.backward && self.active.backwards {
                     self.keep(rank, description.activation_bytes);
                 }
             }
-            Kind::Backward => {
+            ActionKind::Backward => {
                 self.backwards[index] = end;
                 self.kept_bytes[rank] -= description.activation_bytes;
             }
-            Kind::Input => {
+            ActionKind::Input => {
                 self.backwards[index] = end;
                 self.kept_bytes[rank] -= description.activation_bytes;
                 self.keep(rank, description.waiting_bytes);
             }
-            Kind::Weight => self.kept_bytes[rank] -= description.waiting_bytes,
-            Kind::RecvForward => self.values[index] += 1,
-            Kind::RecvBackward => self.gradients[index] += 1,
-            Kind::SendForward | Kind::SendBackward => {}
+            ActionKind::Weight => self.kept_bytes[rank] -= description.waiting_bytes,
+            ActionKind::RecvForward => self.values[index] += 1,
+            ActionKind::RecvBackward => self.gradients[index] += 1,
+            ActionKind::SendForward | ActionKind::SendBackward => {}
         }
-        if matches!(action.kind, Kind::Backward | Kind::Weight) {
+        if matches!(action.kind, ActionKind::Backward | ActionKind::Weight) {
             self.weights[index] = end;
         }
-        if matches!(action.kind, Kind::Forward | Kind::Backward | Kind::Weight) {
+        if matches!(action.kind, ActionKind::Forward | ActionKind::Backward | ActionKind::Weight) {
             let active = self.active.note(rank, microbatch);
             let most = &mut self.timeline.active_microbatches[rank];
             *most = (*most).max(active);
@@ -351,7 +351,7 @@ impl<'a> Machine<'a> {
             let other = self.graph.stage(peer as usize).rank;
             if action.kind.sends() {
                 let (from, to) =
-                    if action.kind == Kind::SendForward { (stage, peer) } else { (peer as usize, stage as u32) };
+                    if action.kind == ActionKind::SendForward { (stage, peer) } else { (peer as usize, stage as u32) };
                 let consumers = self.graph.consumers(from).iter();
                 let bytes = consumers.filter(|consumer| consumer.0 == to as usize).map(|consumer| consumer.1).sum();
                 let queue = self.channels.entry((rank, other)).or_default();
@@ -365,10 +365,10 @@ impl<'a> Machine<'a> {
         } else if !self.sends {
             let graph = self.graph;
             match action.kind {
-                Kind::Forward => {
+                ActionKind::Forward => {
                     graph.consumers(stage).iter().for_each(|&(to, _)| self.wake(graph.stage(to).rank, runnable))
                 }
-                Kind::Backward | Kind::Input => {
+                ActionKind::Backward | ActionKind::Input => {
                     description.inputs.iter().for_each(|edge| self.wake(graph.stage(edge.from).rank, runnable));
                 }
                 _ => {}

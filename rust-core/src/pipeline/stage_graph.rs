@@ -16,12 +16,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use super::{Costs, Edge, Graph, Link, Stage};
+use super::{Costs, Edge, Graph, LinkCost, Stage};
 use crate::error::{Error, Result};
 
 /// A tensor that a task makes. Values are numbered in the order in which they are made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Made {
+pub struct ProducedTensor {
     /// Its size.
     pub bytes: u64,
     /// Whether a gradient comes back for it.
@@ -38,7 +38,7 @@ pub struct Task {
     /// Numbers of the values that it takes.
     pub takes: Vec<usize>,
     /// The values that it makes.
-    pub makes: Vec<Made>,
+    pub makes: Vec<ProducedTensor>,
     /// Its prices.
     pub costs: Costs,
     /// Bytes that it keeps for its backward, beside the values that it takes and makes.
@@ -74,7 +74,7 @@ pub struct Section {
 pub struct StageGraph {
     tasks: Vec<Task>,
     stages: Vec<Section>,
-    values: Vec<Made>,
+    values: Vec<ProducedTensor>,
     /// For each value, the stage that makes it.
     makers: Vec<usize>,
     /// For each value, the task that makes it.
@@ -164,7 +164,7 @@ impl StageGraph {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if there is no such task.
-    pub fn adopt(&mut self, task: usize, makes: Vec<Made>) -> Result<usize> {
+    pub fn adopt(&mut self, task: usize, makes: Vec<ProducedTensor>) -> Result<usize> {
         let stage = self.stages.iter().position(|stage| stage.tasks.binary_search(&task).is_ok());
         let stage = stage.ok_or_else(|| Error::InvalidArgument(format!("there is no task {task}")))?;
         self.values.extend(&makes);
@@ -228,7 +228,7 @@ impl StageGraph {
     ///
     /// # Errors
     /// As [`Graph::new`].
-    pub fn graph(&self, ranks: usize, microbatches: usize, link: Link) -> Result<Graph> {
+    pub fn graph(&self, ranks: usize, microbatches: usize, link: LinkCost) -> Result<Graph> {
         let mut stages: Vec<Stage> = Vec::with_capacity(self.stages.len());
         for section in &self.stages {
             let size = |values: &[usize]| values.iter().map(|&value| self.values[value].bytes).sum();
@@ -307,7 +307,7 @@ mod tests {
 
     /// A task that makes `count` values of 8 bytes, all of which want gradients.
     fn task(rank: usize, level: usize, takes: &[usize], count: usize) -> Task {
-        let makes = vec![Made { bytes: 8, wants_gradient: true }; count];
+        let makes = vec![ProducedTensor { bytes: 8, wants_gradient: true }; count];
         Task {
             rank,
             level,
@@ -364,7 +364,7 @@ mod tests {
     fn what_runs_early_is_known_later() {
         let mut layout = StageGraph::new();
         assert_eq!(layout.extend(vec![task(0, 0, &[], 1), task(1, 1, &[0], 0)], true).unwrap(), 0..2);
-        assert_eq!(layout.adopt(1, vec![Made { bytes: 4, wants_gradient: true }]).unwrap(), 1);
+        assert_eq!(layout.adopt(1, vec![ProducedTensor { bytes: 4, wants_gradient: true }]).unwrap(), 1);
         assert_eq!(layout.extend(vec![task(0, 3, &[0, 1], 1)], false).unwrap(), 2..3);
         layout.finish(&[2], &[]).unwrap();
         assert!(layout.stages()[1].early && !layout.stages()[2].early);
@@ -375,7 +375,7 @@ mod tests {
     #[test]
     fn prices_are_those_of_the_tasks_and_each_value_is_kept_once() {
         let tasks = vec![task(0, 0, &[], 2), task(0, 0, &[0, 1], 1), task(1, 1, &[0, 2], 1)];
-        let graph = laid_out(tasks, &[3], &[]).graph(2, 4, Link::default()).unwrap();
+        let graph = laid_out(tasks, &[3], &[]).graph(2, 4, LinkCost::default()).unwrap();
         let first = graph.stage(0);
         assert_eq!(first.costs, Costs { forward: 20, input: 40, weight: 10 });
         assert_eq!((first.activation_bytes, first.waiting_bytes), (2 * 100 + 3 * 8, 2 * 30));
@@ -449,7 +449,7 @@ mod tests {
                 }
             }
             for schedule in Schedule::ALL {
-                let graph = layout.graph(3, 4, Link { latency: 3, bytes_per_tick: 1 }).unwrap();
+                let graph = layout.graph(3, 4, LinkCost { latency: 3, bytes_per_tick: 1 }).unwrap();
                 prop_assert!(plan(&graph, schedule, Bounds::default()).is_ok());
             }
         }

@@ -6,7 +6,7 @@ use super::schedule::{Bounds, Schedule, plan};
 use super::*;
 
 fn chain(ranks: usize, microbatches: usize, costs: Costs) -> Graph {
-    Graph::chain(ranks, 1, Placement::Looped, microbatches, costs).unwrap()
+    Graph::chain(ranks, 1, StagePlacement::Looped, microbatches, costs).unwrap()
 }
 
 fn timeline(graph: &Graph, schedule: Schedule) -> Timeline {
@@ -38,7 +38,7 @@ fn bubbles_are_those_of_the_closed_forms() {
 #[test]
 fn several_stages_a_rank_divide_the_bubble() {
     for (p, m, chunks) in [(2, 2, 2), (2, 8, 2), (4, 4, 2), (4, 8, 2), (4, 8, 3), (8, 32, 4)] {
-        let graph = Graph::chain(p, chunks, Placement::Looped, m, Costs::UNIT).unwrap();
+        let graph = Graph::chain(p, chunks, StagePlacement::Looped, m, Costs::UNIT).unwrap();
         let timeline = timeline(&graph, Schedule::Interleaved);
         // Of a rank's own whole forward and backward, of which there are p - 1 where it has one stage.
         let expected = ((p - 1) * 3) as f64;
@@ -82,7 +82,7 @@ fn more_active_microbatches_fill_the_gap_before_the_first_gradient() {
 #[test]
 fn a_chain_there_and_back_leaves_no_gap_but_at_its_ends() {
     for (p, m) in [(2, 4), (3, 6), (4, 8), (4, 17), (8, 24)] {
-        let graph = Graph::chain(p, 2, Placement::There, m, Costs::UNIT).unwrap();
+        let graph = Graph::chain(p, 2, StagePlacement::There, m, Costs::UNIT).unwrap();
         let timeline = timeline(&graph, Schedule::ZeroBubble);
         assert!((idle(&graph, &timeline) - (p - 1) as f64).abs() < 1e-9, "{p} {m}: {}", idle(&graph, &timeline));
         assert!(timeline.peak_bytes.iter().all(|&bytes| bytes <= 2 * p as u64), "{:?}", timeline.peak_bytes);
@@ -117,7 +117,7 @@ fn bounds_are_kept() {
 /// Looped 1F1B wants more microbatches under way than the bound: the list scheduler takes its place.
 #[test]
 fn a_bound_that_the_looped_order_breaks_is_kept() {
-    let graph = Graph::chain(4, 2, Placement::Looped, 8, Costs::UNIT).unwrap();
+    let graph = Graph::chain(4, 2, StagePlacement::Looped, 8, Costs::UNIT).unwrap();
     let bounds = Bounds { active_microbatches: Some(3), memory_bytes: None };
     let free = timeline(&graph, Schedule::Interleaved);
     assert!(free.active_microbatches[0] > 3);
@@ -139,11 +139,11 @@ fn evaluation_has_no_backwards() {
 fn programs_are_those_of_the_golden_file() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/pipeline/schedule/golden.txt");
     let cases = [
-        (Schedule::Simple, 3, 1, Placement::Looped, 4),
-        (Schedule::Interleaved, 4, 1, Placement::Looped, 6),
-        (Schedule::Interleaved, 2, 2, Placement::Looped, 4),
-        (Schedule::ZeroBubble, 4, 1, Placement::Looped, 8),
-        (Schedule::ZeroBubble, 3, 2, Placement::There, 6),
+        (Schedule::Simple, 3, 1, StagePlacement::Looped, 4),
+        (Schedule::Interleaved, 4, 1, StagePlacement::Looped, 6),
+        (Schedule::Interleaved, 2, 2, StagePlacement::Looped, 4),
+        (Schedule::ZeroBubble, 4, 1, StagePlacement::Looped, 8),
+        (Schedule::ZeroBubble, 3, 2, StagePlacement::There, 6),
     ];
     let mut text = String::new();
     for (schedule, ranks, chunks, placement, microbatches) in cases {
@@ -221,7 +221,7 @@ fn graphs_that_make_no_sense_are_refused() {
         inputs: inputs.iter().map(|&from| Edge { from, bytes: 0 }).collect(),
         backward,
     };
-    let refused = |stages: Vec<Stage>| Graph::new(2, 1, stages, Link::default()).unwrap_err().to_string();
+    let refused = |stages: Vec<Stage>| Graph::new(2, 1, stages, LinkCost::default()).unwrap_err().to_string();
     assert_eq!(refused(vec![]), "a pipeline needs ranks, microbatches and stages, not 2, 1 and 0");
     assert_eq!(refused(vec![stage(2, &[], true)]), "stage 0 is on rank 2 of 2");
     assert_eq!(refused(vec![stage(0, &[0], true)]), "stage 0 takes a value of stage 0, which does not come before it");
@@ -237,7 +237,7 @@ fn graphs_that_make_no_sense_are_refused() {
 
 #[test]
 fn transfers_take_their_time() {
-    let graph = chain(2, 1, Costs::UNIT).with_link(Link { latency: 10, bytes_per_tick: 0 });
+    let graph = chain(2, 1, Costs::UNIT).with_link(LinkCost { latency: 10, bytes_per_tick: 0 });
     assert_eq!(timeline(&graph, Schedule::Simple).step_time, 1 + 10 + 1 + 2 + 10 + 2);
 }
 
@@ -264,7 +264,7 @@ fn any_graph() -> impl Strategy<Value = Graph> {
                     backward,
                 });
             }
-            Graph::new(ranks, microbatches, stages, Link { latency, bytes_per_tick }).expect("it is a valid graph")
+            Graph::new(ranks, microbatches, stages, LinkCost { latency, bytes_per_tick }).expect("it is a valid graph")
         },
     )
 }
@@ -301,14 +301,14 @@ proptest! {
         for (index, stage) in slow.iter_mut().enumerate() {
             stage.costs = Costs { forward: index as u64 % 3, input: 7 - index as u64 % 5, weight: 1 };
         }
-        let slow = Graph::new(graph.ranks(), graph.microbatches(), slow, Link { latency: 5, bytes_per_tick: 1 }).unwrap();
+        let slow = Graph::new(graph.ranks(), graph.microbatches(), slow, LinkCost { latency: 5, bytes_per_tick: 1 }).unwrap();
         simulate(&slow, &program).unwrap();
     }
 
     #[test]
     fn actions_parse_back(kind in 0_usize..8, stage in 0_u32..100, microbatch in 0_u32..5000, peer in 0_u32..100) {
-        let kinds = [Kind::Forward, Kind::Backward, Kind::Input, Kind::Weight, Kind::SendForward, Kind::RecvForward,
-            Kind::SendBackward, Kind::RecvBackward];
+        let kinds = [ActionKind::Forward, ActionKind::Backward, ActionKind::Input, ActionKind::Weight, ActionKind::SendForward, ActionKind::RecvForward,
+            ActionKind::SendBackward, ActionKind::RecvBackward];
         let peer = (!kinds[kind].computes()).then_some(peer);
         let action = Action { kind: kinds[kind], stage, microbatch, peer };
         prop_assert_eq!(action.to_string().parse::<Action>().unwrap(), action);

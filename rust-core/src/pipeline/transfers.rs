@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 
-use super::{Action, Graph, Kind, Program};
+use super::{Action, ActionKind, Graph, Program};
 
 /// `program`, which has computations only, with its transfers.
 pub(super) fn insert(graph: &Graph, program: &Program) -> Program {
@@ -58,16 +58,16 @@ fn messages_of(graph: &Graph, action: Action, mut message: impl FnMut(Action, u6
     let (stage, microbatch) = (action.stage as usize, action.microbatch as usize);
     let rank = graph.stage(stage).rank;
     match action.kind {
-        Kind::Forward => {
+        ActionKind::Forward => {
             for &(to, bytes) in graph.consumers(stage).iter().filter(|&&(to, _)| graph.stage(to).rank != rank) {
-                message(Action::transfer(Kind::SendForward, stage, microbatch, to), bytes);
+                message(Action::transfer(ActionKind::SendForward, stage, microbatch, to), bytes);
             }
         }
-        Kind::Backward | Kind::Input => {
+        ActionKind::Backward | ActionKind::Input => {
             for edge in &graph.stage(stage).inputs {
                 let from = graph.stage(edge.from);
                 if from.rank != rank && from.backward {
-                    message(Action::transfer(Kind::SendBackward, stage, microbatch, edge.from), edge.bytes);
+                    message(Action::transfer(ActionKind::SendBackward, stage, microbatch, edge.from), edge.bytes);
                 }
             }
         }
@@ -91,8 +91,8 @@ impl Needs {
             for (place, action) in actions.iter().enumerate() {
                 let index = action.stage as usize * microbatches + action.microbatch as usize;
                 match action.kind {
-                    Kind::Forward => needs.forwards[index] = place,
-                    Kind::Backward | Kind::Input => needs.backwards[index] = place,
+                    ActionKind::Forward => needs.forwards[index] = place,
+                    ActionKind::Backward | ActionKind::Input => needs.backwards[index] = place,
                     _ => {}
                 }
             }
@@ -104,6 +104,6 @@ impl Needs {
     fn before(&self, message: Action) -> usize {
         let receiver = message.peer.expect("a send has a peer") as usize;
         let index = receiver * self.microbatches + message.microbatch as usize;
-        if message.kind == Kind::SendForward { self.forwards[index] } else { self.backwards[index] }
+        if message.kind == ActionKind::SendForward { self.forwards[index] } else { self.backwards[index] }
     }
 }

@@ -1,7 +1,7 @@
 //! Whether a program does what its graph says, before anybody executes it.
 
 use super::schedule::Bounds;
-use super::{Graph, Kind, Program, Timeline, simulate};
+use super::{ActionKind, Graph, Program, Timeline, simulate};
 use crate::error::{Error, Result};
 
 /// Checks that `program` runs every task of `graph` once and after all that it needs, that every message that is sent is
@@ -16,13 +16,13 @@ pub fn validate(graph: &Graph, program: &Program, bounds: Bounds, backward: bool
     for action in program.ranks().iter().flatten() {
         let count = &mut counts[action.stage as usize];
         match action.kind {
-            Kind::Forward => count[0] += 1,
-            Kind::Backward => {
+            ActionKind::Forward => count[0] += 1,
+            ActionKind::Backward => {
                 count[1] += 1;
                 count[2] += 1;
             }
-            Kind::Input => count[1] += 1,
-            Kind::Weight => count[2] += 1,
+            ActionKind::Input => count[1] += 1,
+            ActionKind::Weight => count[2] += 1,
             _ => {}
         }
     }

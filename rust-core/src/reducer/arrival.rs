@@ -25,11 +25,11 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::device_queue::{HeldBucket, PackedGradients};
-use super::fingerprint::{self, Description};
+use super::fingerprint::{self, ReducerDescription};
 use super::{BucketPlan, Listener, Reducer, ReducerEvent, SlotLease};
 use crate::buffer::{Device, TensorView};
 use crate::device::driver::relaxed;
-use crate::device::pack::Piece;
+use crate::device::pack::PackedPiece;
 use crate::device::{Context, Stream};
 use crate::error::{Error, Result};
 
@@ -81,11 +81,11 @@ pub struct ArrivalDriver {
     reducer: OnceLock<Arc<Reducer>>,
     /// When something happened last.
     last: Mutex<Instant>,
-    events: Mutex<VecDeque<Event>>,
-    state: Mutex<State>,
+    events: Mutex<VecDeque<ArrivalEvent>>,
+    state: Mutex<ArrivalState>,
 }
 
-enum Event {
+enum ArrivalEvent {
     Made(Result<Arc<Reducer>>),
     Arrived(ReadyGradient),
     /// An execution ends before its step did.
@@ -94,42 +94,42 @@ enum Event {
     Diverged(Error),
     Reducer(ReducerEvent),
     /// The device is done with the bucket with this index, or never began.
-    Landed(usize, Result<()>),
+    Completed(usize, Result<()>),
     /// What [`Reducer::finish`] said.
     Finished(Result<()>),
 }
 
-struct State {
+struct ArrivalState {
     reducer: Option<Arc<Reducer>>,
-    phase: Phase,
+    phase: StepPhase,
     /// Gradients that are not yet to be reduced, in the order in which they came.
     waiting: VecDeque<ReadyGradient>,
     /// The last step that ended with an error.
-    failed: Option<Failed>,
+    failed: Option<FailedStep>,
 }
 
-enum Phase {
+enum StepPhase {
     /// There is no reducer yet.
     Making,
     /// There will be none.
     Broken(Error),
     Idle,
-    Open(Open),
+    Open(OpenStep),
     /// All buckets are reduced, and the ranks make the plan anew (RED-5).
     Finishing {
         owners: Vec<Arc<dyn GradientOwner>>,
-        answers: Vec<Answer>,
+        answers: Vec<OwnerReply>,
     },
     /// The communicator may still work in these slots (ARR-4).
     Abandoned {
         _leases: Vec<SlotLease>,
         /// By bucket: what the device may still work in (ARR-5).
-        flying: Vec<(usize, Vec<ReadyGradient>)>,
+        in_flight: Vec<(usize, Vec<ReadyGradient>)>,
         settled: bool,
     },
 }
 
-struct Open {
+struct OpenStep {
     execution: Execution,
     plan: Arc<BucketPlan>,
     /// By parameter.
@@ -138,11 +138,11 @@ struct Open {
     pending: Vec<Option<ReadyGradient>>,
     reduced: usize,
     /// Buckets that the device works on.
-    flying: Vec<usize>,
+    in_flight: Vec<usize>,
     owners: Vec<Arc<dyn GradientOwner>>,
 }
 
-struct Failed {
+struct FailedStep {
     execution: Execution,
     /// By parameter.
     arrived: Vec<bool>,
@@ -150,22 +150,22 @@ struct Failed {
 }
 
 /// What a owner is told, without a lock.
-struct Answer {
+struct OwnerReply {
     owner: Arc<dyn GradientOwner>,
     position: usize,
     result: Result<Option<SlotLease>>,
 }
 
 impl ReadyGradient {
-    fn answer(self, result: Result<()>) -> Answer {
-        Answer { owner: self.owner, position: self.position, result: result.map(|()| self.lease) }
+    fn answer(self, result: Result<()>) -> OwnerReply {
+        OwnerReply { owner: self.owner, position: self.position, result: result.map(|()| self.lease) }
     }
 }
 
 impl ArrivalDriver {
     /// For a reducer that is being made; [`ArrivalDriver::made`] brings it.
-    pub fn new(description: &Description) -> Arc<Self> {
-        let state = State { reducer: None, phase: Phase::Making, waiting: VecDeque::new(), failed: None };
+    pub fn new(description: &ReducerDescription) -> Arc<Self> {
+        let state = ArrivalState { reducer: None, phase: StepPhase::Making, waiting: VecDeque::new(), failed: None };
         Arc::new(Self {
             what: fingerprint::summary(description),
             reducer: OnceLock::new(),
@@ -189,12 +189,12 @@ impl ArrivalDriver {
         let waits = {
             let state = self.state.try_lock()?;
             let mut arrivals: Box<dyn Iterator<Item = &ReadyGradient>> = match &state.phase {
-                Phase::Making => Box::new(state.waiting.iter()),
-                Phase::Open(open) => Box::new(open.pending.iter().flatten()),
+                StepPhase::Making => Box::new(state.waiting.iter()),
+                StepPhase::Open(open) => Box::new(open.pending.iter().flatten()),
                 _ => Box::new(std::iter::empty()),
             };
             let place = arrivals.next().map(|arrival| (arrival.data.device(), arrival.data.stream()));
-            place.or_else(|| matches!(state.phase, Phase::Open(_)).then_some((Device::Cpu, 0)))
+            place.or_else(|| matches!(state.phase, StepPhase::Open(_)).then_some((Device::Cpu, 0)))
         };
         // Somebody may have come by meanwhile (ARR-3).
         self.handle();
@@ -207,7 +207,7 @@ impl ArrivalDriver {
 
     /// Ends everything: all gradients that wait get the error, and there is no next step.
     pub fn end(self: &Arc<Self>, error: &Error) {
-        self.put(Event::Diverged(error.clone()));
+        self.put(ArrivalEvent::Diverged(error.clone()));
         self.handle();
     }
 
@@ -217,7 +217,7 @@ impl ArrivalDriver {
             let _ = self.reducer.set(Arc::clone(reducer));
             reducer.set_listener(Box::new(ArrivalListener(Arc::downgrade(self))));
         }
-        self.put(Event::Made(result));
+        self.put(ArrivalEvent::Made(result));
         self.handle();
     }
 
@@ -237,17 +237,17 @@ impl ArrivalDriver {
     /// Until the owner has been answered, the bytes of `arrival.data`, as many as the parameter has, are valid, and nobody
     /// else touches them; on a device, from what its stream was given so far, which lives as long as the process.
     pub unsafe fn arrive(self: &Arc<Self>, arrival: ReadyGradient) {
-        self.put(Event::Arrived(arrival));
+        self.put(ArrivalEvent::Arrived(arrival));
         self.handle();
     }
 
     /// An execution ends; if its step has not, the others' step ends with an error.
     pub fn ended(self: &Arc<Self>, execution: Execution) {
-        self.put(Event::Ended(execution));
+        self.put(ArrivalEvent::Ended(execution));
         self.handle();
     }
 
-    fn put(&self, event: Event) {
+    fn put(&self, event: ArrivalEvent) {
         *self.last.lock() = Instant::now();
         self.events.lock().push_back(event);
     }
@@ -263,53 +263,53 @@ impl ArrivalDriver {
             }
         }
         // Last: this may run much of a framework, and the lock is free for others meanwhile.
-        for Answer { owner, position, result } in answers {
+        for OwnerReply { owner, position, result } in answers {
             owner.reduced(position, result);
         }
     }
 
-    fn next(&self) -> Option<Event> {
+    fn next(&self) -> Option<ArrivalEvent> {
         self.events.lock().pop_front()
     }
 }
 
-impl State {
-    fn handle(&mut self, event: Event, arrivals: &Arc<ArrivalDriver>, answers: &mut Vec<Answer>) {
+impl ArrivalState {
+    fn handle(&mut self, event: ArrivalEvent, arrivals: &Arc<ArrivalDriver>, answers: &mut Vec<OwnerReply>) {
         match event {
-            Event::Made(Ok(reducer)) => {
+            ArrivalEvent::Made(Ok(reducer)) => {
                 self.reducer = Some(reducer);
                 self.rest(arrivals, answers);
             }
-            Event::Made(Err(error)) => {
+            ArrivalEvent::Made(Err(error)) => {
                 answers.extend(self.waiting.drain(..).map(|arrival| arrival.answer(Err(error.clone()))));
-                self.phase = Phase::Broken(error);
+                self.phase = StepPhase::Broken(error);
             }
-            Event::Arrived(arrival) => self.arrived(arrival, arrivals, answers),
-            Event::Ended(execution) => self.ended(execution, answers),
-            Event::Diverged(error) => {
+            ArrivalEvent::Arrived(arrival) => self.arrived(arrival, arrivals, answers),
+            ArrivalEvent::Ended(execution) => self.ended(execution, answers),
+            ArrivalEvent::Diverged(error) => {
                 answers.extend(self.waiting.drain(..).map(|arrival| arrival.answer(Err(error.clone()))));
-                if matches!(self.phase, Phase::Making) {
-                    self.phase = Phase::Broken(error);
+                if matches!(self.phase, StepPhase::Making) {
+                    self.phase = StepPhase::Broken(error);
                 } else {
                     self.abandon(&error, answers);
                 }
             }
-            Event::Reducer(ReducerEvent::Reduced(bucket)) => self.reduced(bucket, arrivals, answers),
-            Event::Reducer(ReducerEvent::Failed(error)) => self.abandon(&error, answers),
-            Event::Reducer(ReducerEvent::Settled) => {
-                if let Phase::Abandoned { settled, .. } = &mut self.phase {
+            ArrivalEvent::Reducer(ReducerEvent::Reduced(bucket)) => self.reduced(bucket, arrivals, answers),
+            ArrivalEvent::Reducer(ReducerEvent::Failed(error)) => self.abandon(&error, answers),
+            ArrivalEvent::Reducer(ReducerEvent::Settled) => {
+                if let StepPhase::Abandoned { settled, .. } = &mut self.phase {
                     *settled = true;
                     self.leave_abandoned(arrivals, answers);
                 }
             }
-            Event::Landed(bucket, result) => self.landed(bucket, result, arrivals, answers),
-            Event::Finished(result) => {
-                let Phase::Finishing { owners, answers: held } = &mut self.phase else { return };
+            ArrivalEvent::Completed(bucket, result) => self.completed(bucket, result, arrivals, answers),
+            ArrivalEvent::Finished(result) => {
+                let StepPhase::Finishing { owners, answers: held } = &mut self.phase else { return };
                 if result.is_ok() {
                     owners.iter().for_each(|owner| owner.release());
                 }
                 answers.extend(
-                    held.drain(..).map(|answer| Answer { result: result.clone().and(answer.result), ..answer }),
+                    held.drain(..).map(|answer| OwnerReply { result: result.clone().and(answer.result), ..answer }),
                 );
                 self.rest(arrivals, answers);
             }
@@ -317,22 +317,22 @@ impl State {
     }
 
     /// The next step may begin, and does if its gradients wait.
-    fn rest(&mut self, arrivals: &Arc<ArrivalDriver>, answers: &mut Vec<Answer>) {
-        self.phase = Phase::Idle;
+    fn rest(&mut self, arrivals: &Arc<ArrivalDriver>, answers: &mut Vec<OwnerReply>) {
+        self.phase = StepPhase::Idle;
         for arrival in std::mem::take(&mut self.waiting) {
             self.arrived(arrival, arrivals, answers);
         }
     }
 
-    /// As [`State::rest`], if nothing of the abandoned step is under way any more.
-    fn leave_abandoned(&mut self, arrivals: &Arc<ArrivalDriver>, answers: &mut Vec<Answer>) {
-        if matches!(&self.phase, Phase::Abandoned { flying, settled: true, .. } if flying.is_empty()) {
+    /// As [`ArrivalState::rest`], if nothing of the abandoned step is under way any more.
+    fn leave_abandoned(&mut self, arrivals: &Arc<ArrivalDriver>, answers: &mut Vec<OwnerReply>) {
+        if matches!(&self.phase, StepPhase::Abandoned { in_flight, settled: true, .. } if in_flight.is_empty()) {
             self.rest(arrivals, answers);
         }
     }
 
-    fn arrived(&mut self, arrival: ReadyGradient, arrivals: &Arc<ArrivalDriver>, answers: &mut Vec<Answer>) {
-        if let Phase::Broken(error) = &self.phase {
+    fn arrived(&mut self, arrival: ReadyGradient, arrivals: &Arc<ArrivalDriver>, answers: &mut Vec<OwnerReply>) {
+        if let StepPhase::Broken(error) = &self.phase {
             let error = error.clone();
             return answers.push(arrival.answer(Err(error)));
         }
@@ -354,23 +354,23 @@ impl State {
             ));
             return answers.push(arrival.answer(Err(error)));
         }
-        if matches!(self.phase, Phase::Idle) {
+        if matches!(self.phase, StepPhase::Idle) {
             // Nothing is under way, so this neither waits nor fails.
             if let Err(error) = reducer.begin(true) {
                 return answers.push(arrival.answer(Err(error)));
             }
             let num_params = reducer.params().len();
-            self.phase = Phase::Open(Open {
+            self.phase = StepPhase::Open(OpenStep {
                 execution: arrival.execution,
                 plan: reducer.plan(),
                 arrived: vec![false; num_params],
                 pending: std::iter::repeat_with(|| None).take(num_params).collect(),
                 reduced: 0,
-                flying: Vec::new(),
+                in_flight: Vec::new(),
                 owners: Vec::new(),
             });
         }
-        let Phase::Open(open) = &mut self.phase else { return self.waiting.push_back(arrival) };
+        let StepPhase::Open(open) = &mut self.phase else { return self.waiting.push_back(arrival) };
         let param = arrival.param;
         if open.execution != arrival.execution || std::mem::replace(&mut open.arrived[param], true) {
             return self.waiting.push_back(arrival);
@@ -391,20 +391,26 @@ impl State {
     }
 
     /// ARR-5.
-    fn landed(&mut self, bucket: usize, result: Result<()>, arrivals: &Arc<ArrivalDriver>, answers: &mut Vec<Answer>) {
+    fn completed(
+        &mut self,
+        bucket: usize,
+        result: Result<()>,
+        arrivals: &Arc<ArrivalDriver>,
+        answers: &mut Vec<OwnerReply>,
+    ) {
         match &mut self.phase {
-            Phase::Open(open) => {
-                open.flying.retain(|flying| *flying != bucket);
+            StepPhase::Open(open) => {
+                open.in_flight.retain(|in_flight| *in_flight != bucket);
                 match result {
                     Ok(()) => self.reduced(bucket, arrivals, answers),
                     Err(error) => self.abandon(&error, answers),
                 }
             }
-            Phase::Abandoned { flying, .. } => {
+            StepPhase::Abandoned { in_flight, .. } => {
                 let error = self.failed.as_ref().map(|failed| failed.error.clone());
                 let error =
                     error.unwrap_or_else(|| Error::Internal("a step was abandoned without a reason".to_owned()));
-                for (_, mut held) in flying.extract_if(.., |(of, _)| *of == bucket) {
+                for (_, mut held) in in_flight.extract_if(.., |(of, _)| *of == bucket) {
                     answers.extend(held.drain(..).map(|arrival| arrival.answer(Err(error.clone()))));
                 }
                 self.leave_abandoned(arrivals, answers);
@@ -413,9 +419,9 @@ impl State {
         }
     }
 
-    fn reduced(&mut self, bucket: usize, arrivals: &Arc<ArrivalDriver>, answers: &mut Vec<Answer>) {
-        let (Phase::Open(open), Some(reducer)) = (&mut self.phase, &self.reducer) else { return };
-        let mut of_bucket: Vec<Answer> = open.plan.buckets()[bucket]
+    fn reduced(&mut self, bucket: usize, arrivals: &Arc<ArrivalDriver>, answers: &mut Vec<OwnerReply>) {
+        let (StepPhase::Open(open), Some(reducer)) = (&mut self.phase, &self.reducer) else { return };
+        let mut of_bucket: Vec<OwnerReply> = open.plan.buckets()[bucket]
             .slots
             .iter()
             .filter_map(|slot| open.pending[slot.param].take())
@@ -432,26 +438,26 @@ impl State {
                 owners.iter().for_each(|owner| owner.release());
             }
             let told =
-                of_bucket.into_iter().map(|answer| Answer { result: result.clone().and(answer.result), ..answer });
+                of_bucket.into_iter().map(|answer| OwnerReply { result: result.clone().and(answer.result), ..answer });
             answers.extend(told);
             return self.rest(arrivals, answers);
         }
-        self.phase = Phase::Finishing { owners, answers: of_bucket };
+        self.phase = StepPhase::Finishing { owners, answers: of_bucket };
         // This may be the communicator's thread, which the end of the step needs.
         let (reducer, arrivals) = (Arc::clone(reducer), Arc::clone(arrivals));
         let finish = {
             let arrivals = Arc::clone(&arrivals);
             move || {
-                arrivals.put(Event::Finished(reducer.finish().map(drop)));
+                arrivals.put(ArrivalEvent::Finished(reducer.finish().map(drop)));
                 arrivals.handle();
             }
         };
-        if let Err(source) = std::thread::Builder::new().name("smd-plan".to_owned()).spawn(finish) {
-            arrivals.put(Event::Finished(Err(Error::io("starting a thread", source))));
+        if let Err(source) = std::thread::Builder::new().name("smd-rebuild".to_owned()).spawn(finish) {
+            arrivals.put(ArrivalEvent::Finished(Err(Error::io("starting a thread", source))));
         }
     }
 
-    fn ended(&mut self, execution: Execution, answers: &mut Vec<Answer>) {
+    fn ended(&mut self, execution: Execution, answers: &mut Vec<OwnerReply>) {
         let error = Error::Closed { reason: "the execution that the gradient belongs to was ended".to_owned() };
         for arrival in std::mem::take(&mut self.waiting) {
             match arrival.execution == execution {
@@ -459,29 +465,29 @@ impl State {
                 false => self.waiting.push_back(arrival),
             }
         }
-        if matches!(&self.phase, Phase::Open(open) if open.execution == execution) {
+        if matches!(&self.phase, StepPhase::Open(open) if open.execution == execution) {
             self.abandon(&error, answers);
         }
     }
 
     /// Ends the open step with an error.
-    fn abandon(&mut self, error: &Error, answers: &mut Vec<Answer>) {
-        let Phase::Open(open) = &mut self.phase else { return };
+    fn abandon(&mut self, error: &Error, answers: &mut Vec<OwnerReply>) {
+        let StepPhase::Open(open) = &mut self.phase else { return };
         let mut leases = Vec::new();
         let mut held = |bucket: usize| -> Vec<ReadyGradient> {
             open.plan.buckets()[bucket].slots.iter().filter_map(|slot| open.pending[slot.param].take()).collect()
         };
-        let flying = open.flying.iter().map(|&bucket| (bucket, held(bucket))).collect();
+        let in_flight = open.in_flight.iter().map(|&bucket| (bucket, held(bucket))).collect();
         for mut arrival in open.pending.iter_mut().filter_map(Option::take) {
             leases.extend(arrival.lease.take());
             answers.push(arrival.answer(Err(error.clone())));
         }
-        self.failed = Some(Failed {
+        self.failed = Some(FailedStep {
             execution: open.execution,
             arrived: std::mem::take(&mut open.arrived),
             error: error.clone(),
         });
-        self.phase = Phase::Abandoned { _leases: leases, flying, settled: false };
+        self.phase = StepPhase::Abandoned { _leases: leases, in_flight, settled: false };
         if let Some(reducer) = &self.reducer {
             reducer.abandon("its step ended before all gradients were there", false);
         }
@@ -497,7 +503,7 @@ fn is_at_rest(device: u16, stream: usize) -> bool {
     relaxed(|| matches!(stream.is_capturing(), Ok(false)) && matches!(stream.is_idle(), Ok(true)))
 }
 
-impl Open {
+impl OpenStep {
     /// Has a full bucket on a device reduced.
     fn launch(&mut self, bucket: usize, reducer: &Arc<Reducer>, arrivals: &Arc<ArrivalDriver>) -> Result<()> {
         let planned = &self.plan.buckets()[bucket];
@@ -514,14 +520,14 @@ impl Open {
                 apart.push(arrival.data);
             } else {
                 let offset = (slot.offset_bytes - planned.offset_bytes) / planned.dtype.size();
-                pieces.push(Piece { tensor: arrival.data.ptr() as u64, offset, elems: arrival.data.elems() });
+                pieces.push(PackedPiece { tensor: arrival.data.ptr() as u64, offset, elems: arrival.data.elems() });
             }
             last = Some(arrival);
         }
         let Some(last) = last.filter(|_| reducer.communicator().members().size() > 1) else {
             // Nothing to reduce.
             reducer.reduced_by_caller();
-            arrivals.put(Event::Landed(bucket, Ok(())));
+            arrivals.put(ArrivalEvent::Completed(bucket, Ok(())));
             return Ok(());
         };
         let Device::Cuda(device) = last.data.device() else {
@@ -533,20 +539,20 @@ impl Open {
             _ => {
                 let elems = planned.elems();
                 let memory = last.owner.allocate(last.position, elems * wire.size())?;
-                // SAFETY: the owner allocates as many bytes, until the gradient is answered: when the bucket has landed.
+                // SAFETY: the owner allocates as many bytes, until the gradient is answered: when the bucket has completed.
                 let flat = unsafe { TensorView::new(memory, elems, wire, Device::Cuda(device), stream) }?;
                 Some(PackedGradients { pieces, dtype: planned.dtype, flat })
             }
         };
         let own = Arc::clone(arrivals);
-        let landed = move |outcome| {
-            own.put(Event::Landed(bucket, outcome));
+        let completed = move |outcome| {
+            own.put(ArrivalEvent::Completed(bucket, outcome));
             own.handle();
         };
         // SAFETY: gradients stay until they are answered (contract of `arrive`), which is after this (ARR-5), and so does
         // that memory.
-        unsafe { reducer.launch_held(HeldBucket { together, apart, stream }, device, Box::new(landed)) }?;
-        self.flying.push(bucket);
+        unsafe { reducer.launch_held(HeldBucket { together, apart, stream }, device, Box::new(completed)) }?;
+        self.in_flight.push(bucket);
         Ok(())
     }
 }
@@ -557,7 +563,7 @@ struct ArrivalListener(Weak<ArrivalDriver>);
 impl Listener for ArrivalListener {
     fn note(&self, event: ReducerEvent) {
         if let Some(arrivals) = self.0.upgrade() {
-            arrivals.put(Event::Reducer(event));
+            arrivals.put(ArrivalEvent::Reducer(event));
         }
     }
 

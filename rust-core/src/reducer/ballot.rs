@@ -10,7 +10,7 @@
 //!   joined adds nothing. So all that vote see the same numbers, and come to the same [`VoteResult`].
 //! - VOTE-2: nothing waits for a member that has voted but does not come to the end of its round, or that has not made
 //!   its reducer yet, except in sight of the negotiation: reducers are made by a thread of the core
-//!   ([`crate::session::making`]) while rounds go by name, and each member asks by name for the end of its round, so
+//!   ([`crate::session::pending_reducer`]) while rounds go by name, and each member asks by name for the end of its round, so
 //!   that stalls are told.
 
 use std::sync::Arc;
@@ -18,19 +18,20 @@ use std::sync::Arc;
 use sha2::{Digest, Sha256};
 
 use super::Reducer;
-use crate::collectives::{Communicator, ReduceOp};
+use crate::buffer::ReduceOp;
+use crate::collectives::Communicator;
 use crate::error::{Error, Result};
 use crate::negotiation::{Name, Negotiator, Numbers, VOTE, VOTE_END, timeline};
 
 /// What a rank brings to a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Standing {
+pub enum Readiness {
     /// It wants names.
     ByName,
     /// It has no reducer for its parameters, and would make one.
-    Without,
+    NoReducer,
     /// One is being made.
-    Making,
+    Creating,
     /// It has one.
     Ready,
 }
@@ -60,48 +61,49 @@ pub(super) struct Vote {
 impl Ballot {
     /// Votes in the group of `negotiator`, whose operations `group` runs, for the round `name`, which no other vote has at the
     /// same time. `what` tells what would be planned: ranks reduce by plan only if it is the same for all. `decided` is
-    /// called with the verdict, by whatever thread learns of it, which is for names after an error; not if this returns one.
+    /// called with the result, by whatever thread learns of it, which is for names after an error; not if this returns one.
     ///
     /// # Errors
-    /// What this rank cannot ask for ([`Negotiator::ask`]).
+    /// What this rank cannot ask for ([`Negotiator::request`]).
     pub fn cast(
         negotiator: &Negotiator,
         group: &Communicator,
         name: &str,
         what: &str,
-        standing: Standing,
+        readiness: Readiness,
         decided: impl FnOnce(VoteResult) + Send + 'static,
     ) -> Result<Self> {
         let members = group.members();
         // A timeline shows gradients by their names, and sizes are tried with them.
         let by_name = timeline::enabled() || negotiator.is_tuning();
-        let standing = if by_name { Standing::ByName } else { standing };
+        let readiness = if by_name { Readiness::ByName } else { readiness };
         // Of the first member, the last place is a number that nobody else has.
         let mut votes = vec![0_u64; members.size() + 1];
-        votes[members.me] = number(what, standing);
+        votes[members.me] = number(what, readiness);
         if members.me == 0 {
             votes[members.size()] =
                 getrandom::u64().map_err(|error| Error::Internal(format!("no random numbers: {error}")))?;
         }
-        let told =
-            move |votes: &Result<Vec<u64>>| decided(votes.as_ref().map_or(VoteResult::ByName, |votes| result(votes)));
-        Numbers::ask(negotiator, Name::Given(format!("{name}{VOTE}")), votes, ReduceOp::Sum, told).map(Self)
+        let told = move |votes: &Result<Vec<u64>>| {
+            decided(votes.as_ref().map_or(VoteResult::ByName, |votes| result_of(votes)))
+        };
+        Numbers::submit(negotiator, Name::Given(format!("{name}{VOTE}")), votes, ReduceOp::Sum, told).map(Self)
     }
 
     /// Waits for it.
     ///
     /// # Errors
     /// [`Error::Interrupted`]; what ended the negotiation, such as a member that has not voted for too long.
-    pub fn verdict(&self) -> Result<VoteResult> {
-        self.0.wait("the vote on a round of gradients").map(|votes| result(&votes))
+    pub fn result(&self) -> Result<VoteResult> {
+        self.0.wait("the vote on a round of gradients").map(|votes| result_of(&votes))
     }
 
-    /// Whether [`Ballot::verdict`] waits no longer.
+    /// Whether [`Ballot::result`] waits no longer.
     pub fn is_decided(&self) -> bool {
         self.0.known().is_some()
     }
 
-    /// After the verdict: a number that all who voted have, and no other vote; 0 before.
+    /// After the result: a number that all who voted have, and no other vote; 0 before.
     pub fn token(&self) -> u64 {
         self.0.known().and_then(Result::ok).and_then(|votes| votes.last().copied()).unwrap_or(0)
     }
@@ -113,8 +115,8 @@ impl Vote {
     /// that waits for them fails by itself.
     ///
     /// # Errors
-    /// As [`Negotiator::ask`].
-    pub(super) fn ask_for_end(&self, failed: impl FnOnce(Error) + Send + 'static) -> Result<()> {
+    /// As [`Negotiator::request`].
+    pub(super) fn request_end(&self, failed: impl FnOnce(Error) + Send + 'static) -> Result<()> {
         let told = |result: &Result<Vec<u64>>| {
             if let Err(error) = result
                 && !error.is_orderly_departure()
@@ -124,13 +126,13 @@ impl Vote {
         };
         // The last round's may not be answered yet.
         let name = Name::Shared(format!("{}{}", self.name, VOTE_END));
-        Numbers::ask(&self.negotiator, name, vec![0], ReduceOp::Sum, told).map(drop)
+        Numbers::submit(&self.negotiator, name, vec![0], ReduceOp::Sum, told).map(drop)
     }
 }
 
 impl Reducer {
     /// Begins a round in which gradients may be marked ready at once, and are reduced as soon as all ranks turn out to be
-    /// ready for it ([`VoteResult::Planned`]). With any other verdict its gradients stay as they were, and [`Reducer::abandon`] ends it.
+    /// ready for it ([`VoteResult::Planned`]). With any other result its gradients stay as they were, and [`Reducer::abandon`] ends it.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if a round is under way; what this rank cannot ask for.
@@ -143,35 +145,35 @@ impl Reducer {
     ) -> Result<Ballot> {
         let round = self.begin_held(Some(Vote { negotiator: Arc::clone(negotiator), name: name.to_owned() }))?;
         let reducer = Arc::clone(self);
-        let decided = move |verdict| match verdict {
+        let decided = move |result| match result {
             VoteResult::Planned => reducer.release(round),
             _ => reducer.cancel(round),
         };
-        Ballot::cast(negotiator, group, name, what, Standing::Ready, decided).inspect_err(|_| {
+        Ballot::cast(negotiator, group, name, what, Readiness::Ready, decided).inspect_err(|_| {
             self.cancel(round);
             self.abandon("never told: there is no vote", false);
         })
     }
 }
 
-/// A vote as a number, never 0: 60 bits of a digest, and the standing.
-fn number(what: &str, standing: Standing) -> u64 {
+/// A vote as a number, never 0: 60 bits of a digest, and the readiness.
+fn number(what: &str, readiness: Readiness) -> u64 {
     let digest = Sha256::digest(what);
     let digest = u64::from_le_bytes(*digest.first_chunk().expect("a digest has 32 bytes"));
-    digest >> 4 << 3 | (standing as u64 + 1)
+    digest >> 4 << 3 | (readiness as u64 + 1)
 }
 
 /// Of the numbers that all voted, with the one that nobody else has behind them.
-fn result(votes: &[u64]) -> VoteResult {
+fn result_of(votes: &[u64]) -> VoteResult {
     let votes = &votes[..votes.len() - 1];
-    let has = |vote: u64, standing: Standing| vote & 7 == standing as u64 + 1;
-    let all = |standing| votes.iter().all(|&vote| has(vote, standing));
-    let any = |standing| votes.iter().any(|&vote| has(vote, standing));
+    let has = |vote: u64, readiness: Readiness| vote & 7 == readiness as u64 + 1;
+    let all = |readiness| votes.iter().all(|&vote| has(vote, readiness));
+    let any = |readiness| votes.iter().any(|&vote| has(vote, readiness));
     let same = votes.iter().all(|vote| *vote != 0 && vote >> 3 == votes[0] >> 3);
     match () {
-        () if !same || any(Standing::ByName) || any(Standing::Making) => VoteResult::ByName,
-        () if all(Standing::Ready) => VoteResult::Planned,
-        () if all(Standing::Without) => VoteResult::Make,
+        () if !same || any(Readiness::ByName) || any(Readiness::Creating) => VoteResult::ByName,
+        () if all(Readiness::Ready) => VoteResult::Planned,
+        () if all(Readiness::NoReducer) => VoteResult::Make,
         () => VoteResult::Forget,
     }
 }
@@ -182,19 +184,19 @@ mod tests {
 
     #[test]
     fn ranks_reduce_by_plan_only_if_all_have_the_same() {
-        use Standing::{ByName, Making, Ready, Without};
-        let of = |votes: &[(&str, Standing)]| {
-            result(&votes.iter().map(|(what, standing)| number(what, *standing)).chain([7]).collect::<Vec<_>>())
+        use Readiness::{ByName, Creating, NoReducer, Ready};
+        let of = |votes: &[(&str, Readiness)]| {
+            result_of(&votes.iter().map(|(what, readiness)| number(what, *readiness)).chain([7]).collect::<Vec<_>>())
         };
         assert_eq!(of(&[("a", Ready), ("a", Ready)]), VoteResult::Planned);
-        assert_eq!(of(&[("a", Without), ("a", Without)]), VoteResult::Make);
-        assert_eq!(of(&[("a", Ready), ("a", Without), ("a", Ready)]), VoteResult::Forget);
+        assert_eq!(of(&[("a", NoReducer), ("a", NoReducer)]), VoteResult::Make);
+        assert_eq!(of(&[("a", Ready), ("a", NoReducer), ("a", Ready)]), VoteResult::Forget);
         assert_eq!(of(&[("a", Ready), ("a", ByName)]), VoteResult::ByName);
         assert_eq!(of(&[("a", Ready), ("b", Ready)]), VoteResult::ByName);
-        assert_eq!(of(&[("a", Ready), ("a", Making)]), VoteResult::ByName);
-        assert_eq!(of(&[("a", Without), ("a", Making)]), VoteResult::ByName);
-        assert_eq!(of(&[("a", Without), ("b", Ready)]), VoteResult::ByName);
+        assert_eq!(of(&[("a", Ready), ("a", Creating)]), VoteResult::ByName);
+        assert_eq!(of(&[("a", NoReducer), ("a", Creating)]), VoteResult::ByName);
+        assert_eq!(of(&[("a", NoReducer), ("b", Ready)]), VoteResult::ByName);
         // One has joined.
-        assert_eq!(result(&[number("a", Ready), 0, 7]), VoteResult::ByName);
+        assert_eq!(result_of(&[number("a", Ready), 0, 7]), VoteResult::ByName);
     }
 }

@@ -4,7 +4,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use crate::buffer::DType;
-use crate::collectives::kernels::copy::stream;
+use crate::streaming_copy::stream;
 
 /// Below this many bytes the copy stays in the cache, where the reduction finds it.
 const STREAM_BYTES: usize = 1 << 20;

@@ -22,9 +22,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use crate::buffer::{DType, Device, TensorView};
-use crate::collectives::{Communicator, Overlap, ReduceOp, Request};
-use crate::device::pack::{Packer, Piece};
+use crate::buffer::{DType, Device, ReduceOp, TensorView};
+use crate::collectives::{Communicator, Overlap, Request};
+use crate::device::pack::{PackedPiece, Packer};
 use crate::device::{Context, Event, Priority, Stream};
 use crate::error::{Error, Result};
 
@@ -32,7 +32,7 @@ use crate::error::{Error, Result};
 #[derive(Debug)]
 pub struct DeviceBucket<'a> {
     /// The gradients that do not lie in their slots yet, or all of them if there is a `wire`.
-    pub pieces: &'a [Piece],
+    pub pieces: &'a [PackedPiece],
     /// The slots, if any take room.
     pub flat: Option<TensorView>,
     /// As many elements of a narrower type, in which the slots travel.
@@ -57,7 +57,7 @@ pub(super) struct HeldBucket {
 /// Gradients and the memory in which they travel.
 #[derive(Clone, Debug)]
 pub(super) struct PackedGradients {
-    pub(super) pieces: Vec<Piece>,
+    pub(super) pieces: Vec<PackedPiece>,
     /// Their type.
     pub(super) dtype: DType,
     /// Of their type, or of a narrower one.
@@ -69,10 +69,10 @@ pub(super) type Launched = Box<dyn FnOnce(Result<()>) + Send>;
 
 /// See the module's text.
 pub(super) struct DeviceQueue {
-    shared: Arc<Shared>,
+    shared: Arc<DeviceQueueState>,
 }
 
-struct Shared {
+struct DeviceQueueState {
     communicator: Arc<Communicator>,
     op: ReduceOp,
     /// Where reductions run.
@@ -81,7 +81,7 @@ struct Shared {
     done: Event,
     /// Whether `done` was recorded since the last step ended.
     dirty: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<QueueState>,
     changed: Condvar,
     /// Not in use.
     events: Mutex<Vec<Event>>,
@@ -97,15 +97,15 @@ enum PackDirection {
 }
 
 #[derive(Default)]
-struct State {
-    queue: VecDeque<(Job, Launched)>,
+struct QueueState {
+    queue: VecDeque<(QueuedBucket, Launched)>,
     busy: bool,
     has_thread: bool,
     closed: bool,
 }
 
 /// A bucket.
-struct Job {
+struct QueuedBucket {
     /// Its gradients are made, or packed.
     ready: Event,
     pack: Option<PackedGradients>,
@@ -144,7 +144,19 @@ impl DeviceQueue {
     fn over(communicator: Arc<Communicator>, op: ReduceOp, stream: Stream) -> Result<Self> {
         let done = Event::new(stream.context())?;
         let (dirty, state, changed, events, packers) = Default::default();
-        Ok(Self { shared: Arc::new(Shared { communicator, op, stream, done, dirty, state, changed, events, packers }) })
+        Ok(Self {
+            shared: Arc::new(DeviceQueueState {
+                communicator,
+                op,
+                stream,
+                done,
+                dirty,
+                state,
+                changed,
+                events,
+                packers,
+            }),
+        })
     }
 
     /// The device.
@@ -173,11 +185,11 @@ impl DeviceQueue {
             return Err(Error::Internal("gradients of several devices were to be reduced together".into()));
         }
         let unpack = bucket.flat.zip(bucket.wire).map(|(flat, wire)| {
-            let whole = Piece { tensor: flat.ptr() as u64, offset: 0, elems: flat.elems() };
+            let whole = PackedPiece { tensor: flat.ptr() as u64, offset: 0, elems: flat.elems() };
             PackedGradients { pieces: vec![whole], dtype: flat.dtype(), flat: wire }
         });
         let overlap = if is_last { Overlap::Nothing } else { Overlap::Computation };
-        let job = Job { ready: shared.mark(&stream)?, pack: None, targets, unpack, overlap, held: false };
+        let job = QueuedBucket { ready: shared.mark(&stream)?, pack: None, targets, unpack, overlap, held: false };
         let capturing = stream.is_capturing()?;
         let mut state = shared.state.lock();
         if capturing || (is_last && state.queue.is_empty() && !state.busy) {
@@ -192,17 +204,17 @@ impl DeviceQueue {
     /// Has a bucket reduced whose gradients stay where they lie.
     ///
     /// # Safety
-    /// The memory is valid, and nobody else touches it, until `landed` is called. What was done to it before, also by who
+    /// The memory is valid, and nobody else touches it, until `completed` is called. What was done to it before, also by who
     /// had it before, was queued into the bucket's stream.
-    pub(super) unsafe fn launch_held(&self, bucket: HeldBucket, landed: Launched) -> Result<()> {
+    pub(super) unsafe fn launch_held(&self, bucket: HeldBucket, completed: Launched) -> Result<()> {
         let shared = &self.shared;
         let HeldBucket { together, apart, stream } = bucket;
         // SAFETY: the caller's promise.
         let stream = unsafe { Stream::borrowed(self.context(), stream) };
         let targets = together.iter().map(|together| together.flat).chain(apart).collect();
         let (ready, overlap) = (shared.mark(&stream)?, Overlap::Computation);
-        let job = Job { ready, pack: together.clone(), targets, unpack: together, overlap, held: true };
-        shared.queue(shared.state.lock(), job, landed)
+        let job = QueuedBucket { ready, pack: together.clone(), targets, unpack: together, overlap, held: true };
+        shared.queue(shared.state.lock(), job, completed)
     }
 
     /// Waits until everything is launched; launching does not wait for the device.
@@ -234,7 +246,7 @@ impl Drop for DeviceQueue {
     }
 }
 
-impl Shared {
+impl DeviceQueueState {
     /// Where `stream` is now.
     fn mark(&self, stream: &Stream) -> Result<Event> {
         let event = match self.events.lock().pop() {
@@ -246,7 +258,12 @@ impl Shared {
     }
 
     /// Leaves a job to the thread.
-    fn queue(self: &Arc<Self>, mut state: MutexGuard<'_, State>, job: Job, launched: Launched) -> Result<()> {
+    fn queue(
+        self: &Arc<Self>,
+        mut state: MutexGuard<'_, QueueState>,
+        job: QueuedBucket,
+        launched: Launched,
+    ) -> Result<()> {
         if !state.has_thread {
             let own = self.clone();
             std::thread::Builder::new()
@@ -277,7 +294,7 @@ impl Shared {
 
     /// Launches a reduction for a caller that has made this queue busy, which it then no longer is: also after a
     /// panic, since whoever settles would wait for ever.
-    fn carry_out(&self, job: Job, launched: Launched) {
+    fn carry_out(&self, job: QueuedBucket, launched: Launched) {
         let held = job.held;
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.reduce(job)));
         let outcome = outcome.unwrap_or_else(|panic| Err(Error::from_panic(&*panic)));
@@ -285,8 +302,8 @@ impl Shared {
             // Before anybody is told: who hears of an error settles this queue, perhaps on this thread.
             self.free();
             // Also after an error: some of it may be queued.
-            match self.communicator.flying("the reduction of gradients", &self.stream) {
-                Ok(flying) => flying.then(Box::new(move |landed| launched(outcome.and(landed.map(drop))))),
+            match self.communicator.in_flight("the reduction of gradients", &self.stream) {
+                Ok(in_flight) => in_flight.then(Box::new(move |completed| launched(outcome.and(completed.map(drop))))),
                 Err(error) => launched(outcome.and(Err(error))),
             }
         } else {
@@ -316,7 +333,7 @@ impl Shared {
         Ok(packer)
     }
 
-    fn reduce(&self, Job { ready, pack, targets, unpack, overlap, .. }: Job) -> Result<()> {
+    fn reduce(&self, QueuedBucket { ready, pack, targets, unpack, overlap, .. }: QueuedBucket) -> Result<()> {
         self.stream.wait(&ready)?;
         // A later record does not change what the stream waits for.
         self.events.lock().push(ready);

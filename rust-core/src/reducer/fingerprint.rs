@@ -5,25 +5,25 @@
 
 use sha2::{Digest, Sha256};
 
-use super::{Options, ParamSpec};
+use super::{ParamSpec, ReducerOptions};
 use crate::buffer::{DType, Device, TensorView};
 use crate::collectives::{Communicator, Request};
 use crate::error::{Error, Result};
 
 /// All that a plan is derived from.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct Description {
+pub struct ReducerDescription {
     /// In the order of registration.
     pub params: Vec<ParamSpec>,
     /// What the caller chose.
-    pub options: Options,
+    pub options: ReducerOptions,
 }
 
 /// Compares `mine` with every other member's description. Collective.
 ///
 /// # Errors
 /// [`Error::Mismatch`] with the same text on every member; what the communicator reports.
-pub fn agree(communicator: &Communicator, mine: &Description) -> Result<()> {
+pub fn agree(communicator: &Communicator, mine: &ReducerDescription) -> Result<()> {
     let encoded = postcard::to_stdvec(mine)
         .map_err(|error| Error::Internal(format!("the parameter list cannot be encoded: {error}")))?;
     let mut digest = Sha256::digest(&encoded).to_vec();
@@ -42,7 +42,7 @@ pub fn agree(communicator: &Communicator, mine: &Description) -> Result<()> {
     let descriptions = gather(communicator, &mut encoded, &lengths)?
         .iter()
         .map(|bytes| postcard::from_bytes(bytes))
-        .collect::<Result<Vec<Description>, _>>()
+        .collect::<Result<Vec<ReducerDescription>, _>>()
         .map_err(|error| Error::Internal(format!("a peer's parameter list cannot be decoded: {error}")))?;
     let ranks = &communicator.members().ranks;
     let detail = descriptions
@@ -55,10 +55,10 @@ pub fn agree(communicator: &Communicator, mine: &Description) -> Result<()> {
 }
 
 /// A description in a few words, which differ if descriptions do.
-pub fn summary(description: &Description) -> String {
+pub fn summary(description: &ReducerDescription) -> String {
     const NAMED: usize = 4;
     let more = |all: usize| if all > NAMED { format!(" and {} more", all - NAMED) } else { String::new() };
-    let Description { params, options } = description;
+    let ReducerDescription { params, options } = description;
     let param = |param: &ParamSpec| format!("`{}` ({} {:?})", param.name, param.dtype, param.shape);
     let params = params.iter().take(NAMED).map(param).collect::<Vec<_>>().join(", ") + &more(params.len());
     let absent = options.absent.iter().take(NAMED).map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
@@ -82,7 +82,7 @@ pub(super) fn view(bytes: &mut [u8]) -> Result<TensorView> {
 }
 
 /// The first difference between two ranks' descriptions, in words; `None` if there is none.
-pub fn difference(a: &Description, rank_a: usize, b: &Description, rank_b: usize) -> Option<String> {
+pub fn difference(a: &ReducerDescription, rank_a: usize, b: &ReducerDescription, rank_b: usize) -> Option<String> {
     for (with, rank, without, other) in [(b, rank_b, a, rank_a), (a, rank_a, b, rank_b)] {
         let is_absent = |name: &&String| !with.options.absent.contains(name);
         if let Some(name) = without.options.absent.iter().find(is_absent) {
@@ -170,17 +170,17 @@ pub fn difference(a: &Description, rank_a: usize, b: &Description, rank_b: usize
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::reducer::Reduction;
+    use crate::reducer::BucketReduction;
 
-    fn description(params: &[(&str, &[u64], DType)]) -> Description {
+    fn description(params: &[(&str, &[u64], DType)]) -> ReducerDescription {
         let params = params.iter().map(|(name, shape, dtype)| ParamSpec::dense(*name, *shape, *dtype)).collect();
-        Description { params, options: Options::default() }
+        ReducerDescription { params, options: ReducerOptions::default() }
     }
 
     #[test]
     fn a_difference_is_named_with_both_ranks_and_both_values() {
         let base = description(&[("a", &[2, 3], DType::Float32), ("b", &[4], DType::Float32)]);
-        let with = |change: &dyn Fn(&mut Description)| {
+        let with = |change: &dyn Fn(&mut ReducerDescription)| {
             let mut other = base.clone();
             change(&mut other);
             difference(&base, 0, &other, 3).unwrap_or_default()
@@ -209,7 +209,7 @@ mod tests {
             "parameter `b` is not said to have sparse gradients on rank 0 and is on rank 3"
         );
         assert_eq!(
-            with(&|d| d.options.reduction = Reduction::Compressed(DType::Float16)),
+            with(&|d| d.options.reduction = BucketReduction::Compressed(DType::Float16)),
             "`reduction of a bucket` is the average on rank 0 and the average in float16 on rank 3"
         );
         assert_eq!(

@@ -15,13 +15,13 @@ const PATIENCE: u8 = 4;
 #[derive(Debug, Default)]
 pub struct GradientPlacement {
     /// By size in bytes; only sizes that a parameter has.
-    classes: HashMap<usize, Class>,
+    classes: HashMap<usize, SizeClass>,
     /// Wrong predictions, by parameter. The first observation counts as one.
     wrong: Vec<u8>,
 }
 
 #[derive(Debug, Default)]
-struct Class {
+struct SizeClass {
     /// By the number of an allocation in the backward: the parameter whose gradient it becomes.
     expected: HashMap<usize, usize>,
     /// By the number of an allocation in this backward: its address.

@@ -35,8 +35,7 @@
 //! communicator. A framework that has a backward drives it (`begin` .. `finish`); where gradients come one by one from
 //! the operations of a graph, [`arrival`] does, with a reducer for each [`spec`].
 
-use crate::buffer::DType;
-use crate::collectives::ReduceOp;
+use crate::buffer::{DType, ReduceOp};
 use crate::error::{Error, Result};
 
 mod arena;
@@ -99,7 +98,7 @@ impl ParamSpec {
 
 /// What happens to a full bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub enum Reduction {
+pub enum BucketReduction {
     /// It becomes the average over the members, or their sum.
     Average,
     /// The same, but floating-point values wider than this type are rounded to it before they travel. The sum is
@@ -109,7 +108,7 @@ pub enum Reduction {
     ByCaller,
 }
 
-impl std::fmt::Display for Reduction {
+impl std::fmt::Display for BucketReduction {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Average => write!(f, "the average"),
@@ -121,7 +120,7 @@ impl std::fmt::Display for Reduction {
 
 /// What the caller chooses. All ranks choose the same.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct Options {
+pub struct ReducerOptions {
     /// Largest size of the first bucket, the second, and so on, in bytes; the last one is also that of all others. A
     /// parameter that is larger gets a bucket of its own. A small first bucket lets the reduction start early.
     pub bucket_bytes: Vec<usize>,
@@ -133,7 +132,7 @@ pub struct Options {
     /// parameters that get none are known.
     pub static_graph: bool,
     /// What happens to a full bucket.
-    pub reduction: Reduction,
+    pub reduction: BucketReduction,
     /// Whether gradients are added up, instead of averaged.
     pub sum: bool,
     /// Names of parameters that never get a gradient. They are no part of the plan; ranks compare them.
@@ -143,7 +142,7 @@ pub struct Options {
     pub on_device: bool,
 }
 
-impl Options {
+impl ReducerOptions {
     /// 25 MiB: large enough that a reduction is bound by bandwidth, small enough to overlap.
     pub const DEFAULT_BUCKET_BYTES: usize = 25 << 20;
     /// The same on devices, where gradients of some size are reduced where they lie, so that a bucket is hardly any memory:
@@ -151,7 +150,7 @@ impl Options {
     pub const DEFAULT_DEVICE_BUCKET_BYTES: usize = 100 << 20;
     /// 1 MiB.
     pub const DEFAULT_FIRST_BUCKET_BYTES: usize = 1 << 20;
-    /// See [`Options::sets_apart`].
+    /// See [`ReducerOptions::sets_apart`].
     const APART_BYTES: usize = 1 << 20;
 
     fn check(&self) -> Result<()> {
@@ -161,11 +160,11 @@ impl Options {
                 self.bucket_bytes, self.accumulation_steps
             )));
         }
-        if self.sum && self.reduction == Reduction::ByCaller {
+        if self.sum && self.reduction == BucketReduction::ByCaller {
             return Err(Error::Unsupported("gradients that a hook reduces are averaged, not added up".to_owned()));
         }
         match self.reduction {
-            Reduction::Compressed(dtype) if !matches!(dtype, DType::Float16 | DType::BFloat16) => {
+            BucketReduction::Compressed(dtype) if !matches!(dtype, DType::Float16 | DType::BFloat16) => {
                 Err(Error::InvalidArgument(format!("gradients are compressed to float16 or bfloat16, not to {dtype}")))
             }
             _ => Ok(()),
@@ -174,13 +173,13 @@ impl Options {
 
     /// Whether the caller does something for every full bucket.
     fn gives_buckets(&self) -> bool {
-        self.on_device || self.reduction == Reduction::ByCaller
+        self.on_device || self.reduction == BucketReduction::ByCaller
     }
 
     /// Whether the gradient of `param` is reduced where it lies, without a place in its bucket's memory: on a device,
     /// large ones, which cost more to copy than to name.
     pub fn sets_apart(&self, param: &ParamSpec) -> bool {
-        self.on_device && self.reduction == Reduction::Average && param.bytes() >= Self::APART_BYTES
+        self.on_device && self.reduction == BucketReduction::Average && param.bytes() >= Self::APART_BYTES
     }
 
     /// The largest size of a bucket that follows `full` others.
@@ -202,21 +201,21 @@ impl Options {
     pub fn wire_dtype(&self, dtype: DType) -> DType {
         match self.reduction {
             // The packing kernels cast 32-bit floats only.
-            Reduction::Compressed(_) if self.on_device && dtype != DType::Float32 => dtype,
-            Reduction::Compressed(wire) => copy::wire_dtype(dtype, wire),
-            Reduction::Average | Reduction::ByCaller => dtype,
+            BucketReduction::Compressed(_) if self.on_device && dtype != DType::Float32 => dtype,
+            BucketReduction::Compressed(wire) => copy::wire_dtype(dtype, wire),
+            BucketReduction::Average | BucketReduction::ByCaller => dtype,
         }
     }
 }
 
-impl Default for Options {
+impl Default for ReducerOptions {
     fn default() -> Self {
         Self {
             bucket_bytes: vec![Self::DEFAULT_FIRST_BUCKET_BYTES, Self::DEFAULT_BUCKET_BYTES],
             find_unused_parameters: false,
             accumulation_steps: 1,
             static_graph: false,
-            reduction: Reduction::Average,
+            reduction: BucketReduction::Average,
             sum: false,
             absent: Vec::new(),
             on_device: false,

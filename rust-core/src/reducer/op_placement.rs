@@ -26,13 +26,13 @@ pub struct Gradient {
 #[derive(Debug, Default)]
 pub struct OpPlacement {
     /// By size in bytes; only sizes that a gradient has.
-    classes: HashMap<usize, Class>,
+    classes: HashMap<usize, OpClass>,
     /// Wrong predictions.
     wrong: HashMap<Gradient, u8>,
 }
 
 #[derive(Debug, Default)]
-struct Class {
+struct OpClass {
     /// By operation: the gradient that it makes.
     makes: HashMap<usize, Gradient>,
     /// By address that is not a slot: the operation that allocated it.

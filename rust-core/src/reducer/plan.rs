@@ -9,14 +9,14 @@
 //!   The last parameters have a bucket of their own there (PLAN-8).
 //! - PLAN-4: parameters that are delayed share no bucket with others, and their buckets come last.
 //! - PLAN-5: the plan is a function of the parameters, the order and the options alone.
-//! - PLAN-6: a parameter that is set apart ([`Options::sets_apart`]) has a slot without room in the bucket's memory.
+//! - PLAN-6: a parameter that is set apart ([`ReducerOptions::sets_apart`]) has a slot without room in the bucket's memory.
 //! - PLAN-7: where the core reduces buckets in slots, there is a second set of them: a tensor may outlive its step, as a
 //!   momentum does that is computed in the gradient's memory, and the next gradient needs a place. It is memory only once
 //!   it is touched.
 //! - PLAN-8: nothing is computed any more while a device's last bucket is reduced, so it holds little more than what cannot
 //!   be reduced earlier: the last gradient, and small ones before it.
 
-use super::{Options, ParamSpec, Reduction};
+use super::{BucketReduction, ParamSpec, ReducerOptions};
 use crate::buffer::DType;
 
 /// Every bucket and, as a rule, every slot starts at a multiple of this many bytes: a cache line, and the widest vector.
@@ -78,7 +78,7 @@ impl BucketPlan {
     ///
     /// # Panics
     /// If `order` is no permutation of the parameters.
-    pub fn new(params: &[ParamSpec], order: &[usize], options: &Options) -> Self {
+    pub fn new(params: &[ParamSpec], order: &[usize], options: &ReducerOptions) -> Self {
         let mut planned = vec![false; params.len()];
         for &param in order {
             assert!(!std::mem::replace(&mut planned[param], true), "order holds each parameter once");
@@ -88,22 +88,22 @@ impl BucketPlan {
         // An element type's bucket stays open while parameters of other types pass, so that a model whose layers mix
         // types does not fall apart into one bucket a parameter. Buckets are numbered in the order in which their
         // last gradient is expected, which is the order in which they fill.
-        struct Open {
+        struct OpenBucket {
             dtype: DType,
             delayed: bool,
             params: Vec<usize>,
             bytes: usize,
         }
-        let mut open: Vec<Open> = Vec::new();
-        let mut full: Vec<Open> = Vec::new();
-        let align = |dtype: DType| if options.reduction == Reduction::ByCaller { dtype.size() } else { ALIGN };
+        let mut open: Vec<OpenBucket> = Vec::new();
+        let mut full: Vec<OpenBucket> = Vec::new();
+        let align = |dtype: DType| if options.reduction == BucketReduction::ByCaller { dtype.size() } else { ALIGN };
         let tail = if options.on_device { first_of_the_last(params, order) } else { order.len() };
         for (place, &param) in order.iter().enumerate() {
             let ParamSpec { dtype, delayed, .. } = params[param];
             let bytes = params[param].bytes().next_multiple_of(align(dtype));
             let cap = options.cap_of(full.len());
             let mut at = open.iter().position(|bucket| bucket.dtype == dtype && bucket.delayed == delayed);
-            let is_full = |bucket: &Open| match options.on_device {
+            let is_full = |bucket: &OpenBucket| match options.on_device {
                 // PLAN-8
                 true => bucket.bytes >= cap || (place == tail && bucket.bytes >= LAST_BUCKET_BYTES),
                 false => bucket.bytes + bytes > cap,
@@ -120,7 +120,7 @@ impl BucketPlan {
                     bucket.bytes += bytes;
                     open.push(bucket);
                 }
-                None => open.push(Open { dtype, delayed, params: vec![param], bytes }),
+                None => open.push(OpenBucket { dtype, delayed, params: vec![param], bytes }),
             }
         }
         full.append(&mut open);
@@ -140,7 +140,7 @@ impl BucketPlan {
             spare_bytes: 0,
             copies: if options.gives_buckets() { 1 } else { MAX_COPIES },
         };
-        for (index, Open { dtype, params: members, .. }) in full.into_iter().enumerate() {
+        for (index, OpenBucket { dtype, params: members, .. }) in full.into_iter().enumerate() {
             let start = plan.bucket_bytes;
             let mut end = start;
             let mut slots = Vec::with_capacity(members.len());
@@ -160,7 +160,7 @@ impl BucketPlan {
     }
 
     /// The plan before the first step: gradients come in about the reverse of the order of registration.
-    pub fn initial(params: &[ParamSpec], options: &Options) -> Self {
+    pub fn initial(params: &[ParamSpec], options: &ReducerOptions) -> Self {
         let order: Vec<usize> = (0..params.len()).rev().collect();
         Self::new(params, &order, options)
     }
@@ -242,8 +242,8 @@ mod tests {
         ParamSpec::dense(name, shape, dtype)
     }
 
-    fn options(bucket_bytes: usize, first_bucket_bytes: usize) -> Options {
-        Options { bucket_bytes: vec![first_bucket_bytes, bucket_bytes], ..Options::default() }
+    fn options(bucket_bytes: usize, first_bucket_bytes: usize) -> ReducerOptions {
+        ReducerOptions { bucket_bytes: vec![first_bucket_bytes, bucket_bytes], ..ReducerOptions::default() }
     }
 
     #[test]
@@ -273,7 +273,7 @@ mod tests {
                 .map(|(i, shape)| param(&format!("p{i}"), shape, DType::Float32))
                 .collect();
             let order: Vec<usize> = (0..params.len()).collect();
-            let options = Options { on_device: true, ..options(100 << 20, 1 << 20) };
+            let options = ReducerOptions { on_device: true, ..options(100 << 20, 1 << 20) };
             describe(&BucketPlan::new(&params, &order, &options), &params)
         };
         assert_eq!(
@@ -293,7 +293,7 @@ mod tests {
     #[test]
     fn every_bucket_may_have_a_size_of_its_own() {
         let params: Vec<ParamSpec> = (0..6).map(|i| param(&format!("p{i}"), &[16], DType::Float32)).collect();
-        let options = Options { bucket_bytes: vec![64, 192, 128], ..Options::default() };
+        let options = ReducerOptions { bucket_bytes: vec![64, 192, 128], ..ReducerOptions::default() };
         assert_eq!(
             describe(&BucketPlan::initial(&params, &options), &params),
             "bucket 0: float32, 64 bytes: p5\n\
@@ -307,7 +307,7 @@ mod tests {
         let params: Vec<ParamSpec> = (0..6)
             .map(|i| param(&format!("p{i}"), &[10], if i % 2 == 0 { DType::Float32 } else { DType::Float16 }))
             .collect();
-        let plan = BucketPlan::initial(&params, &Options::default());
+        let plan = BucketPlan::initial(&params, &ReducerOptions::default());
         assert_eq!(
             describe(&plan, &params),
             "bucket 0: float16, 148 bytes: p5, p3, p1\nbucket 1: float32, 168 bytes: p4, p2, p0\n"
@@ -316,7 +316,7 @@ mod tests {
 
     #[test]
     fn no_parameters_make_no_buckets() {
-        let plan = BucketPlan::initial(&[], &Options::default());
+        let plan = BucketPlan::initial(&[], &ReducerOptions::default());
         assert!(plan.buckets().is_empty());
         assert_eq!(plan.window_bytes(), 0);
     }

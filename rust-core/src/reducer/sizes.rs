@@ -1,6 +1,6 @@
 //! How large buckets are, from what a script asks for; the same for both frameworks.
 
-use super::Options;
+use super::ReducerOptions;
 use crate::error::{Error, Result};
 
 const MIB: f64 = (1 << 20) as f64;
@@ -9,14 +9,18 @@ const MULTIPLE_BYTES: usize = 128;
 /// Larger than any memory, and exact as a float.
 const MAX_BYTES: f64 = (1u64 << 62) as f64;
 
-/// The size of a bucket of `mib` MiB, in bytes. Where the script does not say: [`Options::DEFAULT_BUCKET_BYTES`], or
-/// [`Options::DEFAULT_DEVICE_BUCKET_BYTES`] for gradients on a device.
+/// The size of a bucket of `mib` MiB, in bytes. Where the script does not say: [`ReducerOptions::DEFAULT_BUCKET_BYTES`], or
+/// [`ReducerOptions::DEFAULT_DEVICE_BUCKET_BYTES`] for gradients on a device.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if it is not positive, or not a multiple of 128 bytes.
 pub fn bucket_bytes(mib: Option<f64>, on_device: bool) -> Result<usize> {
     let Some(mib) = mib else {
-        return Ok(if on_device { Options::DEFAULT_DEVICE_BUCKET_BYTES } else { Options::DEFAULT_BUCKET_BYTES });
+        return Ok(if on_device {
+            ReducerOptions::DEFAULT_DEVICE_BUCKET_BYTES
+        } else {
+            ReducerOptions::DEFAULT_BUCKET_BYTES
+        });
     };
     let bytes = mib * MIB;
     // Also refuses what is no number.
@@ -31,10 +35,10 @@ pub fn bucket_bytes(mib: Option<f64>, on_device: bool) -> Result<usize> {
     Ok(bytes as usize)
 }
 
-/// The sizes of buckets of at most `cap_bytes`, as in [`Options::bucket_bytes`]: a small first one, which lets the
+/// The sizes of buckets of at most `cap_bytes`, as in [`ReducerOptions::bucket_bytes`]: a small first one, which lets the
 /// reduction start early.
 pub fn bucket_sizes(cap_bytes: usize) -> Vec<usize> {
-    vec![Options::DEFAULT_FIRST_BUCKET_BYTES.min(cap_bytes), cap_bytes]
+    vec![ReducerOptions::DEFAULT_FIRST_BUCKET_BYTES.min(cap_bytes), cap_bytes]
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::fingerprint::Description;
+use super::fingerprint::ReducerDescription;
 use crate::error::{Error, Result};
 
 /// The graph of operations that run at once: it has no others.
@@ -23,7 +23,7 @@ static REGISTRY: Mutex<Option<Registry>> = Mutex::new(None);
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct ReducerSpec {
     /// What its ranks compare.
-    pub description: Description,
+    pub description: ReducerDescription,
     /// The ranks whose gradients it reduces; all that there are, if it names none.
     pub ranks: Option<Vec<usize>>,
 }
@@ -94,14 +94,14 @@ pub fn made_with(number: usize) -> Vec<usize> {
 mod tests {
     use super::*;
     use crate::buffer::DType;
-    use crate::reducer::{Options, ParamSpec};
+    use crate::reducer::{ParamSpec, ReducerOptions};
 
     #[test]
     fn graphs_that_are_traced_again_find_their_specs() {
         let of = |name: &str, ranks: Option<Vec<usize>>| ReducerSpec {
-            description: Description {
+            description: ReducerDescription {
                 params: vec![ParamSpec::dense(name, [3], DType::Float32)],
-                options: Options::default(),
+                options: ReducerOptions::default(),
             },
             ranks,
         };

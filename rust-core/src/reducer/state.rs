@@ -9,9 +9,9 @@ use super::ballot::Vote;
 use super::copy::{self, Move};
 use super::gradient_placement::GradientPlacement;
 use super::history::History;
-use super::{Arena, Bucket, BucketPlan, Options, ParamSpec, Reduction, Slot, Step};
-use crate::buffer::DType;
-use crate::collectives::{Communicator, ReduceOp};
+use super::{Arena, Bucket, BucketPlan, BucketReduction, ParamSpec, ReducerOptions, Slot, Step};
+use crate::buffer::{DType, ReduceOp};
+use crate::collectives::Communicator;
 use crate::error::{Error, Result};
 use crate::trace;
 
@@ -26,12 +26,12 @@ pub(super) struct PlannedBuckets {
 }
 
 /// Of a reducer.
-pub(super) struct State {
-    pub(super) options: Options,
+pub(super) struct StepState {
+    pub(super) options: ReducerOptions,
     /// Whether there is anybody else.
     has_others: bool,
     pub(super) layout: PlannedBuckets,
-    pub(super) active: Option<Active>,
+    pub(super) active: Option<ActiveStep>,
     /// Counts steps, so that a late answer of an earlier one is told apart.
     pub(super) steps: u64,
     /// Backwards since the last reduced one.
@@ -65,7 +65,7 @@ pub struct Record {
 }
 
 /// A step that is under way.
-pub(super) struct Active {
+pub(super) struct ActiveStep {
     pub(super) id: u64,
     pub(super) step: Step,
     /// Gradients that are not in their slots.
@@ -101,7 +101,7 @@ pub(super) struct Active {
 
 // SAFETY: the pointers in `elsewhere` are gradients whose owner keeps them alive and untouched from `mark_ready` until
 // the step has ended (the contract of `mark_ready`); any thread may read and write them in between.
-unsafe impl Send for Active {}
+unsafe impl Send for ActiveStep {}
 
 /// When what happened to a bucket, in the timeline's nanoseconds; zero while the timeline is off.
 #[derive(Clone, Copy, Default)]
@@ -112,16 +112,16 @@ pub(super) struct BucketTimes {
 }
 
 /// What to do next, decided under the lock and done without it.
-pub(super) enum Action {
+pub(super) enum ReducerAction {
     Nothing,
     /// The step, the bucket, where in the window its values are, and as what and how they become one.
     Reduce(u64, usize, PlannedBuckets, usize, (DType, ReduceOp)),
     GiveUp(u64, String),
 }
 
-impl State {
+impl StepState {
     /// Before the first step; `has_others` says whether the communicator has more than one member.
-    pub(super) fn new(params: &[ParamSpec], options: Options, layout: PlannedBuckets, has_others: bool) -> Self {
+    pub(super) fn new(params: &[ParamSpec], options: ReducerOptions, layout: PlannedBuckets, has_others: bool) -> Self {
         Self {
             layout,
             active: None,
@@ -140,7 +140,7 @@ impl State {
     }
 
     /// Forgets what earlier steps taught.
-    pub(super) fn configure(&mut self, options: Options, layout: PlannedBuckets) {
+    pub(super) fn configure(&mut self, options: ReducerOptions, layout: PlannedBuckets) {
         self.layout = layout;
         self.history = options.static_graph.then(|| History::new(self.used.len()));
         self.used_always = None;
@@ -157,7 +157,7 @@ impl State {
             history.start();
         }
         let plan = &self.layout.plan;
-        self.active = Some(Active {
+        self.active = Some(ActiveStep {
             id: self.steps,
             step: Step::new(plan),
             elsewhere: HashMap::new(),
@@ -180,12 +180,12 @@ impl State {
     }
 
     /// A round that is held takes place, or not. Nothing, if it is not that round, or not held.
-    pub(super) fn unhold(&mut self, round: u64, cancel: bool) -> Option<Action> {
+    pub(super) fn unhold(&mut self, round: u64, cancel: bool) -> Option<ReducerAction> {
         let active = self.active.as_mut().filter(|active| active.id == round && active.held)?;
         let action = match cancel {
             true => {
                 active.refused = true;
-                Action::Nothing
+                ReducerAction::Nothing
             }
             false => {
                 active.held = false;
@@ -255,12 +255,12 @@ impl State {
     }
 
     /// What the communicator should do now (RED-2: one operation at a time, none after an error).
-    pub(super) fn next(&mut self) -> Action {
+    pub(super) fn next(&mut self) -> ReducerAction {
         let Self { active: Some(active), layout, options, untold, has_others, .. } = self else {
-            return Action::Nothing;
+            return ReducerAction::Nothing;
         };
         if active.in_flight || active.held || active.error.is_some() {
-            return Action::Nothing;
+            return ReducerAction::Nothing;
         }
         if let Some(bucket) = active.queue.pop_front() {
             active.in_flight = true;
@@ -283,22 +283,23 @@ impl State {
                 // spare range is as long as the largest bucket, and overlaps neither.
                 unsafe { copy::carry_out(layout.to_spare(bucket, active, wire)) };
             }
-            return Action::Reduce(active.id, bucket, layout.clone(), offset_bytes, (wire, options.op()));
+            return ReducerAction::Reduce(active.id, bucket, layout.clone(), offset_bytes, (wire, options.op()));
         }
         // The bucket that was under way when this rank gave up may have been the last thing that the others waited for:
         // then they have ended the step well, and what this rank said would end their next one.
-        let wait_for_buckets = active.reduced < layout.plan.buckets().len() && options.reduction != Reduction::ByCaller;
+        let wait_for_buckets =
+            active.reduced < layout.plan.buckets().len() && options.reduction != BucketReduction::ByCaller;
         let others_wait = wait_for_buckets || active.more_follows;
         match active.giving_up.take() {
             Some(message) if others_wait => {
                 active.in_flight = true;
-                Action::GiveUp(active.id, message)
+                ReducerAction::GiveUp(active.id, message)
             }
             Some(message) => {
                 *untold = Some((active.id, message));
-                Action::Nothing
+                ReducerAction::Nothing
             }
-            None => Action::Nothing,
+            None => ReducerAction::Nothing,
         }
     }
 
@@ -336,15 +337,18 @@ impl State {
     }
 
     /// Ends a step that was abandoned, if nothing of it is under way or follows. Returns whether it does.
-    pub(super) fn end_if_over(&mut self, next: &Action) -> bool {
-        let over = |active: &Active| {
-            active.abandoned && !active.in_flight && (!active.held || active.refused) && matches!(next, Action::Nothing)
+    pub(super) fn end_if_over(&mut self, next: &ReducerAction) -> bool {
+        let over = |active: &ActiveStep| {
+            active.abandoned
+                && !active.in_flight
+                && (!active.held || active.refused)
+                && matches!(next, ReducerAction::Nothing)
         };
         self.active.take_if(|active| over(active)).is_some()
     }
 }
 
-impl Active {
+impl ActiveStep {
     /// Of a bucket.
     pub(super) fn note_reduced(&mut self) {
         self.reduced += 1;
@@ -376,7 +380,7 @@ impl PlannedBuckets {
     }
 
     /// For every slot of a bucket the way to its place in the spare range, where values are of type `wire`.
-    fn to_spare(&self, bucket: usize, active: &Active, wire: DType) -> impl Iterator<Item = Move> {
+    fn to_spare(&self, bucket: usize, active: &ActiveStep, wire: DType) -> impl Iterator<Item = Move> {
         let bucket = &self.plan.buckets()[bucket];
         bucket.slots.iter().map(move |slot| {
             let in_slot = || self.arena().slot_ptr(slot.param, active.copies[slot.param]);

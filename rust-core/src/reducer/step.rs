@@ -69,13 +69,13 @@ mod tests {
 
     use super::*;
     use crate::buffer::DType;
-    use crate::reducer::{Options, ParamSpec};
+    use crate::reducer::{ParamSpec, ReducerOptions};
 
     fn plan(num_params: usize, per_bucket: usize) -> BucketPlan {
         let params: Vec<ParamSpec> =
             (0..num_params).map(|i| ParamSpec::dense(format!("p{i}"), [16], DType::Float32)).collect();
         let bytes = per_bucket * 64;
-        BucketPlan::initial(&params, &Options { bucket_bytes: vec![bytes], ..Options::default() })
+        BucketPlan::initial(&params, &ReducerOptions { bucket_bytes: vec![bytes], ..ReducerOptions::default() })
     }
 
     #[test]

@@ -5,8 +5,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use super::arrival::{ArrivalDriver, Execution, GradientOwner, ReadyGradient};
-use super::fingerprint::{Description, view};
-use super::{Options, ParamSpec, Reducer, SlotLease};
+use super::fingerprint::{ReducerDescription, view};
+use super::{ParamSpec, Reducer, ReducerOptions, SlotLease};
 use crate::buffer::{DType, Device, TensorView};
 use crate::collectives::{Communicator, Request};
 use crate::error::{Code, Error, Result};
@@ -53,8 +53,8 @@ fn params() -> Vec<ParamSpec> {
 }
 
 /// Two parameters a bucket.
-fn options() -> Options {
-    Options { bucket_bytes: vec![512], ..Options::default() }
+fn options() -> ReducerOptions {
+    ReducerOptions { bucket_bytes: vec![512], ..ReducerOptions::default() }
 }
 
 /// One backward with the gradients of `order`, each `value(param)`; those of `outside` are not in their slots. Returns
@@ -264,7 +264,7 @@ fn a_missing_gradient_is_an_error_on_every_rank_and_the_next_step_works() {
 #[test]
 fn a_backward_abandoned_after_its_last_gradient_leaves_nothing_behind() {
     // With one bucket, it is under way when the backward is abandoned; with several, the last may still wait.
-    let rank = |options: Options, me: usize, communicator: Arc<Communicator>| {
+    let rank = |options: ReducerOptions, me: usize, communicator: Arc<Communicator>| {
         let reducer = Reducer::new(communicator, params(), options).unwrap();
         let order: Vec<usize> = (0..PARAMS).rev().collect();
         // After this one, nothing follows a step's last bucket.
@@ -287,7 +287,7 @@ fn a_backward_abandoned_after_its_last_gradient_leaves_nothing_behind() {
             assert_eq!(whole[4], 40.5);
         }
     };
-    over_each_transport(2, |me, communicator| rank(Options::default(), me, communicator), drop);
+    over_each_transport(2, |me, communicator| rank(ReducerOptions::default(), me, communicator), drop);
     over_each_transport(2, |me, communicator| rank(options(), me, communicator), drop);
 }
 
@@ -369,14 +369,14 @@ fn an_abandoned_backward_reaches_the_others_wherever_it_ended() {
 }
 
 /// An operation of a graph that gives one gradient.
-struct Given {
+struct GradientOp {
     param: usize,
     /// Where it lies if it is not in its slot.
     outside: Vec<f32>,
     answers: Sender<(usize, Result<f32>)>,
 }
 
-impl GradientOwner for Given {
+impl GradientOwner for GradientOp {
     fn reduced(&self, _position: usize, result: Result<Option<SlotLease>>) {
         let value = result.map(|lease| match lease {
             // SAFETY: the slot holds `ELEMS` floats.
@@ -398,7 +398,7 @@ fn execution(step: i64) -> Execution {
 }
 
 fn give(arrivals: &Arc<ArrivalDriver>, step: i64, param: usize, value: f32, answers: &Sender<(usize, Result<f32>)>) {
-    let mut given = Given { param, outside: vec![value; ELEMS], answers: answers.clone() };
+    let mut given = GradientOp { param, outside: vec![value; ELEMS], answers: answers.clone() };
     let mut ptr = given.outside.as_mut_ptr().cast();
     let mut lease = arrivals.take_slot(param);
     if let Some(lease) = &mut lease {
@@ -423,7 +423,7 @@ fn answered(answers: &Receiver<(usize, Result<f32>)>, count: usize) -> Vec<(usiz
 #[test]
 fn gradients_that_arrive_are_answered_and_later_steps_wait() {
     let rank = |me: usize, communicator: Arc<Communicator>| {
-        let arrivals = ArrivalDriver::new(&Description { params: params(), options: options() });
+        let arrivals = ArrivalDriver::new(&ReducerDescription { params: params(), options: options() });
         let (sender, answers) = channel();
         // Two steps before there is a reducer, mixed up.
         for param in 0..PARAMS {
@@ -450,7 +450,7 @@ fn gradients_that_arrive_are_answered_and_later_steps_wait() {
 #[test]
 fn an_execution_that_ends_early_ends_the_step_everywhere_and_the_next_one_works() {
     let rank = |me: usize, communicator: Arc<Communicator>| {
-        let arrivals = ArrivalDriver::new(&Description { params: params(), options: options() });
+        let arrivals = ArrivalDriver::new(&ReducerDescription { params: params(), options: options() });
         arrivals.made(Reducer::new(communicator, params(), options()));
         let (sender, answers) = channel();
         let mut failed = Vec::new();
@@ -495,10 +495,10 @@ fn an_execution_that_ends_early_ends_the_step_everywhere_and_the_next_one_works(
 #[test]
 fn gradients_of_a_reducer_that_cannot_be_made_get_the_reason() {
     let rank = |me: usize, communicator: Arc<Communicator>| {
-        let arrivals = ArrivalDriver::new(&Description { params: params(), options: options() });
+        let arrivals = ArrivalDriver::new(&ReducerDescription { params: params(), options: options() });
         let (sender, answers) = channel();
         give(&arrivals, 1, 0, 1.0, &sender);
-        let options = Options { absent: if me == 0 { vec!["p10".to_owned()] } else { Vec::new() }, ..options() };
+        let options = ReducerOptions { absent: if me == 0 { vec!["p10".to_owned()] } else { Vec::new() }, ..options() };
         arrivals.made(Reducer::new(communicator, params(), options));
         give(&arrivals, 1, 1, 1.0, &sender);
         answered(&answers, 2)

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use sha2::{Digest, Sha256};
 
 use super::Session;
-use super::plans::Steps;
+use super::graph_reducers::PendingSteps;
 use crate::collectives::{Communicator, Side};
 use crate::config;
 use crate::error::{Code, Error, Result};
@@ -24,7 +24,7 @@ const NEWS_TIME: Duration = Duration::from_secs(1);
 
 /// Who makes a group. Each kind counts its own: they may be made at the same time.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-enum Use {
+enum GroupPurpose {
     Caller,
     Plan,
     Round,
@@ -36,8 +36,8 @@ pub struct Groups {
     open: Mutex<HashMap<u64, Arc<Communicator>>>,
     /// By the group that they serve.
     negotiators: Mutex<HashMap<u64, Arc<Negotiator>>>,
-    made: Mutex<HashMap<(Use, Vec<usize>), u64>>,
-    /// Counts of groups for plans begin here ([`Groups::restart_plans`]).
+    made: Mutex<HashMap<(GroupPurpose, Vec<usize>), u64>>,
+    /// Counts of groups for plans begin here ([`Groups::restart_graph_groups`]).
     plans_from: AtomicU64,
 }
 
@@ -69,24 +69,24 @@ impl Groups {
 
     /// The id of the next group of `ranks` (SES-3). It fits a signed 64-bit integer, the widest that op arguments
     /// have.
-    fn next_id(&self, made_for: Use, ranks: &[usize]) -> u64 {
+    fn next_id(&self, made_for: GroupPurpose, ranks: &[usize]) -> u64 {
         let mut made = self.made.lock();
         let count = made.entry((made_for, ranks.to_vec())).or_default();
         *count += 1;
-        let from = if made_for == Use::Plan { self.plans_from.load(Ordering::Relaxed) } else { 0 };
+        let from = if made_for == GroupPurpose::Plan { self.plans_from.load(Ordering::Relaxed) } else { 0 };
         group_id(made_for, ranks, from + *count)
     }
 
     /// Groups for plans are counted anew, from a `number` that is new and the same on all ranks: these may have made
     /// different numbers of them.
-    pub fn restart_plans(&self, number: u64) {
+    pub fn restart_graph_groups(&self, number: u64) {
         let mut made = self.made.lock();
-        made.retain(|(made_for, _), _| *made_for != Use::Plan);
+        made.retain(|(made_for, _), _| *made_for != GroupPurpose::Plan);
         self.plans_from.store((number + 1) << 32, Ordering::Relaxed);
     }
 }
 
-fn group_id(made_for: Use, ranks: &[usize], count: u64) -> u64 {
+fn group_id(made_for: GroupPurpose, ranks: &[usize], count: u64) -> u64 {
     let mut hash = Sha256::new();
     hash.update([made_for as u8]);
     for &rank in ranks {
@@ -151,7 +151,7 @@ impl Session {
         }
         let communicator = self.communicator(group)?;
         let limit = stall_limit()?.unwrap_or(self.groups.timeout);
-        let options = negotiation::Options {
+        let options = negotiation::NegotiatorOptions {
             cache_capacity: config::CACHE_CAPACITY.count()?,
             // Tensors of one call are one operation in any case.
             fusion_bytes: match config::DISABLE_GROUP_FUSION.flag()? {
@@ -171,7 +171,7 @@ impl Session {
         let (session, ranks) = (self.clone(), communicator.members().ranks.clone());
         let stall_limit = options.stall_limit;
         let connect = Box::new(move || session.connect(id, &ranks, stall_limit));
-        let elsewhere = (group == WORLD).then(|| Box::new(Steps::of(self)) as Box<dyn negotiation::Elsewhere>);
+        let elsewhere = (group == WORLD).then(|| Box::new(PendingSteps::of(self)) as Box<dyn negotiation::OtherWaits>);
         let negotiator = Negotiator::start(id, communicator, self.monitor.clone(), options, connect, elsewhere)?;
         negotiators.insert(group, negotiator.clone());
         Ok(negotiator)
@@ -198,7 +198,7 @@ impl Session {
     /// As [`Session::new_group`]; waits for the other members for `timeout`.
     pub(super) fn new_group_within(&self, ranks: &[usize], timeout: Duration) -> Result<Arc<Communicator>> {
         self.check_members(ranks)?;
-        self.make_group(self.groups.next_id(Use::Caller, ranks), ranks, timeout)
+        self.make_group(self.groups.next_id(GroupPurpose::Caller, ranks), ranks, timeout)
     }
 
     /// As [`Session::new_group_within`], out of the group `parent`: all its members call it, at the same place of the order of
@@ -236,18 +236,18 @@ impl Session {
     }
 
     /// The id of a group of the session's own, for a reducer that is made while the script goes on.
-    pub(super) fn next_plan_group(&self, ranks: &[usize]) -> u64 {
-        self.groups.next_id(Use::Plan, ranks)
+    pub(super) fn next_graph_group(&self, ranks: &[usize]) -> u64 {
+        self.groups.next_id(GroupPurpose::Plan, ranks)
     }
 
-    /// Makes the group with an id of [`Session::next_plan_group`].
-    pub(super) fn make_plan_group(&self, id: u64, ranks: &[usize]) -> Result<Arc<Communicator>> {
+    /// Makes the group with an id of [`Session::next_graph_group`].
+    pub(super) fn make_graph_group(&self, id: u64, ranks: &[usize]) -> Result<Arc<Communicator>> {
         self.make_group(id, ranks, self.groups.timeout)
     }
 
     /// Makes a group for which all `ranks` have the same `token`, and no other has it.
     pub(super) fn make_round_group(&self, token: u64, ranks: &[usize]) -> Result<Arc<Communicator>> {
-        self.make_group(group_id(Use::Round, ranks, token), ranks, self.groups.timeout)
+        self.make_group(group_id(GroupPurpose::Round, ranks, token), ranks, self.groups.timeout)
     }
 
     fn make_group(&self, id: u64, ranks: &[usize], timeout: Duration) -> Result<Arc<Communicator>> {
@@ -338,19 +338,19 @@ mod tests {
     fn ids_depend_on_the_members_their_order_and_the_count_only() {
         let groups = Groups::new(Duration::from_secs(1));
         let others = Groups::new(Duration::from_secs(1));
-        let first = groups.next_id(Use::Caller, &[0, 1]);
+        let first = groups.next_id(GroupPurpose::Caller, &[0, 1]);
         assert_eq!(first, {
-            others.next_id(Use::Caller, &[1, 2]);
-            others.next_id(Use::Caller, &[0, 1])
+            others.next_id(GroupPurpose::Caller, &[1, 2]);
+            others.next_id(GroupPurpose::Caller, &[0, 1])
         });
-        let second = groups.next_id(Use::Caller, &[0, 1]);
+        let second = groups.next_id(GroupPurpose::Caller, &[0, 1]);
         let ids = [
             WORLD,
             first,
             second,
-            groups.next_id(Use::Plan, &[0, 1]),
-            group_id(Use::Caller, &[1, 0], 1),
-            group_id(Use::Caller, &[0, 1, 2], 1),
+            groups.next_id(GroupPurpose::Plan, &[0, 1]),
+            group_id(GroupPurpose::Caller, &[1, 0], 1),
+            group_id(GroupPurpose::Caller, &[0, 1, 2], 1),
         ];
         for (at, id) in ids.iter().enumerate() {
             assert!(i64::try_from(*id).is_ok());

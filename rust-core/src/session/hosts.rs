@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::{Control, STATE, Session, State, serve};
+use super::{Control, STATE, Session, SessionState, serve};
 use crate::config;
 use crate::error::{Error, Result};
 use crate::transport::hosts::HostsGroup;
@@ -20,7 +20,7 @@ use crate::world::rendezvous::Client;
 use crate::world::{Monitor, env};
 
 /// What is between the hosts of a job.
-pub(super) enum Between {
+pub(super) enum HostConnection {
     /// All ranks are on one host.
     OneHost,
     Mpi(Arc<Engine>),
@@ -47,11 +47,11 @@ fn mpi_key(rank: usize) -> String {
 
 /// What a rank tells.
 #[derive(Serialize, Deserialize)]
-struct Answer {
+struct HostReport {
     /// Why it cannot use MPI, if so.
     without_mpi: Option<String>,
     /// Where it listens.
-    address: tcp::Address,
+    address: tcp::TcpAddress,
 }
 
 /// What all ranks use.
@@ -62,16 +62,16 @@ enum TransportChoice {
         /// Why not MPI.
         why: String,
         /// Where each rank listens.
-        book: Vec<tcp::Address>,
+        book: Vec<tcp::TcpAddress>,
     },
 }
 
 impl Session {
     /// Finds out what is between the hosts; every rank of the job calls it.
-    pub(super) fn meet_hosts(&self, variables: &env::Variables, deadline: Instant) -> Result<Between> {
+    pub(super) fn meet_hosts(&self, variables: &env::Variables, deadline: Instant) -> Result<HostConnection> {
         let client = match &self.control {
             Control::Connected(client) if self.hosts.len() > 1 => client,
-            Control::Connected(_) | Control::Alone(_) => return Ok(Between::OneHost),
+            Control::Connected(_) | Control::Alone(_) => return Ok(HostConnection::OneHost),
         };
         let plugin = match env::started_by_mpi(variables) {
             true => mpi::provide(deadline),
@@ -80,9 +80,9 @@ impl Session {
         let (local, rendezvous) = client.ends();
         let (listener, address) = tcp::listen(local.ip(), tcp::interface::address(&config::INTERFACE)?)?;
         let without_mpi = plugin.as_ref().err().map(Error::text);
-        match (self.agree(client, Answer { without_mpi, address }, deadline)?, plugin) {
+        match (self.agree(client, HostReport { without_mpi, address }, deadline)?, plugin) {
             (TransportChoice::Mpi, Ok(plugin)) => {
-                mpi::start(&plugin, self.size(), &self.monitor, deadline).map(Between::Mpi)
+                mpi::start(&plugin, self.size(), &self.monitor, deadline).map(HostConnection::Mpi)
             }
             (TransportChoice::Mpi, Err(error)) => Err(error),
             (TransportChoice::Tcp { why, book }, _) => {
@@ -93,7 +93,7 @@ impl Session {
                         self.hosts.len()
                     );
                 }
-                let options = tcp::Options {
+                let options = tcp::TcpOptions {
                     rank: self.rank(),
                     session: self.id,
                     key: client.key().clone(),
@@ -101,7 +101,7 @@ impl Session {
                     monitor: self.monitor.clone(),
                     peer_timeout: client.peer_timeout(),
                 };
-                Network::start(listener, options).map(Between::Tcp)
+                Network::start(listener, options).map(HostConnection::Tcp)
             }
         }
     }
@@ -117,12 +117,12 @@ impl Session {
             false => Err(Error::Unsupported("no MPI launcher (`mpirun`) started the job".to_owned())),
         };
         match self.between.get() {
-            Some(Between::Mpi(engine)) => Ok(engine.world(self.size(), &self.monitor, deadline)?.any_thread),
-            Some(Between::Tcp(_)) => match provided() {
+            Some(HostConnection::Mpi(engine)) => Ok(engine.world(self.size(), &self.monitor, deadline)?.any_thread),
+            Some(HostConnection::Tcp(_)) => match provided() {
                 Err(error) => Err(error),
                 Ok(_) => Err(Error::Unsupported("another host of the job cannot use MPI".to_owned())),
             },
-            Some(Between::OneHost) | None => {
+            Some(HostConnection::OneHost) | None => {
                 // MPI-4.
                 let plugin = self.all_have_mpi(provided(), deadline)?;
                 mpi::hold(&plugin, self.size(), &self.monitor, deadline)
@@ -154,7 +154,7 @@ impl Session {
     }
 
     /// Comes to the same choice on all ranks.
-    fn agree(&self, client: &Client, own: Answer, deadline: Instant) -> Result<TransportChoice> {
+    fn agree(&self, client: &Client, own: HostReport, deadline: Instant) -> Result<TransportChoice> {
         use crate::world::Store as _;
         let remaining = || deadline.saturating_duration_since(Instant::now());
         if self.rank() > 0 {
@@ -164,7 +164,7 @@ impl Session {
         let mut why = own.without_mpi;
         let mut book = vec![own.address];
         for rank in 1..self.size() {
-            let answer: Answer = decode(&client.get(&answer_key(rank), &[rank], remaining())?, rank)?;
+            let answer: HostReport = decode(&client.get(&answer_key(rank), &[rank], remaining())?, rank)?;
             book.push(answer.address);
             if let (None, Some(reason)) = (&why, answer.without_mpi) {
                 let host = &self.hosts[self.places[rank].host as usize];
@@ -186,9 +186,11 @@ impl Session {
         timeout: Duration,
     ) -> Result<Arc<dyn Transport>> {
         let carrier: Arc<dyn Carrier> = match self.between.get() {
-            Some(Between::Mpi(engine)) => engine.clone(),
-            Some(Between::Tcp(network)) => network.clone(),
-            Some(Between::OneHost) | None => return Err(Error::Internal("a group on hosts that never met".to_owned())),
+            Some(HostConnection::Mpi(engine)) => engine.clone(),
+            Some(HostConnection::Tcp(network)) => network.clone(),
+            Some(HostConnection::OneHost) | None => {
+                return Err(Error::Internal("a group on hosts that never met".to_owned()));
+            }
         };
         // Ids are unique in a session, and sessions have ids of their own.
         let mut hash = Sha256::new();
@@ -221,7 +223,7 @@ fn decode<'a, T: Deserialize<'a>>(bytes: &'a [u8], rank: usize) -> Result<T> {
         .map_err(|error| Error::Rendezvous(format!("what rank {rank} says of its host cannot be read: {error}")))
 }
 
-impl Between {
+impl HostConnection {
     /// What this rank has sent is on its way when the others hear that it left.
     pub(super) fn flush(&self) {
         let deadline = Instant::now() + FLUSH_TIME;
@@ -247,9 +249,9 @@ pub(super) fn leave_mpi() {
     }
     let timeout = config::EXIT_TIMEOUT_SECONDS.seconds().unwrap_or_default();
     let monitor = match &*STATE.lock() {
-        State::Running(session) => session.monitor.clone(),
+        SessionState::Running(session) => session.monitor.clone(),
         // Nobody tells of departures without a session, and the deadline has to do.
-        State::Idle | State::Starting => Arc::new(Monitor::new(0)),
+        SessionState::Idle | SessionState::Starting => Arc::new(Monitor::new(0)),
     };
     mpi::finish(&monitor, Instant::now() + timeout);
 }

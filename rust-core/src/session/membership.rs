@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use super::store_rendezvous::StoreRendezvous;
-use super::{InitOptions, STATE, Session, State};
+use super::{InitOptions, STATE, Session, SessionState};
 use crate::collectives::Communicator;
 use crate::error::{Error, Result};
 
@@ -28,8 +28,8 @@ impl Membership {
         let (rank, size, timeout) = (store_rendezvous.rank, store_rendezvous.size, store_rendezvous.timeout);
         super::refuse_child()?;
         let running = match &*STATE.lock() {
-            State::Running(session) => Some(session.clone()),
-            State::Idle | State::Starting => None,
+            SessionState::Running(session) => Some(session.clone()),
+            SessionState::Idle | SessionState::Starting => None,
         };
         let session = match running {
             Some(session) if !session.met => {
@@ -105,8 +105,8 @@ impl Session {
             return;
         }
         let is_current = match &*STATE.lock() {
-            State::Running(session) => std::ptr::eq(&**session, self),
-            State::Idle | State::Starting => false,
+            SessionState::Running(session) => std::ptr::eq(&**session, self),
+            SessionState::Idle | SessionState::Starting => false,
         };
         if is_current {
             super::shutdown();

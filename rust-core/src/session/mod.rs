@@ -10,17 +10,16 @@
 //! - SES-3: group ids follow from the members and from how many groups of exactly these members were made before.
 //!   Members call in the same order, so they agree without a message; nobody else is involved.
 
-pub mod attempt;
+mod graph_reducers;
 mod groups;
 mod hosts;
-pub(crate) mod log;
-pub mod making;
 pub mod membership;
+pub mod pending_reducer;
 pub mod place;
-mod plans;
 mod process_sets;
 pub mod replicas;
 mod serve;
+pub mod step_scope;
 pub mod store_rendezvous;
 mod worker;
 
@@ -38,12 +37,12 @@ use crate::negotiation::timeline;
 use crate::trace;
 use crate::world::env::{self, Launch, Launcher};
 use crate::world::rendezvous::client::{self, Client};
-use crate::world::rendezvous::message::{Join, Place, Welcome};
+use crate::world::rendezvous::message::{Join, RankLocation, Welcome};
 use crate::world::{LocalStore, Monitor, Store, fork, host};
 
+use graph_reducers::GraphReducers;
 use groups::Groups;
-use hosts::Between;
-use plans::Plans;
+use hosts::HostConnection;
 use process_sets::ProcessSets;
 pub use process_sets::WorldPlace;
 use replicas::Replicas;
@@ -62,20 +61,20 @@ pub struct InitOptions {
 pub struct Session {
     launch: Launch,
     id: u64,
-    places: Vec<Place>,
+    places: Vec<RankLocation>,
     hosts: Vec<String>,
     monitor: Arc<Monitor>,
     control: Control,
     groups: Groups,
     /// Set before the first group is made.
-    between: OnceLock<Between>,
+    between: OnceLock<HostConnection>,
     /// The ranks met on a store, so the next rendezvous on a store replaces this session.
     met: bool,
     /// Processes that are not the job's may know its secret.
     open: bool,
     /// Groups of a framework that are open.
     memberships: AtomicUsize,
-    plans: Plans,
+    graph_reducers: GraphReducers,
     process_sets: ProcessSets,
     replicas: Replicas,
     /// The job has been told that this rank failed.
@@ -89,13 +88,13 @@ enum Control {
     Connected(Arc<Client>),
 }
 
-enum State {
+enum SessionState {
     Idle,
     Starting,
     Running(Arc<Session>),
 }
 
-static STATE: Mutex<State> = Mutex::new(State::Idle);
+static STATE: Mutex<SessionState> = Mutex::new(SessionState::Idle);
 
 /// Joins the job that the launcher's environment describes. Blocks until all ranks have joined.
 ///
@@ -107,14 +106,14 @@ pub fn init(options: InitOptions) -> Result<Arc<Session>> {
     {
         let mut state = STATE.lock();
         match *state {
-            State::Idle => *state = State::Starting,
-            State::Starting | State::Running(_) => return Err(Error::AlreadyInitialized),
+            SessionState::Idle => *state = SessionState::Starting,
+            SessionState::Starting | SessionState::Running(_) => return Err(Error::AlreadyInitialized),
         }
     }
     let outcome = Session::start(&options);
     *STATE.lock() = match &outcome {
-        Ok(session) => State::Running(session.clone()),
-        Err(_) => State::Idle,
+        Ok(session) => SessionState::Running(session.clone()),
+        Err(_) => SessionState::Idle,
     };
     outcome
 }
@@ -126,8 +125,8 @@ pub fn init(options: InitOptions) -> Result<Arc<Session>> {
 pub fn current(call: &'static str) -> Result<Arc<Session>> {
     refuse_child()?;
     match &*STATE.lock() {
-        State::Running(session) => Ok(session.clone()),
-        State::Idle | State::Starting => Err(Error::NotInitialized { call }),
+        SessionState::Running(session) => Ok(session.clone()),
+        SessionState::Idle | SessionState::Starting => Err(Error::NotInitialized { call }),
     }
 }
 
@@ -138,7 +137,7 @@ pub fn is_initialized() -> bool {
 }
 
 fn is_running() -> bool {
-    matches!(*STATE.lock(), State::Running(_))
+    matches!(*STATE.lock(), SessionState::Running(_))
 }
 
 /// Leaves the job; does nothing if there is no session. Afterwards `init` may be called again.
@@ -148,8 +147,8 @@ pub fn shutdown() {
     }
     let session = {
         let mut state = STATE.lock();
-        match std::mem::replace(&mut *state, State::Idle) {
-            State::Running(session) => session,
+        match std::mem::replace(&mut *state, SessionState::Idle) {
+            SessionState::Running(session) => session,
             other => {
                 *state = other;
                 return;
@@ -213,7 +212,7 @@ impl Session {
             Some(store_rendezvous) => store_rendezvous.launch(variables),
             None => env::detect(variables)?,
         };
-        log::start((launch.size > 1).then_some(launch.rank));
+        crate::log::start((launch.size > 1).then_some(launch.rank));
         let monitor = Arc::new(Monitor::new(launch.rank));
         config::check_unread()?;
         let timeout = config::TIMEOUT_SECONDS.seconds()?;
@@ -260,7 +259,7 @@ impl Session {
         Self {
             launch,
             id,
-            places: vec![Place { host: 0, local_rank: 0, local_size: 1, pid: std::process::id() }],
+            places: vec![RankLocation { host: 0, local_rank: 0, local_size: 1, pid: std::process::id() }],
             hosts: vec![host::name()],
             monitor,
             control: Control::Alone(Arc::default()),
@@ -269,7 +268,7 @@ impl Session {
             met,
             open: false,
             memberships: AtomicUsize::new(0),
-            plans: Plans::default(),
+            graph_reducers: GraphReducers::default(),
             process_sets: ProcessSets::default(),
             replicas: Replicas::default(),
             reported: AtomicBool::new(false),
@@ -285,8 +284,8 @@ impl Session {
         met: bool,
     ) -> Result<Self> {
         let peer_timeout = config::PEER_TIMEOUT_SECONDS.seconds()?;
-        let serve::Rendezvous { whereabouts, served_by_rank_0, open } = rendezvous;
-        let options = client::Options { whereabouts, served_by_rank_0, deadline, peer_timeout };
+        let serve::Rendezvous { location, served_by_rank_0, open } = rendezvous;
+        let options = client::ClientOptions { location, served_by_rank_0, deadline, peer_timeout };
         let join = introduction(&launch);
         let (client, welcome) = Client::join(&options, join, monitor.clone())?;
         Ok(Self { open, ..Self::connected(launch, monitor, timeout, client, welcome, met) })
@@ -315,7 +314,7 @@ impl Session {
             met,
             open: false,
             memberships: AtomicUsize::new(0),
-            plans: Plans::default(),
+            graph_reducers: GraphReducers::default(),
             process_sets: ProcessSets::default(),
             replicas: Replicas::default(),
             reported: AtomicBool::new(false),
@@ -366,7 +365,7 @@ impl Session {
         self.monitor.close(reason);
         self.replicas.join();
         self.groups.close(reason);
-        self.plans.close();
+        self.graph_reducers.close();
         if let Some(between) = self.between.get() {
             between.flush();
         }

@@ -6,7 +6,7 @@
 use std::cell::Cell;
 use std::sync::OnceLock;
 
-use super::{STATE, State, WorldPlace, is_running};
+use super::{STATE, SessionState, WorldPlace, is_running};
 use crate::error::{Error, Result};
 use crate::world::fork;
 
@@ -70,8 +70,8 @@ pub fn has_place() -> bool {
 
 fn own() -> Option<Place> {
     let session = match &*STATE.lock() {
-        State::Running(session) => session.clone(),
-        State::Idle | State::Starting => return None,
+        SessionState::Running(session) => session.clone(),
+        SessionState::Idle | SessionState::Starting => return None,
     };
     let world = || {
         let ranks = session.world_ranks("rank").ok()?;

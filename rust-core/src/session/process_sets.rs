@@ -19,18 +19,18 @@ use crate::error::{Error, Result};
 
 /// See the module's text.
 #[derive(Default)]
-pub(super) struct ProcessSets(Mutex<Option<Table>>);
+pub(super) struct ProcessSets(Mutex<Option<ProcessSetTable>>);
 
-struct Table {
+struct ProcessSetTable {
     /// Ranks of the job.
     world: Vec<usize>,
-    sets: BTreeMap<u32, Set>,
+    sets: BTreeMap<u32, ProcessSet>,
     /// Numbers that were given back, the first one first.
     free: VecDeque<u32>,
 }
 
 #[derive(Clone, Debug)]
-struct Set {
+struct ProcessSet {
     /// In order.
     ranks: Vec<usize>,
     /// Its communicator, on members.
@@ -52,13 +52,13 @@ pub struct WorldPlace {
 
 /// What all ranks ask for.
 #[derive(Clone, Copy)]
-enum Wish {
+enum ProcessSetChange {
     Register,
     Add,
     Remove,
 }
 
-impl Table {
+impl ProcessSetTable {
     fn find(&self, ranks: &[usize]) -> Option<u32> {
         self.sets.iter().find(|(_, set)| set.ranks == ranks).map(|(id, _)| *id)
     }
@@ -85,8 +85,8 @@ impl Session {
             Some(_) => vec![self.rank()],
         };
         let group = if world == all { groups::WORLD } else { self.new_group(&world)?.id() };
-        let set = Set { ranks: (0..world.len()).collect(), group: Some(group) };
-        *self.process_sets.0.lock() = Some(Table { world, sets: [(0, set)].into(), free: VecDeque::new() });
+        let set = ProcessSet { ranks: (0..world.len()).collect(), group: Some(group) };
+        *self.process_sets.0.lock() = Some(ProcessSetTable { world, sets: [(0, set)].into(), free: VecDeque::new() });
         Ok(())
     }
 
@@ -125,7 +125,7 @@ impl Session {
     /// [`Error::InvalidArgument`] on all ranks alike, if they disagree, or a list has no rank, one that does not exist or one
     /// twice.
     pub fn register_process_sets(&self, lists: &[Vec<usize>]) -> Result<Vec<u32>> {
-        let lists = self.agree_on_sets("init", Wish::Register, lists)?;
+        let lists = self.agree_on_sets("init", ProcessSetChange::Register, lists)?;
         lists.iter().map(|ranks| self.find_or_make(ranks)).collect()
     }
 
@@ -135,7 +135,7 @@ impl Session {
     /// As [`Session::register_process_sets`], also if there is one of these ranks, or sets may not be added.
     pub fn add_process_set(&self, ranks: &[usize]) -> Result<u32> {
         self.may_change("adding")?;
-        let lists = self.agree_on_sets("add_process_set", Wish::Add, &[ranks.to_vec()])?;
+        let lists = self.agree_on_sets("add_process_set", ProcessSetChange::Add, &[ranks.to_vec()])?;
         match self.with_sets("add_process_set", |table| Ok(table.find(&lists[0])))? {
             None => self.find_or_make(&lists[0]),
             Some(id) => Err(Error::InvalidArgument(format!(
@@ -151,7 +151,7 @@ impl Session {
     /// [`Error::InvalidArgument`] if ranks disagree, or sets may not be removed.
     pub fn remove_process_set(&self, id: u32) -> Result<bool> {
         self.may_change("removing")?;
-        self.agree_on_sets("remove_process_set", Wish::Remove, &[vec![id as usize]])?;
+        self.agree_on_sets("remove_process_set", ProcessSetChange::Remove, &[vec![id as usize]])?;
         if id == 0 {
             return Ok(false);
         }
@@ -215,7 +215,7 @@ impl Session {
         })
     }
 
-    fn with_sets<T>(&self, call: &'static str, body: impl FnOnce(&mut Table) -> Result<T>) -> Result<T> {
+    fn with_sets<T>(&self, call: &'static str, body: impl FnOnce(&mut ProcessSetTable) -> Result<T>) -> Result<T> {
         body(self.process_sets.0.lock().as_mut().ok_or(Error::NotInitialized { call })?)
     }
 
@@ -241,13 +241,18 @@ impl Session {
         };
         self.with_sets(call, |table| {
             let id = table.next();
-            table.sets.insert(id, Set { ranks: ranks.to_vec(), group });
+            table.sets.insert(id, ProcessSet { ranks: ranks.to_vec(), group });
             Ok(id)
         })
     }
 
     /// PST-1: what all ranks of the world ask for, in order and acceptable.
-    fn agree_on_sets(&self, call: &'static str, wish: Wish, lists: &[Vec<usize>]) -> Result<Vec<Vec<usize>>> {
+    fn agree_on_sets(
+        &self,
+        call: &'static str,
+        wish: ProcessSetChange,
+        lists: &[Vec<usize>],
+    ) -> Result<Vec<Vec<usize>>> {
         let sorted = |list: &Vec<usize>| {
             let mut list = list.clone();
             list.sort_unstable();
@@ -268,7 +273,7 @@ impl Session {
             }
             return Err(Error::InvalidArgument(text));
         }
-        if !matches!(wish, Wish::Remove) {
+        if !matches!(wish, ProcessSetChange::Remove) {
             for list in &lists {
                 check(list, all.len())?;
             }
@@ -331,8 +336,8 @@ mod tests {
 
     #[test]
     fn numbers_that_were_given_back_come_first() {
-        let set = |ranks: &[usize]| Set { ranks: ranks.to_vec(), group: None };
-        let mut table = Table { world: vec![0, 1], sets: [(0, set(&[0, 1]))].into(), free: VecDeque::new() };
+        let set = |ranks: &[usize]| ProcessSet { ranks: ranks.to_vec(), group: None };
+        let mut table = ProcessSetTable { world: vec![0, 1], sets: [(0, set(&[0, 1]))].into(), free: VecDeque::new() };
         assert_eq!(table.next(), 1);
         table.sets.extend([(1, set(&[0])), (2, set(&[1]))]);
         table.sets.remove(&2);

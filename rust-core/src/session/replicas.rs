@@ -25,20 +25,20 @@ const GATHER_TIME: Duration = Duration::from_secs(24 * 3600);
 /// See the module's text.
 #[derive(Default)]
 pub struct Replicas {
-    shared: Arc<Shared>,
+    shared: Arc<ReplicasState>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     /// By key: how often variables were told under it.
     told: Mutex<HashMap<String, usize>>,
 }
 
 #[derive(Default)]
-struct Shared {
-    progress: Mutex<Progress>,
+struct ReplicasState {
+    progress: Mutex<ReplicasProgress>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct Progress {
+struct ReplicasProgress {
     /// Steps of the reduction that has made most.
     steps: u64,
     by_name: HashMap<String, u64>,
@@ -51,7 +51,7 @@ struct Progress {
 }
 
 /// Variables that a rank is about to train.
-pub struct Told<'a> {
+pub struct ReplicaChecksum<'a> {
     /// The same on all ranks that train the same variables: their shapes.
     pub what: &'a str,
     /// Of their values.
@@ -109,8 +109,8 @@ impl Replicas {
     }
 }
 
-impl Shared {
-    fn stepped(&self, progress: &mut Progress, count: u64) {
+impl ReplicasState {
+    fn stepped(&self, progress: &mut ReplicasProgress, count: u64) {
         if count > progress.steps {
             progress.steps = count;
             self.changed.notify_all();
@@ -168,8 +168,8 @@ impl Session {
     ///
     /// # Errors
     /// Those of the job's store.
-    pub fn tell_replica(&self, told: &Told<'_>) -> Result<()> {
-        let Told { what, checksum, ranks, remedy, is_final } = *told;
+    pub fn tell_replica(&self, told: &ReplicaChecksum<'_>) -> Result<()> {
+        let ReplicaChecksum { what, checksum, ranks, remedy, is_final } = *told;
         if ranks.len() < 2 || !ranks.contains(&self.rank()) {
             return Ok(());
         }
@@ -226,8 +226,8 @@ mod tests {
     #[test]
     fn the_answer_waits_for_the_second_step_the_end_or_a_broadcast() {
         let execution = |step| Execution { step, frame: 0, iteration: 0 };
-        type End<'a> = (&'a dyn Fn(&Replicas), bool);
-        let ends: [End<'_>; 4] = [
+        type WaitEnd<'a> = (&'a dyn Fn(&Replicas), bool);
+        let ends: [WaitEnd<'_>; 4] = [
             (&|replicas| (0..2).for_each(|_| replicas.begin_step("a")), false),
             (&|replicas| [4, 4, 5].into_iter().for_each(|step| replicas.begin_step_of_plan(3, execution(step))), false),
             (&|replicas| replicas.close(), false),

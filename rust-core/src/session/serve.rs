@@ -11,13 +11,13 @@ use crate::error::{Error, Result};
 use crate::world::env::Launch;
 use crate::world::monitor;
 use crate::world::rendezvous::owner_socket::{OwnerSocket, Ticket};
-use crate::world::rendezvous::{JobKey, Whereabouts, server};
+use crate::world::rendezvous::{JobKey, RendezvousLocation, server};
 
 /// How long a process that failed waits for the others to hear of it before it ends.
 const FAREWELL: Duration = Duration::from_secs(5);
 
 /// The rendezvous that this process serves. It outlives sessions (RDV-4).
-struct Served {
+struct RunningServer {
     job: String,
     size: usize,
     /// The secret that a launcher or the user gave, if one did.
@@ -28,13 +28,13 @@ struct Served {
     owner: Option<(String, OwnerSocket)>,
 }
 
-static SERVED: Mutex<Option<Served>> = Mutex::new(None);
+static SERVED: Mutex<Option<RunningServer>> = Mutex::new(None);
 static FAILED: AtomicBool = AtomicBool::new(false);
 
 /// Where the rendezvous is.
 #[derive(Debug)]
 pub struct Rendezvous {
-    pub whereabouts: Whereabouts,
+    pub location: RendezvousLocation,
     pub served_by_rank_0: bool,
     /// Whether processes that are not the job's can know the secret.
     pub open: bool,
@@ -51,7 +51,11 @@ pub fn launchers(launch: &Launch) -> Option<Rendezvous> {
     let given = given_secret();
     let open = given.is_none();
     let key = JobKey::new(&given.unwrap_or_else(|| launch.derived_secret().to_vec()));
-    Some(Rendezvous { whereabouts: Whereabouts::At { addresses: vec![address], key }, served_by_rank_0: false, open })
+    Some(Rendezvous {
+        location: RendezvousLocation::At { addresses: vec![address], key },
+        served_by_rank_0: false,
+        open,
+    })
 }
 
 /// Where the launcher's variables say that the rendezvous is. In rank 0's process this starts the server if nobody
@@ -74,17 +78,17 @@ pub fn find(launch: &Launch) -> Result<Rendezvous> {
     let given = given_secret();
     let open = given.is_none() && !one_host;
     if launch.rank == 0 {
-        let whereabouts = serve(launch, given, one_host, &master)?;
-        return Ok(Rendezvous { whereabouts, served_by_rank_0: true, open });
+        let location = serve(launch, given, one_host, &master)?;
+        return Ok(Rendezvous { location, served_by_rank_0: true, open });
     }
     if given.is_none() && one_host {
-        let whereabouts = Whereabouts::OnThisHost { job: launch.job.clone() };
-        return Ok(Rendezvous { whereabouts, served_by_rank_0: true, open });
+        let location = RendezvousLocation::OnThisHost { job: launch.job.clone() };
+        return Ok(Rendezvous { location, served_by_rank_0: true, open });
     }
     let bracketed = if master.contains(':') && !master.starts_with('[') { format!("[{master}]") } else { master };
     let addresses = launch.rendezvous_ports().iter().map(|port| format!("{bracketed}:{port}")).collect();
     let key = JobKey::new(&given.unwrap_or_else(|| launch.derived_secret().to_vec()));
-    Ok(Rendezvous { whereabouts: Whereabouts::At { addresses, key }, served_by_rank_0: true, open })
+    Ok(Rendezvous { location: RendezvousLocation::At { addresses, key }, served_by_rank_0: true, open })
 }
 
 fn is_loopback(host: &str) -> bool {
@@ -92,9 +96,9 @@ fn is_loopback(host: &str) -> bool {
 }
 
 /// Starts the server, or keeps the one that served the job's last session, and says where this process reaches it.
-fn serve(launch: &Launch, given: Option<Vec<u8>>, one_host: bool, master: &str) -> Result<Whereabouts> {
+fn serve(launch: &Launch, given: Option<Vec<u8>>, one_host: bool, master: &str) -> Result<RendezvousLocation> {
     let mut served = SERVED.lock();
-    let same = |served: &Served| served.job == launch.job && served.size == launch.size && served.given == given;
+    let same = |served: &RunningServer| served.job == launch.job && served.size == launch.size && served.given == given;
     if !served.as_ref().is_some_and(same) {
         *served = None; // frees its port before another is bound
         let name = (one_host && given.is_none()).then(|| launch.job.clone());
@@ -110,7 +114,7 @@ fn serve(launch: &Launch, given: Option<Vec<u8>>, one_host: bool, master: &str) 
                 launch.derived_secret().to_vec()
             }
         };
-        *served = Some(Served::start(listener, launch.job.clone(), launch.size, given, secret, name)?);
+        *served = Some(RunningServer::start(listener, launch.job.clone(), launch.size, given, secret, name)?);
     }
     let served = served.as_ref().expect("it is there or was made above");
     let mut address = served.server.address();
@@ -119,10 +123,10 @@ fn serve(launch: &Launch, given: Option<Vec<u8>>, one_host: bool, master: &str) 
         IpAddr::V6(ip) if ip.is_unspecified() => address.set_ip(Ipv6Addr::LOCALHOST.into()),
         _ => {}
     }
-    Ok(Whereabouts::At { addresses: vec![address.to_string()], key: JobKey::new(&served.secret) })
+    Ok(RendezvousLocation::At { addresses: vec![address.to_string()], key: JobKey::new(&served.secret) })
 }
 
-impl Served {
+impl RunningServer {
     /// Serves a job, and gives the secret to this user's ranks on this host under `name`.
     fn start(
         listener: TcpListener,
@@ -137,7 +141,7 @@ impl Served {
         let peer_timeout = config::PEER_TIMEOUT_SECONDS.seconds()?;
         let key = JobKey::new(&secret);
         let server =
-            server::Server::serve(listener, server::Options { key, size: Some(size), patience, peer_timeout })?;
+            server::Server::serve(listener, server::ServerOptions { key, size: Some(size), patience, peer_timeout })?;
         let ticket = Ticket { address: server.address(), secret: secret.clone() };
         let owner = match name {
             Some(name) => Some((name.clone(), OwnerSocket::serve(&name, &ticket)?)),
@@ -165,7 +169,7 @@ fn loopback() -> Result<TcpListener> {
 }
 
 /// What the ranks of a rendezvous on a store need to reach the server.
-pub struct Reached {
+pub struct ServerContact {
     pub port: u16,
     pub secret: Vec<u8>,
     /// The name under which the owner socket gives the secret away, where it does.
@@ -174,10 +178,10 @@ pub struct Reached {
 
 /// Starts a server with a secret of its own, or keeps the last one that served as many ranks in the same way. On one host this
 /// user's processes are given the secret; on several the caller tells it.
-pub fn serve_anywhere(one_host: bool, size: usize, given: Option<Vec<u8>>) -> Result<Reached> {
+pub fn serve_anywhere(one_host: bool, size: usize, given: Option<Vec<u8>>) -> Result<ServerContact> {
     let job = format!("met by a store, for the {}", if one_host { "host" } else { "hosts" });
     let mut served = SERVED.lock();
-    let same = |served: &Served| served.job == job && served.size == size && served.given == given;
+    let same = |served: &RunningServer| served.job == job && served.size == size && served.given == given;
     if !served.as_ref().is_some_and(same) {
         *served = None;
         let listener = match one_host {
@@ -196,10 +200,10 @@ pub fn serve_anywhere(one_host: bool, size: usize, given: Option<Vec<u8>>) -> Re
             warn_open("the store on which its ranks meet, torch's mostly, gives its secret to whoever asks");
         }
         let secret = given.clone().map_or_else(random_secret, Ok)?;
-        *served = Some(Served::start(listener, job, size, given, secret, name)?);
+        *served = Some(RunningServer::start(listener, job, size, given, secret, name)?);
     }
     let served = served.as_ref().expect("it is there or was made above");
-    Ok(Reached {
+    Ok(ServerContact {
         port: served.server.address().port(),
         secret: served.secret.clone(),
         owner: served.owner.as_ref().map(|(name, _)| name.clone()),

@@ -18,7 +18,7 @@ use super::serve::{self, Rendezvous};
 use crate::config;
 use crate::error::{Error, Limit, Result};
 use crate::world::env::{self, Launch, Launcher};
-use crate::world::rendezvous::{JobKey, Whereabouts};
+use crate::world::rendezvous::{JobKey, RendezvousLocation};
 use crate::world::{Monitor, host};
 
 /// First and longest pause between two looks at the store.
@@ -138,10 +138,10 @@ impl StoreRendezvous {
     /// Other ranks: where rank 0 says that it serves. A secret that was given is never replaced by one that others may know.
     fn follow(&self, addresses: Vec<String>, secret: Secret) -> Result<Rendezvous> {
         let open = matches!(secret, Secret::Written(_));
-        let whereabouts = match (secret, serve::given_secret()) {
-            (Secret::Given, Some(secret)) => Whereabouts::At { addresses, key: JobKey::new(&secret) },
-            (Secret::OnThisHost(job), None) => Whereabouts::OnThisHost { job },
-            (Secret::Written(secret), None) => Whereabouts::At { addresses, key: JobKey::new(&secret) },
+        let location = match (secret, serve::given_secret()) {
+            (Secret::Given, Some(secret)) => RendezvousLocation::At { addresses, key: JobKey::new(&secret) },
+            (Secret::OnThisHost(job), None) => RendezvousLocation::OnThisHost { job },
+            (Secret::Written(secret), None) => RendezvousLocation::At { addresses, key: JobKey::new(&secret) },
             (theirs, ours) => {
                 let has = |has| if has { "is set" } else { "is not set" };
                 return Err(Error::Config(format!(
@@ -153,7 +153,7 @@ impl StoreRendezvous {
                 )));
             }
         };
-        Ok(Rendezvous { whereabouts, served_by_rank_0: true, open })
+        Ok(Rendezvous { location, served_by_rank_0: true, open })
     }
 
     /// Rank 0: serves the rendezvous where all others reach it, and says how.
@@ -179,11 +179,8 @@ impl StoreRendezvous {
         };
         let open = matches!(secret, Secret::Written(_));
         let addresses: Vec<String> = names.iter().map(|name| format!("{name}:{}", reached.port)).collect();
-        let whereabouts = Whereabouts::At { addresses: addresses.clone(), key };
-        Ok((
-            Rendezvous { whereabouts, served_by_rank_0: true, open },
-            RendezvousEndpoint::RankZero { addresses, secret },
-        ))
+        let location = RendezvousLocation::At { addresses: addresses.clone(), key };
+        Ok((Rendezvous { location, served_by_rank_0: true, open }, RendezvousEndpoint::RankZero { addresses, secret }))
     }
 
     /// All ranks have joined: MEET-3. A job of one store is often the job of the next.
@@ -272,9 +269,9 @@ mod tests {
             let second = scope.spawn(|| find(1));
             (find(0), second.join().unwrap())
         });
-        assert!(first.whereabouts.to_string().starts_with("at 127.0.0.1:"), "{first:?}");
+        assert!(first.location.to_string().starts_with("at 127.0.0.1:"), "{first:?}");
         assert!(
-            matches!(second.whereabouts, Whereabouts::OnThisHost { .. }),
+            matches!(second.location, RendezvousLocation::OnThisHost { .. }),
             "the store does not tell the secret: {second:?}"
         );
         assert!(!first.open && !second.open);

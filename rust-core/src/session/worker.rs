@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Control, Session, introduction, log};
-use crate::collectives::ReduceOp;
+use super::{Control, Session, introduction};
+use crate::buffer::ReduceOp;
 use crate::config;
 use crate::error::{Code, Error, Result};
 use crate::negotiation::{Name, Numbers};
@@ -12,7 +12,7 @@ use crate::world::Monitor;
 use crate::world::env::{self, Launch};
 use crate::world::rendezvous::client::{self, Client};
 use crate::world::rendezvous::message::HostsUpdated;
-use crate::world::rendezvous::{JobKey, Whereabouts};
+use crate::world::rendezvous::{JobKey, RendezvousLocation};
 
 impl Session {
     /// Enters the job as `worker` and becomes a member of its next session. A session that fails before it stands is
@@ -48,8 +48,8 @@ impl Session {
             )));
         };
         let init_timeout = config::INIT_TIMEOUT_SECONDS.seconds()?;
-        let options = client::Options {
-            whereabouts: Whereabouts::At { addresses: vec![address.clone()], key: JobKey::new(secret.as_bytes()) },
+        let options = client::ClientOptions {
+            location: RendezvousLocation::At { addresses: vec![address.clone()], key: JobKey::new(secret.as_bytes()) },
             served_by_rank_0: false,
             deadline: Instant::now() + init_timeout,
             peer_timeout: config::PEER_TIMEOUT_SECONDS.seconds()?,
@@ -58,7 +58,7 @@ impl Session {
         let (client, seat) = Client::enter(&options, worker, monitor.clone())?;
         let (rank, size) = (seat.rank as usize, seat.size as usize);
         monitor.set_me(rank);
-        log::start((size > 1).then_some(rank));
+        crate::log::start((size > 1).then_some(rank));
         let launch = Launch::seated(rank, size, seat.generation, &address);
         let start = Instant::now();
         let deadline = start + init_timeout;
@@ -100,7 +100,7 @@ impl Session {
         let mut own = vec![acted, heard];
         own.extend((0..u8::BITS).map(|bit| u64::from(kinds >> bit & 1)));
         let all =
-            Numbers::ask(&negotiator, Name::Given("hosts_update".into()), own, ReduceOp::Max, |_| ())?.wait(call)?;
+            Numbers::submit(&negotiator, Name::Given("hosts_update".into()), own, ReduceOp::Max, |_| ())?.wait(call)?;
         let kinds = all[2..].iter().enumerate().fold(0, |kinds, (bit, any)| kinds | (*any as u8) << bit);
         Ok((all[0], all[1], kinds))
     }

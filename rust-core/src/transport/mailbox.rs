@@ -174,7 +174,7 @@ struct Peer {
 }
 
 #[derive(Default)]
-struct State {
+struct MailboxState {
     peers: Vec<Peer>,
     posted: VecDeque<Posted>,
     unexpected: VecDeque<Unexpected>,
@@ -186,7 +186,7 @@ struct State {
 
 // SAFETY: the raw pointers are the buffers of posted messages, whose owner promised in `post_send` and `post_recv`
 // that any thread may use them until completion; the mutex around the state orders these uses.
-unsafe impl Send for State {}
+unsafe impl Send for MailboxState {}
 
 /// What a transport's messages are made with: [`super::Transport`] has its functions under the same names.
 pub trait Messages: Send + Sync {
@@ -216,16 +216,16 @@ pub trait Messages: Send + Sync {
 pub(crate) struct Mailbox<L> {
     pub(crate) link: L,
     members: Members,
-    state: Mutex<State>,
+    state: Mutex<MailboxState>,
 }
 
 impl<L: Link> Mailbox<L> {
     pub(crate) fn new(link: L, members: Members) -> Self {
         let peers = (0..members.size()).map(|_| Peer::default()).collect();
-        Self { link, members, state: Mutex::new(State { peers, ..State::default() }) }
+        Self { link, members, state: Mutex::new(MailboxState { peers, ..MailboxState::default() }) }
     }
 
-    fn advance(&self, state: &mut State) {
+    fn advance(&self, state: &mut MailboxState) {
         for peer in (0..self.members.size()).filter(|peer| *peer != self.members.me) {
             while self.link.pop(peer, &mut |header, payload| {
                 // SAFETY: the link promises as many readable bytes as the header says, up to `payload_bytes`.
@@ -239,9 +239,9 @@ impl<L: Link> Mailbox<L> {
         }
     }
 
-    fn push_to(&self, state: &mut State, to: usize) {
+    fn push_to(&self, state: &mut MailboxState, to: usize) {
         let payload_bytes = self.link.payload_bytes(to);
-        let State { peers, completed, .. } = state;
+        let MailboxState { peers, completed, .. } = state;
         let peer = &mut peers[to];
         while let Some(header) = peer.replies.front() {
             // SAFETY: replies have no payload.
@@ -360,7 +360,7 @@ impl<L: Link> Messages for Mailbox<L> {
     }
 }
 
-impl State {
+impl MailboxState {
     fn message(&mut self, partner: Option<usize>) -> Message {
         self.next_id += 1;
         Message(Arc::new(MessageState { partner, id: self.next_id, result: OnceLock::new() }))
@@ -541,9 +541,9 @@ mod tests {
 
     /// Takes what a test pushes, and swallows what the mailbox sends.
     #[derive(Default)]
-    struct Script(Mutex<VecDeque<Header>>);
+    struct ScriptedLink(Mutex<VecDeque<Header>>);
 
-    impl Link for Script {
+    impl Link for ScriptedLink {
         fn payload_bytes(&self, _peer: usize) -> usize {
             64
         }
@@ -568,7 +568,7 @@ mod tests {
     #[test]
     fn a_peer_that_ignores_the_limit_is_not_buffered() {
         let ranks: Arc<[usize]> = [0, 1].into();
-        let mailbox = Mailbox::new(Script::default(), Members { ranks, me: 0 });
+        let mailbox = Mailbox::new(ScriptedLink::default(), Members { ranks, me: 0 });
         let frames = 2 * EAGER_LIMIT / (64 + EAGER_OVERHEAD);
         mailbox.link.0.lock().extend(std::iter::repeat_n([FrameKind::Eager as u64, 1, 0, 0, 64], frames));
         mailbox.progress();
@@ -593,7 +593,7 @@ mod tests {
         #[test]
         fn forged_frames_are_harmless(headers in prop::collection::vec(prop::array::uniform5(word()), 0..60)) {
             let ranks: Arc<[usize]> = [0, 1].into();
-            let mailbox = Mailbox::new(Script::default(), Members { ranks, me: 0 });
+            let mailbox = Mailbox::new(ScriptedLink::default(), Members { ranks, me: 0 });
             let mut memory = vec![0u8; 400];
             let data = [1u8; 200];
             // SAFETY: both outlive the mailbox's use of them, which ends with the last call below.

@@ -20,7 +20,7 @@ pub struct MockOptions {
     pub max_delay: Duration,
 }
 
-struct Frame {
+struct MockFrame {
     due: Instant,
     header: Header,
     payload: Vec<u8>,
@@ -28,7 +28,7 @@ struct Frame {
 
 struct Wires {
     /// `queues[from * size + to]`.
-    queues: Vec<VecDeque<Frame>>,
+    queues: Vec<VecDeque<MockFrame>>,
     doorbells: Vec<u32>,
     lost: Vec<bool>,
     random: u64,
@@ -110,7 +110,7 @@ impl Link for MockLink {
         }
         // Frames of a pair stay in order.
         let due = queue.back().map_or(Instant::now(), |last| last.due.max(Instant::now())) + late;
-        queue.push_back(Frame { due, header, payload: copy });
+        queue.push_back(MockFrame { due, header, payload: copy });
         wires.doorbells[to] = wires.doorbells[to].wrapping_add(1);
         self.net.news.notify_all();
         true

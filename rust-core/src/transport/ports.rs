@@ -31,7 +31,7 @@ pub(super) const FRAME_BYTES: usize = PREFIX_BYTES + PAYLOAD_BYTES;
 const SPARE_BUFFERS: usize = 64;
 
 /// Group and member.
-pub(super) type Key = (u64, usize);
+pub(super) type PortKey = (u64, usize);
 
 /// Moves frames between the processes of a job, for all groups of this process.
 pub(crate) trait Carrier: Send + Sync {
@@ -41,7 +41,7 @@ pub(crate) trait Carrier: Send + Sync {
     fn ports(&self) -> &Ports;
     /// Takes a frame, which `write` appends to a buffer, for the process with the number `to`; never waits. False if
     /// there is no room: then the port `from` hears ([`MailboxProgress`]) when there is. `write` is called only if there is.
-    fn send(&self, from: Key, to: usize, write: &mut dyn FnMut(&mut Vec<u8>)) -> bool;
+    fn send(&self, from: PortKey, to: usize, write: &mut dyn FnMut(&mut Vec<u8>)) -> bool;
     /// Somebody began, or ceased, to wait for frames: for carriers that must look for them.
     fn busy_poll(&self, waits: bool);
     /// Waits until the network has taken all that groups gave, for as long as it works and the deadline has not come.
@@ -90,7 +90,7 @@ struct Frame {
 #[derive(Default)]
 struct Inbox(Mutex<HashMap<usize, VecDeque<Frame>>>);
 
-struct Open {
+struct OpenPort {
     inbox: Arc<Inbox>,
     /// Number of each member's process.
     processes: Arc<[usize]>,
@@ -99,17 +99,17 @@ struct Open {
 }
 
 #[derive(Default)]
-struct Table {
-    open: HashMap<Key, Open>,
+struct PortTable {
+    open: HashMap<PortKey, OpenPort>,
     /// Frames for ports that are not yet open, with the process and the member that sent them.
-    early: HashMap<Key, Vec<(usize, usize, Frame)>>,
+    early: HashMap<PortKey, Vec<(usize, usize, Frame)>>,
     /// What comes for these is late and dropped.
-    closed: HashSet<Key>,
+    closed: HashSet<PortKey>,
 }
 
 /// The ports of a process.
 pub(crate) struct Ports {
-    table: Mutex<Table>,
+    table: Mutex<PortTable>,
     /// What frames come in, long enough for any.
     pub(super) buffers: Pool,
 }
@@ -119,7 +119,7 @@ pub(super) fn departed(monitor: &Monitor, rank: usize) -> bool {
     !matches!(monitor.departure(rank), None | Some(Departure::Left))
 }
 
-impl Open {
+impl OpenPort {
     /// A frame counts if it comes from the process that the sender's name belongs to (TRA-2).
     fn deliver(&self, source: usize, from: usize, frame: Frame) {
         if self.processes.get(from) == Some(&source) {
@@ -143,7 +143,7 @@ impl Ports {
 
     /// Puts the frame that lies in `buffer` from `start` on, `bytes` bytes from the process `source`, where it belongs; the
     /// port that it is for.
-    pub(super) fn take(&self, source: usize, buffer: Vec<u8>, start: usize, bytes: usize) -> Option<Key> {
+    pub(super) fn take(&self, source: usize, buffer: Vec<u8>, start: usize, bytes: usize) -> Option<PortKey> {
         // A header that promises more than came would show what an earlier frame left in the buffer.
         let came = buffer.get(start..start + bytes)?;
         let (prefix, payload) = came.split_first_chunk::<PREFIX_BYTES>()?;
@@ -168,7 +168,7 @@ impl Ports {
     }
 
     /// Tells these ports that frames have come, or that there is room for theirs.
-    pub(super) fn progress(&self, keys: impl IntoIterator<Item = Key>) {
+    pub(super) fn progress(&self, keys: impl IntoIterator<Item = PortKey>) {
         for key in keys {
             let mailbox_progress = self.table.lock().open.get(&key).and_then(|open| open.mailbox_progress.clone());
             if let Some(mailbox_progress) = mailbox_progress.and_then(|mailbox_progress| mailbox_progress.upgrade()) {
@@ -202,7 +202,7 @@ impl Ports {
 /// A group's way to other hosts.
 pub(super) struct Port {
     carrier: Arc<dyn Carrier>,
-    key: Key,
+    key: PortKey,
     inbox: Arc<Inbox>,
     processes: Arc<[usize]>,
     monitor: Arc<Monitor>,
@@ -221,7 +221,7 @@ impl Port {
         let inbox = Arc::new(Inbox::default());
         let key = (key, members.me);
         let mut table = carrier.ports().table.lock();
-        let open = Open {
+        let open = OpenPort {
             inbox: inbox.clone(),
             processes: processes.clone(),
             mailbox_progress: None,

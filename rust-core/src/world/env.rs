@@ -63,13 +63,13 @@ const NUM_PORTS: u16 = 16_384;
 
 /// The variables of one launcher, in the order rank, size, local rank, local size; several spellings of one are tried
 /// in order.
-struct Spelling {
+struct LauncherVariables {
     launcher: Launcher,
     names: [&'static [&'static str]; 4],
 }
 
-const SPELLINGS: [Spelling; 4] = [
-    Spelling {
+const SPELLINGS: [LauncherVariables; 4] = [
+    LauncherVariables {
         launcher: Launcher::Torch,
         names: [
             &["RANK", "HOROVOD_RANK"],
@@ -78,7 +78,7 @@ const SPELLINGS: [Spelling; 4] = [
             &["LOCAL_WORLD_SIZE", "HOROVOD_LOCAL_SIZE"],
         ],
     },
-    Spelling {
+    LauncherVariables {
         launcher: Launcher::OpenMpi,
         names: [
             &["OMPI_COMM_WORLD_RANK"],
@@ -87,7 +87,7 @@ const SPELLINGS: [Spelling; 4] = [
             &["OMPI_COMM_WORLD_LOCAL_SIZE"],
         ],
     },
-    Spelling {
+    LauncherVariables {
         launcher: Launcher::Pmi,
         names: [
             &["PMI_RANK"],
@@ -96,7 +96,7 @@ const SPELLINGS: [Spelling; 4] = [
             &["PMI_LOCAL_SIZE", "MPI_LOCALNRANKS"],
         ],
     },
-    Spelling {
+    LauncherVariables {
         launcher: Launcher::Slurm,
         names: [
             &["SLURM_PROCID"],
@@ -111,18 +111,18 @@ const QUANTITIES: [&str; 4] = ["rank", "world size", "local rank", "local world 
 
 /// A number and the variable that it came from.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Found {
+struct LauncherNumber {
     name: &'static str,
     value: usize,
 }
 
 /// What one launcher's variables say, in the order of [`QUANTITIES`].
-struct Claim {
+struct LauncherClaim {
     launcher: Launcher,
-    found: [Option<Found>; 4],
+    found: [Option<LauncherNumber>; 4],
 }
 
-impl Claim {
+impl LauncherClaim {
     fn value(&self, quantity: usize) -> Option<usize> {
         self.found[quantity].as_ref().map(|found| found.value)
     }
@@ -159,7 +159,7 @@ pub fn remember_exports(exports: &[(&'static str, String)]) {
 pub fn detect(variables: &Variables) -> Result<Launch> {
     let mut claims = Vec::new();
     for spelling in &SPELLINGS {
-        let mut found: [Option<Found>; 4] = [None, None, None, None];
+        let mut found: [Option<LauncherNumber>; 4] = [None, None, None, None];
         for (quantity, names) in spelling.names.iter().enumerate() {
             found[quantity] = number(variables, names)?;
         }
@@ -172,7 +172,7 @@ pub fn detect(variables: &Variables) -> Result<Launch> {
         }
         // The size alone is often exported for other purposes; nothing follows from it.
         if found[0].is_some() {
-            claims.push(Claim { launcher: spelling.launcher, found });
+            claims.push(LauncherClaim { launcher: spelling.launcher, found });
         }
     }
     let slurm_rank = claims.iter().find(|claim| claim.launcher == Launcher::Slurm).and_then(|claim| claim.value(0));
@@ -209,7 +209,7 @@ pub fn detect(variables: &Variables) -> Result<Launch> {
     build(variables, launcher, merged)
 }
 
-fn build(variables: &Variables, launcher: Launcher, found: [Option<Found>; 4]) -> Result<Launch> {
+fn build(variables: &Variables, launcher: Launcher, found: [Option<LauncherNumber>; 4]) -> Result<Launch> {
     let [rank, size, local_rank, local_size] = found;
     let rank = rank.expect("a claim has a rank");
     let Some(size) = size else {
@@ -256,7 +256,7 @@ fn single(variables: &Variables) -> Launch {
     }
 }
 
-fn inside(rank: &Found, size: &Found) -> Result<()> {
+fn inside(rank: &LauncherNumber, size: &LauncherNumber) -> Result<()> {
     if rank.value < size.value {
         return Ok(());
     }
@@ -266,12 +266,12 @@ fn inside(rank: &Found, size: &Found) -> Result<()> {
     )))
 }
 
-fn number(variables: &Variables, names: &[&'static str]) -> Result<Option<Found>> {
+fn number(variables: &Variables, names: &[&'static str]) -> Result<Option<LauncherNumber>> {
     for name in names {
         let Some(text) = variables.get(*name).map(|text| text.trim()).filter(|text| !text.is_empty()) else { continue };
         // 2^31 processes are a mistake; smaller numbers fit every type that a size is kept in.
         return match text.parse::<u32>() {
-            Ok(value) if value < 1 << 31 => Ok(Some(Found { name, value: value as usize })),
+            Ok(value) if value < 1 << 31 => Ok(Some(LauncherNumber { name, value: value as usize })),
             _ => Err(Error::Config(format!("`{name}` is `{text}`: expected a whole number"))),
         };
     }
@@ -279,7 +279,7 @@ fn number(variables: &Variables, names: &[&'static str]) -> Result<Option<Found>
 }
 
 /// Tasks on this node, from a list such as `2(x3),1` and the node's position.
-fn slurm_local_size(variables: &Variables) -> Result<Option<Found>> {
+fn slurm_local_size(variables: &Variables) -> Result<Option<LauncherNumber>> {
     let Some(node) = number(variables, &["SLURM_NODEID"])? else { return Ok(None) };
     for name in ["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"] {
         let Some(list) = variables.get(name) else { continue };
@@ -291,7 +291,7 @@ fn slurm_local_size(variables: &Variables) -> Result<Option<Found>> {
                 _ => return Err(Error::Config(format!("`{name}` is `{list}`: expected a list such as `2(x3),1`"))),
             }
         }
-        return Ok(tasks.get(node.value).map(|&value| Found { name, value }));
+        return Ok(tasks.get(node.value).map(|&value| LauncherNumber { name, value }));
     }
     Ok(None)
 }

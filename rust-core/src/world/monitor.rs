@@ -68,13 +68,13 @@ thread_local! {
 
 /// Runs `work`, on which others count: a signal does not end this thread's waits in it. It is heard of in the next wait.
 pub fn with_signals_waiting<T>(work: impl FnOnce() -> T) -> T {
-    struct Before(bool);
-    impl Drop for Before {
+    struct RestoreSignalsWait(bool);
+    impl Drop for RestoreSignalsWait {
         fn drop(&mut self) {
             SIGNALS_WAIT.set(self.0);
         }
     }
-    let _before = Before(SIGNALS_WAIT.replace(true));
+    let _before = RestoreSignalsWait(SIGNALS_WAIT.replace(true));
     work()
 }
 
@@ -92,14 +92,14 @@ pub fn raise_later() -> bool {
 #[derive(Debug)]
 pub struct Monitor {
     me: AtomicUsize,
-    seen: Mutex<Seen>,
+    seen: Mutex<Departed>,
     changed: Condvar,
     generation: AtomicU64,
     interrupted: AtomicBool,
 }
 
 #[derive(Debug, Default)]
-struct Seen {
+struct Departed {
     /// By rank: how many departed before it, how it did, and when this was heard.
     departed: BTreeMap<usize, (usize, Departure, Instant)>,
     /// Why nothing can be waited for any more.

@@ -25,8 +25,8 @@ fn picture(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     all
 }
 
-fn setting(folder: &Path, tag: &str, kind: Kind, number: u64) -> Setting {
-    Setting {
+fn setting(folder: &Path, tag: &str, kind: CheckpointKind, number: u64) -> SaveSpec {
+    SaveSpec {
         directory: folder.to_owned(),
         tag: tag.into(),
         kind,
@@ -38,9 +38,9 @@ fn setting(folder: &Path, tag: &str, kind: Kind, number: u64) -> Setting {
     }
 }
 
-fn open(folder: &Path, tag: &str, kind: Kind) -> Result<Attempt> {
+fn open(folder: &Path, tag: &str, kind: CheckpointKind) -> Result<SaveAttempt> {
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
-    Attempt::open(setting(folder, tag, kind, number), Duration::from_secs(1), &mut || Ok(()))
+    SaveAttempt::open(setting(folder, tag, kind, number), Duration::from_secs(1), &mut || Ok(()))
 }
 
 /// The bytes of a zip archive without entries: what a file of `torch.save` ends in.
@@ -52,7 +52,7 @@ fn archive(content: &str) -> Vec<u8> {
 }
 
 fn save_full(folder: &Path, tag: &str, model: &str, content: Option<&str>) -> Result<()> {
-    let attempt = open(folder, tag, Kind::Full)?;
+    let attempt = open(folder, tag, CheckpointKind::Full)?;
     fs::write(attempt.data().join("model"), archive(model)).unwrap();
     if let Some(content) = content {
         fs::write(attempt.data().join("user_content"), archive(content)).unwrap();
@@ -63,7 +63,7 @@ fn save_full(folder: &Path, tag: &str, model: &str, content: Option<&str>) -> Re
 }
 
 fn save_partial(folder: &Path, tag: &str, text: &str, keep: Option<usize>) -> Result<()> {
-    let attempt = open(folder, tag, Kind::Partial)?;
+    let attempt = open(folder, tag, CheckpointKind::Partial)?;
     fs::write(attempt.data().join("model_0_0.pt"), text).unwrap();
     attempt.report_files(&["model_0_0.pt".into()])?;
     attempt.commit(None, keep)?;
@@ -73,9 +73,9 @@ fn save_partial(folder: &Path, tag: &str, text: &str, keep: Option<usize>) -> Re
 
 #[test]
 fn what_is_not_a_checkpoint_of_the_same_kind_is_not_replaced() {
-    type Plant<'a> = &'a dyn Fn(&Path, &Path);
+    type MakeForeign<'a> = &'a dyn Fn(&Path, &Path);
     let tensors = model();
-    let plants: [(&str, Plant<'_>); 9] = [
+    let plants: [(&str, MakeForeign<'_>); 9] = [
         ("is a folder without a `manifest.json`", &|_, place| {
             fs::create_dir_all(place.join("photos")).unwrap();
             fs::write(place.join("photos/one.jpg"), "a photo").unwrap();
@@ -99,7 +99,7 @@ fn what_is_not_a_checkpoint_of_the_same_kind_is_not_replaced() {
         }),
     ];
     for (words, plant) in plants {
-        let folder = Folder::new();
+        let folder = TestFolder::new();
         plant(&folder.0, &folder.0.join("mine"));
         fs::write(folder.0.join("other.txt"), "beside it").unwrap();
         let before = picture(&folder.0);
@@ -107,16 +107,16 @@ fn what_is_not_a_checkpoint_of_the_same_kind_is_not_replaced() {
         assert!(text.contains(words) && text.contains("/mine`"), "{words}: {text}");
         assert_eq!(picture(&folder.0), before, "{words}");
     }
-    for kind in [Kind::Partial, Kind::Full] {
-        let folder = Folder::new();
+    for kind in [CheckpointKind::Partial, CheckpointKind::Full] {
+        let folder = TestFolder::new();
         save(&folder.0, "mine", 1, &[whole(&tensors[..1])]).unwrap();
         fs::write(folder.0.join("text"), "a text").unwrap();
         fs::write(folder.0.join("user_content_new"), "a text").unwrap();
         let before = picture(&folder.0);
         assert!(open(&folder.0, "mine", kind).is_err());
         assert!(open(&folder.0, "text", kind).is_err());
-        assert_eq!(open(&folder.0, "new", kind).is_ok(), kind == Kind::Partial);
-        if kind == Kind::Full {
+        assert_eq!(open(&folder.0, "new", kind).is_ok(), kind == CheckpointKind::Partial);
+        if kind == CheckpointKind::Full {
             assert_eq!(picture(&folder.0), before);
         }
     }
@@ -124,10 +124,10 @@ fn what_is_not_a_checkpoint_of_the_same_kind_is_not_replaced() {
 
 #[test]
 fn a_name_that_leads_out_of_the_folder_or_is_taken_is_refused() {
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     let inner = folder.0.join("inner");
     for tag in ["", ".", "..", "../evil", "/tmp/evil", "a/b", ".hidden", "newest", "a\0b", &"x".repeat(201)] {
-        for kind in [Kind::Sharded, Kind::Partial, Kind::Full] {
+        for kind in [CheckpointKind::Sharded, CheckpointKind::Partial, CheckpointKind::Full] {
             let error = open(&inner, tag, kind).expect_err(tag);
             assert_eq!(error.code(), Code::InvalidArgument, "{tag:?}");
         }
@@ -138,15 +138,18 @@ fn a_name_that_leads_out_of_the_folder_or_is_taken_is_refused() {
     save(&deep, &"x".repeat(200), 1, &[whole(&model()[..1])]).unwrap();
     fs::write(folder.0.join("file"), "").unwrap();
     assert!(
-        open(&folder.0.join("file"), "a", Kind::Sharded).unwrap_err().text().contains("is a file: expected a folder")
+        open(&folder.0.join("file"), "a", CheckpointKind::Sharded)
+            .unwrap_err()
+            .text()
+            .contains("is a file: expected a folder")
     );
 }
 
 #[test]
 fn without_an_exchange_of_names_checkpoints_are_replaced_as_well() {
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     let (tensors, number) = (model(), 40);
-    let saver = Saver::new(Options { exchange: false, durable: true, keep: Some(2), ..options(&folder.0, 0, 1) });
+    let saver = Saver::new(SaveOptions { exchange: false, durable: true, keep: Some(2), ..options(&folder.0, 0, 1) });
     for step in 1..=3 {
         save_one(&saver, "again", step, number + step, &whole(&tensors), false).unwrap();
         check(&folder.0, None, &tensors);
@@ -175,17 +178,17 @@ fn without_an_exchange_of_names_checkpoints_are_replaced_as_well() {
 
 #[test]
 fn the_content_of_a_full_checkpoint_is_that_of_its_model() {
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     save_full(&folder.0, "t", "one", Some("content of one")).unwrap();
     let content = || content_of(&folder.0, "t").map(|path| fs::read(path).unwrap());
     let begins = |text: &str| content().is_some_and(|bytes| bytes.starts_with(text.as_bytes()));
     assert!(begins("content of one"));
     // Killed after each of the steps in which the second one gets its names.
     for steps in 0..3 {
-        let attempt = open(&folder.0, "t", Kind::Full).unwrap();
+        let attempt = open(&folder.0, "t", CheckpointKind::Full).unwrap();
         let (number, hidden) = (attempt.setting().number, attempt.folder().to_owned());
         let data = attempt.data();
-        for (name, role) in [("model", mark::Role::Model), ("user_content", mark::Role::UserContent)] {
+        for (name, role) in [("model", mark::FileRole::Model), ("user_content", mark::FileRole::UserContent)] {
             fs::write(data.join(name), archive("two")).unwrap();
             mark::Mark::put(&data.join(name), role, number, false).unwrap();
         }
@@ -215,7 +218,7 @@ fn the_content_of_a_full_checkpoint_is_that_of_its_model() {
 
 #[test]
 fn partial_checkpoints_are_kept_by_their_order_and_checked() {
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     for tag in ["a_partial", "c_partial", "b_partial", "a_partial"] {
         save_partial(&folder.0, tag, tag, Some(2)).unwrap();
     }
@@ -238,7 +241,7 @@ fn partial_checkpoints_are_kept_by_their_order_and_checked() {
 
 #[test]
 fn only_names_that_saves_give_are_removed() {
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     let attempt = folder.0.join(format!(".one.{:016x}.smd-attempt", 5));
     fs::create_dir_all(attempt.join("data/mine")).unwrap();
     for name in ["rank-00000.status", "data/rank-00000-0.safetensors", "data/notes.txt", "data/mine/photo"] {
@@ -257,7 +260,7 @@ fn only_names_that_saves_give_are_removed() {
 
 #[test]
 fn a_rank_that_fails_makes_room_and_tells_the_others_at_once() {
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     let tensors = model();
     save(&folder.0, "one", 1, &[whole(&tensors)]).unwrap();
     let before = picture(&folder.0);
@@ -265,7 +268,7 @@ fn a_rank_that_fails_makes_room_and_tells_the_others_at_once() {
     // Rank 1 has the same tensor twice.
     let bad = held(&[(&tensors[0], Slice::whole(&[7])), (&tensors[0], Slice::whole(&[7]))]);
     let savers: Vec<Saver> = (0..3)
-        .map(|rank| Saver::new(Options { timeout: Duration::from_secs(600), ..options(&folder.0, rank, 3) }))
+        .map(|rank| Saver::new(SaveOptions { timeout: Duration::from_secs(600), ..options(&folder.0, rank, 3) }))
         .collect();
     for asynchronous in [false, true] {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -294,13 +297,13 @@ fn a_rank_that_fails_makes_room_and_tells_the_others_at_once() {
 
 #[test]
 fn what_an_owner_holds_is_not_copied_a_second_time() {
-    struct Owner(std::sync::mpsc::Sender<()>);
-    impl Drop for Owner {
+    struct ForeignFolder(std::sync::mpsc::Sender<()>);
+    impl Drop for ForeignFolder {
         fn drop(&mut self) {
             let _ = self.0.send(());
         }
     }
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     let tensors = model();
     let memory = whole(&tensors);
     let mut mixed = job(&memory);
@@ -314,7 +317,7 @@ fn what_an_owner_holds_is_not_copied_a_second_time() {
     let copied = unsafe { Staging::default().take(&mut mixed.sources.clone(), 2) }.unwrap();
     assert!((14..=64).contains(&copied), "{copied}");
     let (told, dropped) = std::sync::mpsc::channel();
-    mixed.owner = Some(Box::new(Owner(told)));
+    mixed.owner = Some(Box::new(ForeignFolder(told)));
     let saver = Saver::new(options(&folder.0, 0, 1));
     // SAFETY: as above.
     unsafe { saver.save("a", 1, 1, "".into(), "".into(), mixed, true, &mut || Ok(())) }.unwrap();

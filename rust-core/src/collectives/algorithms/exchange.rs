@@ -1,12 +1,12 @@
 //! Everything that moves values without combining them: broadcast, all-gather, gather, scatter, all-to-all; and the
 //! barrier, which moves nothing. Who has something to give publishes it chunk by chunk, who wants it takes it.
 
-use super::{Algorithm, Steps, copy};
+use super::{Algorithm, SyncSteps, copy};
 use crate::buffer::TensorView;
 use crate::collectives::call::{Call, Kind};
-use crate::collectives::kernels::copy::stream;
 use crate::collectives::{Group, Request};
 use crate::error::Result;
+use crate::streaming_copy::stream;
 
 /// See the module's text.
 pub(super) struct Exchange;
@@ -19,14 +19,14 @@ const STREAM_BYTES: usize = 8 << 20;
 /// A member's part.
 struct ExchangePlan<'a> {
     /// What it gives: one block for all, or one for each member.
-    gives: Gives<'a>,
+    gives: ExchangeInput<'a>,
     /// Its own block, from and to.
     own: Option<(TensorView, TensorView)>,
     /// What it takes from each member: a block of the same size as the giver's.
     takes: Vec<Option<TensorView>>,
 }
 
-enum Gives<'a> {
+enum ExchangeInput<'a> {
     Nothing,
     All(TensorView),
     Each(&'a [TensorView]),
@@ -51,7 +51,7 @@ impl Algorithm for Exchange {
         let channel = if each { (chunk / size) & !63 } else { chunk };
         let gets: usize = plan.takes.iter().flatten().map(TensorView::bytes).sum();
         let take: unsafe fn(*const u8, *mut u8, usize) = if gets >= STREAM_BYTES { stream_unless_same } else { copy };
-        let mut steps = Steps::new(memory, call, group);
+        let mut steps = SyncSteps::new(memory, call, group);
         let mut longest = 1;
         let mut start = 0;
         while start < longest {
@@ -64,9 +64,9 @@ impl Algorithm for Exchange {
                 unsafe { group.publisher.publish(block.ptr().wrapping_add(start), arena.add(to * channel), length) };
             };
             match plan.gives {
-                Gives::Nothing => {}
-                Gives::All(block) => give(0, &block),
-                Gives::Each(blocks) => {
+                ExchangeInput::Nothing => {}
+                ExchangeInput::All(block) => give(0, &block),
+                ExchangeInput::Each(blocks) => {
                     for (to, block) in blocks.iter().enumerate().filter(|(to, _)| *to != me) {
                         give(to, block);
                     }
@@ -130,21 +130,23 @@ fn plan(request: &Request, me: usize, size: usize) -> ExchangePlan<'_> {
     let takes_one = |root: usize, output| (0..size).map(|rank| (rank == root).then_some(output)).collect();
     let none = || vec![None; size];
     let (gives, own, takes) = match request {
-        Request::Broadcast { data, root } if *root == me => (Gives::All(*data), None, none()),
-        Request::Broadcast { data, root } => (Gives::Nothing, None, takes_one(*root, *data)),
-        Request::AllGather { input, outputs } => (Gives::All(*input), Some((*input, outputs[me])), takes_all(outputs)),
+        Request::Broadcast { data, root } if *root == me => (ExchangeInput::All(*data), None, none()),
+        Request::Broadcast { data, root } => (ExchangeInput::Nothing, None, takes_one(*root, *data)),
+        Request::AllGather { input, outputs } => {
+            (ExchangeInput::All(*input), Some((*input, outputs[me])), takes_all(outputs))
+        }
         Request::Gather { input, outputs, root } if *root == me => {
-            (Gives::Nothing, Some((*input, outputs[me])), takes_all(outputs))
+            (ExchangeInput::Nothing, Some((*input, outputs[me])), takes_all(outputs))
         }
-        Request::Gather { input, .. } => (Gives::All(*input), None, none()),
+        Request::Gather { input, .. } => (ExchangeInput::All(*input), None, none()),
         Request::Scatter { inputs, output, root } if *root == me => {
-            (Gives::Each(inputs), Some((inputs[me], *output)), none())
+            (ExchangeInput::Each(inputs), Some((inputs[me], *output)), none())
         }
-        Request::Scatter { output, root, .. } => (Gives::Nothing, None, takes_one(*root, *output)),
+        Request::Scatter { output, root, .. } => (ExchangeInput::Nothing, None, takes_one(*root, *output)),
         Request::AllToAll { inputs, outputs } => {
-            (Gives::Each(inputs), Some((inputs[me], outputs[me])), takes_all(outputs))
+            (ExchangeInput::Each(inputs), Some((inputs[me], outputs[me])), takes_all(outputs))
         }
-        _ => (Gives::Nothing, None, none()),
+        _ => (ExchangeInput::Nothing, None, none()),
     };
     ExchangePlan { gives, own, takes }
 }

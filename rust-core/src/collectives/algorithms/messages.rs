@@ -2,18 +2,18 @@
 //! under way at once, and folds happen where the values meet.
 
 use super::{Algorithm, copy};
-use crate::buffer::TensorView;
+use crate::buffer::{ReduceOp, TensorView};
 use crate::collectives::agreement::{TAG_DATA, agree_without_memory};
 use crate::collectives::call::Call;
 use crate::collectives::kernels::{self, Fold, FoldStage};
-use crate::collectives::{Group, ReduceOp, Request};
+use crate::collectives::{Group, Request};
 use crate::error::Result;
 use crate::transport::wait_all;
 
 /// See the module's text.
-pub(super) struct Messages;
+pub(super) struct MessageAlgorithm;
 
-impl Algorithm for Messages {
+impl Algorithm for MessageAlgorithm {
     fn name(&self) -> &'static str {
         "messages"
     }

@@ -37,7 +37,7 @@ pub(crate) const ALGORITHMS: &[&dyn Algorithm] = &[
     &exchange::Exchange,
     &hosts::Reduction,
     &hosts::Spread,
-    &messages::Messages,
+    &messages::MessageAlgorithm,
 ];
 
 /// Runs the operation with the first algorithm that accepts it.
@@ -49,14 +49,14 @@ pub(crate) fn run(request: &Request, call: &Call, group: &Group<'_>) -> Result<(
 }
 
 /// The synchronisations of one operation over shared memory: the first compares the calls.
-struct Steps<'a> {
+struct SyncSteps<'a> {
     memory: &'a SharedMemory,
     call: &'a Call,
     group: &'a Group<'a>,
     calls: Option<Vec<Call>>,
 }
 
-impl<'a> Steps<'a> {
+impl<'a> SyncSteps<'a> {
     fn new(memory: &'a SharedMemory, call: &'a Call, group: &'a Group<'a>) -> Self {
         agreement::publish(memory, call);
         Self { memory, call, group, calls: None }

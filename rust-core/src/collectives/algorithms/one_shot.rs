@@ -3,7 +3,7 @@
 //! One synchronisation a chunk, but n reads of everything: for small tensors, and for two members, where the halves
 //! that a two-shot saves are paid back by its second copy.
 
-use super::{Algorithm, Steps};
+use super::{Algorithm, SyncSteps};
 use crate::collectives::call::{Call, Kind};
 use crate::collectives::kernels::{self, Fold, FoldStage};
 use crate::collectives::{Group, Request};
@@ -37,7 +37,7 @@ impl Algorithm for OneShot {
         let me = memory.me();
         let wants = call.kind == Kind::AllReduce || call.root == me;
         let (bytes, size) = (call.bytes(), call.dtype.size());
-        let mut steps = Steps::new(memory, call, group);
+        let mut steps = SyncSteps::new(memory, call, group);
         let mut sources = vec![std::ptr::null(); memory.size()];
         for start in (0..bytes.max(1)).step_by(CHUNK_BYTES) {
             let chunk = (bytes - start).min(CHUNK_BYTES);

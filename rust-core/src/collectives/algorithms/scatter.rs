@@ -1,6 +1,6 @@
 //! Reduce-scatter: everyone publishes what is not its own, everyone folds its own block.
 
-use super::{Algorithm, Steps};
+use super::{Algorithm, SyncSteps};
 use crate::collectives::call::{Call, Kind};
 use crate::collectives::kernels::{self, Fold, FoldStage};
 use crate::collectives::{Group, Request};
@@ -29,7 +29,7 @@ impl Algorithm for ReduceScatter {
         let (me, size) = (memory.me(), memory.size());
         let channel = (CHUNK_BYTES.min(memory.region_limit()) / size) & !63;
         let longest = call.sent.iter().max().map_or(0, |elems| elems * call.dtype.size());
-        let mut steps = Steps::new(memory, call, group);
+        let mut steps = SyncSteps::new(memory, call, group);
         let mut sources = vec![std::ptr::null(); size];
         for start in (0..longest.max(1)).step_by(channel) {
             let region = memory.reserve(size * channel);

@@ -12,7 +12,7 @@
 
 use std::ops::Range;
 
-use super::{Algorithm, Steps, copy};
+use super::{Algorithm, SyncSteps, copy};
 use crate::collectives::call::{Call, Kind};
 use crate::collectives::kernels::{self, Fold, FoldStage};
 use crate::collectives::{Group, Request};
@@ -54,8 +54,8 @@ impl Algorithm for TwoShot {
             start + (rank * part).min(length)..start + ((rank + 1) * part).min(length)
         };
         let collect: unsafe fn(*const u8, *mut u8, usize) =
-            if bytes >= STREAM_BYTES { kernels::copy::stream } else { copy };
-        let mut steps = Steps::new(memory, call, group);
+            if bytes >= STREAM_BYTES { crate::streaming_copy::stream } else { copy };
+        let mut steps = SyncSteps::new(memory, call, group);
         let mut sources = vec![std::ptr::null(); size];
         // Regions of the last three chunks, by chunk.
         let mut regions = [0; 3];
@@ -111,7 +111,7 @@ impl Algorithm for TwoShot {
                 unsafe { kernels::fold(&fold) };
                 if streams {
                     // SAFETY: the own result was just computed; the place for it in the results is as long.
-                    unsafe { kernels::copy::stream(own, results, range.len()) };
+                    unsafe { crate::streaming_copy::stream(own, results, range.len()) };
                 }
             }
             if let Some(chunk) = step.checked_sub(2)

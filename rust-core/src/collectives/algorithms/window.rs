@@ -1,7 +1,7 @@
 //! All-reduce of values that lie in a window: each member folds its shard where it lies, from all parts into all
 //! parts. No byte moves twice, and two synchronisations are enough for any size.
 
-use super::{Algorithm, Steps};
+use super::{Algorithm, SyncSteps};
 use crate::collectives::call::{Call, Kind};
 use crate::collectives::kernels::{self, Fold, FoldStage};
 use crate::collectives::{Group, Request, agreement};
@@ -26,7 +26,7 @@ impl Algorithm for WindowAllReduce {
         let memory = group.shared();
         let (me, size) = (memory.me(), memory.size());
         let bytes = call.bytes();
-        let mut steps = Steps::new(memory, call, group);
+        let mut steps = SyncSteps::new(memory, call, group);
         steps.sync()?;
         let part = bytes.div_ceil(size).next_multiple_of(4096);
         let range = (me * part).min(bytes)..((me + 1) * part).min(bytes);

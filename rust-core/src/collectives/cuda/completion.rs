@@ -32,8 +32,8 @@ const LONGEST_NAP: Duration = Duration::from_millis(2);
 pub(crate) struct PendingWork {
     owner: Arc<Cuda>,
     during: String,
-    landed: Event,
-    /// Why not everything was queued: told when what was has landed, since its memory is in use so long.
+    completed: Event,
+    /// Why not everything was queued: told when what was has completed, since its memory is in use so long.
     error: Option<Error>,
 }
 
@@ -45,17 +45,17 @@ struct CompletionQueue {
 static COMPLETIONS: CompletionQueue = CompletionQueue { new: Mutex::new(Vec::new()), added: Condvar::new() };
 
 impl PendingWork {
-    /// Before something is queued whose memory lives until it has landed: what can fail here must not fail then.
+    /// Before something is queued whose memory lives until it has completed: what can fail here must not fail then.
     pub(super) fn prepare(owner: &Arc<Cuda>, during: String, context: &'static Context) -> Result<Self> {
         start()?;
-        Ok(Self { owner: owner.clone(), during, landed: Event::new(context)?, error: None })
+        Ok(Self { owner: owner.clone(), during, completed: Event::new(context)?, error: None })
     }
 
     /// What `stream` was given so far, also if not all of it could be queued.
     pub(super) fn depart(mut self, queued: Result<()>, stream: &Stream) -> Result<Self> {
         self.error = queued.err();
         // A stream that cannot be marked is one of a device that failed, which does not make anybody wait.
-        self.landed.record(stream).inspect_err(|_| drop(stream.synchronize()))?;
+        self.completed.record(stream).inspect_err(|_| drop(stream.synchronize()))?;
         Ok(self)
     }
 
@@ -67,7 +67,7 @@ impl PendingWork {
 
     /// How it went, if it has.
     fn outcome(&self) -> Option<Result<()>> {
-        match self.landed.is_done() {
+        match self.completed.is_done() {
             Ok(false) => None,
             // What was aborted is done as well.
             Ok(true) => Some(self.owner.check(|| self.during.clone()).and(self.error.clone().map_or(Ok(()), Err))),
@@ -86,20 +86,20 @@ fn start() -> Result<()> {
 }
 
 fn work() {
-    let mut flying: Vec<(PendingWork, Done)> = Vec::new();
+    let mut in_flight: Vec<(PendingWork, Done)> = Vec::new();
     let mut last = Instant::now();
     loop {
         {
             let mut new = COMPLETIONS.new.lock();
-            while flying.is_empty() && new.is_empty() {
+            while in_flight.is_empty() && new.is_empty() {
                 COMPLETIONS.added.wait(&mut new);
                 last = Instant::now();
             }
-            flying.append(&mut new);
+            in_flight.append(&mut new);
         }
         let Ok(_guard) = ending::enter_driver() else { return };
         // Some stream of the process may be under capture, which must not mind what is asked.
-        let outcomes: Vec<_> = relaxed(|| flying.iter().map(|(each, _)| each.outcome()).collect());
+        let outcomes: Vec<_> = relaxed(|| in_flight.iter().map(|(each, _)| each.outcome()).collect());
         if outcomes.iter().all(Option::is_none) {
             if last.elapsed() < EAGER {
                 std::thread::yield_now();
@@ -110,9 +110,9 @@ fn work() {
         }
         last = Instant::now();
         // In the order in which they were queued.
-        for ((each, done), outcome) in std::mem::take(&mut flying).into_iter().zip(outcomes) {
+        for ((each, done), outcome) in std::mem::take(&mut in_flight).into_iter().zip(outcomes) {
             match outcome {
-                None => flying.push((each, done)),
+                None => in_flight.push((each, done)),
                 Some(outcome) => {
                     let tell = std::panic::AssertUnwindSafe(|| done(outcome.map(|()| None)));
                     if let Err(panic) = std::panic::catch_unwind(tell) {

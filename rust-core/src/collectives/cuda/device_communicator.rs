@@ -33,7 +33,7 @@ pub(super) struct PendingQueue {
     starting: Option<Calls>,
     /// Operations so far, without messages, of which every pair has its own number.
     collectives: u64,
-    /// Events of flights that have landed.
+    /// Events of flights that have completed.
     events: Vec<Event>,
 }
 
@@ -146,7 +146,7 @@ impl DeviceCommunicator {
     }
 
     /// Forgets what is done; whether nothing is under way, nor being queued.
-    pub(super) fn landed(&self) -> bool {
+    pub(super) fn completed(&self) -> bool {
         const KEPT: usize = 64;
         let mut flights = self.flights.lock();
         // What failed on the device is done as well, and told by CUDA to whoever asks next.

@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use super::p2p::{KernelTuning, Peers};
 use super::tune::{DeviceAlgorithm, Sample};
-use crate::buffer::{DType, Device, TensorView};
-use crate::collectives::{Overlap, ReduceOp, Request};
+use crate::buffer::{DType, Device, ReduceOp, TensorView};
+use crate::collectives::{Overlap, Request};
 use crate::device::nccl::Comm;
 use crate::device::{DeviceBuffer, Priority, Stream, memory};
 use crate::error::Result;

@@ -4,7 +4,7 @@
 //! - CUDA-1: an operation is queued into the stream that its views name, and nothing waits for the device. What the
 //!   stream does afterwards sees the result.
 //!   Whose stream must not wait for other members gives the operation to a stream of the group's, which begins when the
-//!   views' stream has got so far, and is told when the device is done ([`landing`]).
+//!   views' stream has got so far, and is told when the device is done ([`completion`]).
 //! - CUDA-2: a group gets its CUDA part at its first operation on CUDA tensors, which all members call and which waits
 //!   for them; messages to oneself need none. A member uses one device; another one makes another part.
 //! - CUDA-3: members call the same operations in the same order, but calls are not compared before data moves: that
@@ -184,14 +184,14 @@ impl Cuda {
         own.wait(&ready)?;
         let moved: Vec<Request> = requests.iter().map(|request| call::on_stream(request, own.raw())).collect();
         let timeout = timeout.unwrap_or(self.timeout);
-        let flying = PendingWork::prepare(self, self.describe(first), context)?;
+        let in_flight = PendingWork::prepare(self, self.describe(first), context)?;
         let queued = part.queue(&moved, own, Overlap::Unknown, false, timeout, self);
         let queued = queued.map_err(|error| self.explain(error, &|| self.describe(first)));
-        flying.depart(queued, own)
+        in_flight.depart(queued, own)
     }
 
     /// What the group has queued into `stream` so far.
-    pub(super) fn flying(self: &Arc<Self>, during: &str, stream: &Stream) -> Result<PendingWork> {
+    pub(super) fn in_flight(self: &Arc<Self>, during: &str, stream: &Stream) -> Result<PendingWork> {
         PendingWork::prepare(self, during.to_owned(), stream.context())?.depart(Ok(()), stream)
     }
 
@@ -274,7 +274,7 @@ impl Cuda {
             // Others may have used theirs.
             split_comm.iter().for_each(Parent::abort);
             for part in &parts {
-                while own.failed.get().is_none() && !part.landed() {
+                while own.failed.get().is_none() && !part.completed() {
                     std::thread::sleep(CLOSE_LOOK);
                 }
                 own.close_comm(part);
@@ -643,8 +643,7 @@ fn is_message(request: &Request) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::buffer::{DType, TensorView};
-    use crate::collectives::ReduceOp;
+    use crate::buffer::{DType, ReduceOp, TensorView};
 
     fn view(device: Device) -> TensorView {
         // SAFETY: nobody reads or writes through it.

@@ -103,7 +103,7 @@ impl Cuda {
         let during = || format!("making groups out of group {} on CUDA devices", self.id);
         let wait = self.wait(&during, start);
         // Members that allocate memory for the new communicator may wait for their devices, and those for other members.
-        while !relaxed(|| part.landed()) {
+        while !relaxed(|| part.completed()) {
             self.check(during)?;
             wait.check(|| self.others())?;
             std::thread::sleep(LOOK);

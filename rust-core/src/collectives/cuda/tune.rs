@@ -45,7 +45,7 @@ pub(super) struct Sample {
 
 /// A choice, as a file keeps it.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-struct Kept {
+struct StoredDecision {
     device: String,
     members: usize,
     #[serde(flatten)]
@@ -82,7 +82,7 @@ pub(super) fn agree(
     measure: impl FnOnce(&[(usize, DeviceAlgorithm)]) -> Result<Vec<Sample>>,
 ) -> Result<Option<Choice>> {
     /// Choices of this process's groups.
-    static KNOWN: Mutex<Vec<Kept>> = Mutex::new(Vec::new());
+    static KNOWN: Mutex<Vec<StoredDecision>> = Mutex::new(Vec::new());
     let file = config::AUTOTUNE_FILE.text();
     if me == 0 {
         let decision = decide(&KNOWN.lock(), file.as_deref().map(Path::new), config::AUTOTUNE.flag()?, device, size)?;
@@ -102,7 +102,7 @@ pub(super) fn agree(
     });
     let choice = choose(&samples)?;
     if me == 0 {
-        let kept = Kept { device: device.to_owned(), members: size, choice };
+        let kept = StoredDecision { device: device.to_owned(), members: size, choice };
         eprintln!("opensmd: autotune: {}", describe(&kept));
         if let Some(file) = file {
             keep(Path::new(&file), &kept)?;
@@ -112,8 +112,14 @@ pub(super) fn agree(
     Ok(Some(choice))
 }
 
-fn decide(known: &[Kept], file: Option<&Path>, measure: bool, device: &str, size: usize) -> Result<TuningDecision> {
-    let fits = |kept: &&Kept| kept.device == device && kept.members == size;
+fn decide(
+    known: &[StoredDecision],
+    file: Option<&Path>,
+    measure: bool,
+    device: &str,
+    size: usize,
+) -> Result<TuningDecision> {
+    let fits = |kept: &&StoredDecision| kept.device == device && kept.members == size;
     if let Some(kept) = known.iter().find(fits) {
         return Ok(TuningDecision::Known(kept.choice));
     }
@@ -203,8 +209,8 @@ fn choose(samples: &[Sample]) -> Result<Choice> {
     Ok(Choice { peers, bucket_bytes })
 }
 
-fn describe(kept: &Kept) -> String {
-    let Kept { device, members, choice } = kept;
+fn describe(kept: &StoredDecision) -> String {
+    let StoredDecision { device, members, choice } = kept;
     let size = |bytes: usize| match bytes {
         0 => "never".to_owned(),
         bytes if bytes.is_multiple_of(1 << 20) => format!("{} MiB", bytes >> 20),
@@ -222,7 +228,7 @@ fn describe(kept: &Kept) -> String {
     format!("{members} x {device}: {peers}, buckets of {}", size(choice.bucket_bytes))
 }
 
-fn load(file: &Path) -> Result<Vec<Kept>> {
+fn load(file: &Path) -> Result<Vec<StoredDecision>> {
     let during = || format!("reading `{}` (`{}`)", file.display(), config::AUTOTUNE_FILE.name);
     match std::fs::read_to_string(file) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
@@ -232,7 +238,7 @@ fn load(file: &Path) -> Result<Vec<Kept>> {
 }
 
 /// Adds to what is in the file, or replaces what was there for such groups.
-fn keep(file: &Path, kept: &Kept) -> Result<()> {
+fn keep(file: &Path, kept: &StoredDecision) -> Result<()> {
     let mut all = load(file)?;
     all.retain(|known| (&known.device, known.members) != (&kept.device, kept.members));
     all.push(kept.clone());
@@ -332,7 +338,7 @@ mod tests {
         assert_eq!(decide(&[], Some(&file), true, "A", 2).unwrap(), TuningDecision::Measure);
         let choice = choose(&machine(true)).unwrap();
         let other = choose(&machine(false)).unwrap();
-        let kept = |device: &str, members, choice| Kept { device: device.into(), members, choice };
+        let kept = |device: &str, members, choice| StoredDecision { device: device.into(), members, choice };
         for one in [kept("A", 2, choice), kept("A", 4, choice), kept("A", 2, other)] {
             keep(&file, &one).unwrap();
         }
@@ -347,7 +353,7 @@ mod tests {
 
     #[test]
     fn a_choice_is_one_line() {
-        let line = |members, choice| describe(&Kept { device: "NVIDIA H200".into(), members, choice });
+        let line = |members, choice| describe(&StoredDecision { device: "NVIDIA H200".into(), members, choice });
         assert_eq!(
             line(4, choose(&machine(true)).unwrap()),
             "4 x NVIDIA H200: one shot up to 512 KiB, between peers up to 8 MiB, 64 channels, large ones in chunks, buckets of 64 MiB"

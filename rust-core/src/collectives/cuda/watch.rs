@@ -29,12 +29,12 @@ const ENDED_LOOK: Duration = Duration::from_millis(5);
 /// Time for the others' notes to arrive once the limit is over.
 const NOTES_TIME: Duration = Duration::from_secs(1);
 
-struct Watch {
+struct Watchdog {
     groups: Mutex<Vec<Weak<Cuda>>>,
     added: Condvar,
 }
 
-static WATCH: Watch = Watch { groups: Mutex::new(Vec::new()), added: Condvar::new() };
+static WATCH: Watchdog = Watchdog { groups: Mutex::new(Vec::new()), added: Condvar::new() };
 
 /// Watches over a group that has a part, until it is dropped.
 pub(super) fn add(group: &Arc<Cuda>) -> Result<()> {
@@ -45,13 +45,13 @@ pub(super) fn add(group: &Arc<Cuda>) -> Result<()> {
     }
     WATCH.added.notify_all();
     drop(groups);
-    let spawn = |name: &str, look: fn(&Arc<Cuda>, &mut Notes)| {
+    let spawn = |name: &str, look: fn(&Arc<Cuda>, &mut WaitRecords)| {
         let thread = std::thread::Builder::new().name(name.into()).spawn(move || work(look));
         thread.map(drop).map_err(|error| Error::io("starting a thread that watches over devices", error))
     };
     // Some stream of the process may be under capture, which must not mind what is asked.
     let start = || {
-        spawn("smd-cuda-news", |group, _| look_for_news(group))?;
+        spawn("smd-cuda-peers", |group, _| check_departures(group))?;
         spawn("smd-cuda", |group, notes| {
             if let Ok(_guard) = ending::enter_driver() {
                 relaxed(|| look_at(group, notes));
@@ -61,8 +61,8 @@ pub(super) fn add(group: &Arc<Cuda>) -> Result<()> {
     THREAD.get_or_init(start).clone()
 }
 
-fn work(look: fn(&Arc<Cuda>, &mut Notes)) {
-    let mut notes = Notes::default();
+fn work(look: fn(&Arc<Cuda>, &mut WaitRecords)) {
+    let mut notes = WaitRecords::default();
     loop {
         let groups: Vec<Arc<Cuda>> = {
             let mut groups = WATCH.groups.lock();
@@ -86,13 +86,13 @@ fn work(look: fn(&Arc<Cuda>, &mut Notes)) {
     }
 }
 
-fn look_for_news(group: &Arc<Cuda>) {
+fn check_departures(group: &Arc<Cuda>) {
     if let Some(error) = departed(group) {
         fail(group, error);
     }
 }
 
-fn look_at(group: &Arc<Cuda>, notes: &mut Notes) {
+fn look_at(group: &Arc<Cuda>, notes: &mut WaitRecords) {
     for part in group.all_parts() {
         if let Some(error) = part.comm.async_error() {
             // The connection to a member that died is lost before the news of its death is here.
@@ -107,7 +107,7 @@ fn look_at(group: &Arc<Cuda>, notes: &mut Notes) {
             // A member whose kernels wait elsewhere learns of it as well.
             return group.end(error);
         }
-        if part.landed() {
+        if part.completed() {
             continue;
         }
         let why = left(group, &part).or_else(|| ended(group, &part, notes)).or_else(|| stuck(group, &part, notes));
@@ -228,7 +228,7 @@ pub(super) fn say_ended(group: &Cuda, reason: &Error) {
 }
 
 /// Another member has ended its part.
-fn ended(group: &Cuda, part: &DeviceCommunicator, notes: &mut Notes) -> Option<Error> {
+fn ended(group: &Cuda, part: &DeviceCommunicator, notes: &mut WaitRecords) -> Option<Error> {
     let during = {
         let flights = part.flights.lock();
         let calls = flights.first().filter(|calls| calls.since.elapsed() >= ENDED_AFTER)?;
@@ -247,7 +247,7 @@ fn ended(group: &Cuda, part: &DeviceCommunicator, notes: &mut Notes) -> Option<E
 
 /// What a member writes down about the operation that it waits in.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-struct Note {
+struct WaitRecord {
     /// How many collectives it called before.
     position: u64,
     /// The operation.
@@ -258,11 +258,11 @@ struct Note {
 
 /// What this process has written down or looked for so far, and when.
 #[derive(Default)]
-struct Notes {
+struct WaitRecords {
     written: Vec<(String, Instant)>,
 }
 
-impl Notes {
+impl WaitRecords {
     /// Whether it is `interval` or longer since this was last true of `key`.
     fn is_time(&mut self, key: &str, interval: Duration) -> bool {
         let now = Instant::now();
@@ -286,7 +286,7 @@ impl Notes {
     }
 }
 
-fn stuck(group: &Cuda, part: &DeviceCommunicator, notes: &mut Notes) -> Option<Error> {
+fn stuck(group: &Cuda, part: &DeviceCommunicator, notes: &mut WaitRecords) -> Option<Error> {
     let (note, since, timeout, partners) = {
         let flights = part.flights.lock();
         let calls = flights.first()?;
@@ -296,7 +296,7 @@ fn stuck(group: &Cuda, part: &DeviceCommunicator, notes: &mut Notes) -> Option<E
         let first = &calls.requests[0];
         let collective = !is_message(first);
         let partners = if collective { group.others() } else { partners(group, &calls.requests) };
-        let note = Note { position: calls.position, text: group.describe(first), collective };
+        let note = WaitRecord { position: calls.position, text: group.describe(first), collective };
         (note, calls.since, calls.timeout, partners)
     };
     let store = group.store.get()?;
@@ -315,9 +315,9 @@ fn stuck(group: &Cuda, part: &DeviceCommunicator, notes: &mut Notes) -> Option<E
     let read = |rank: usize| {
         let remaining = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         let text = store.get(&key(rank), &[], remaining).ok()?;
-        postcard::from_bytes::<Note>(&text).ok()
+        postcard::from_bytes::<WaitRecord>(&text).ok()
     };
-    let others: Vec<(usize, Option<Note>)> = partners.into_iter().map(|rank| (rank, read(rank))).collect();
+    let others: Vec<(usize, Option<WaitRecord>)> = partners.into_iter().map(|rank| (rank, read(rank))).collect();
     Some(compare(me, &note, since.elapsed(), &others))
 }
 
@@ -335,13 +335,14 @@ fn partners(group: &Cuda, requests: &[Request]) -> Vec<usize> {
 }
 
 /// Why rank `me`, which waits in `mine`, waits in vain.
-fn compare(me: usize, mine: &Note, waited: Duration, others: &[(usize, Option<Note>)]) -> Error {
-    let differs = |theirs: &Note| {
+fn compare(me: usize, mine: &WaitRecord, waited: Duration, others: &[(usize, Option<WaitRecord>)]) -> Error {
+    let differs = |theirs: &WaitRecord| {
         mine.collective && theirs.collective && (theirs.position != mine.position || theirs.text != mine.text)
     };
     let other = others.iter().find_map(|(rank, note)| Some((*rank, note.as_ref().filter(|note| differs(note))?)));
     if let Some((rank, theirs)) = other {
-        let say = |rank, note: &Note| format!("rank {rank} waits in {} after {} others", note.text, note.position);
+        let say =
+            |rank, note: &WaitRecord| format!("rank {rank} waits in {} after {} others", note.text, note.position);
         let (low, high) = if me < rank { ((me, mine), (rank, theirs)) } else { ((rank, theirs), (me, mine)) };
         return Error::Mismatch {
             during: format!("{} on CUDA tensors, stuck for {waited:.1?}", mine.text),
@@ -356,8 +357,8 @@ fn compare(me: usize, mine: &Note, waited: Duration, others: &[(usize, Option<No
 mod tests {
     use super::*;
 
-    fn note(position: u64, text: &str) -> Note {
-        Note { position, text: text.into(), collective: true }
+    fn note(position: u64, text: &str) -> WaitRecord {
+        WaitRecord { position, text: text.into(), collective: true }
     }
 
     #[test]
@@ -394,7 +395,7 @@ mod tests {
 
     #[test]
     fn a_note_is_written_once_for_each_operation() {
-        let (mut notes, now) = (Notes::default(), Instant::now());
+        let (mut notes, now) = (WaitRecords::default(), Instant::now());
         assert!(notes.is_new("a", now) && !notes.is_new("a", now) && notes.is_new("b", now));
         assert!(notes.is_new("a", now + Duration::from_secs(1)));
     }

@@ -2,10 +2,9 @@
 
 use num_complex::Complex;
 
-use super::number::{Bits, Bool, Brain, ElementFormat, Half, HalfConversion, Number, Ordered, Plain};
+use super::number::{Bf16, Bits, Bool, ElementFormat, Half, HalfConversion, Number, Ordered, Plain};
 use super::{Fold, FoldStage};
-use crate::buffer::DType;
-use crate::collectives::ReduceOp;
+use crate::buffer::{DType, ReduceOp};
 
 /// Elements of a block: four vectors of 64 bytes for float32, enough to hide the latency of the operations.
 const W: usize = 64;
@@ -26,7 +25,7 @@ pub(super) unsafe fn fold<I: HalfConversion>(fold: &Fold<'_>) {
             DType::Int32 => integer::<I, i32>(fold),
             DType::Int64 => integer::<I, i64>(fold),
             DType::Float16 => ordered::<I, Half, 16>(fold),
-            DType::BFloat16 => ordered::<I, Brain, W>(fold),
+            DType::BFloat16 => ordered::<I, Bf16, W>(fold),
             DType::Float32 => ordered::<I, Plain<f32>, W>(fold),
             DType::Float64 => ordered::<I, Plain<f64>, 32>(fold),
             DType::Bool => bits::<I, Bool, W>(fold),

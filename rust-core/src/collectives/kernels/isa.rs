@@ -7,22 +7,22 @@ use half::f16;
 use super::Fold;
 use super::number::HalfConversion;
 
-type Run = unsafe fn(&Fold<'_>);
+type FoldFunction = unsafe fn(&Fold<'_>);
 
 /// Runs `fold` with the best instruction set of this processor.
 ///
 /// # Safety
 /// As [`super::fold`].
 pub(super) unsafe fn fold(fold: &Fold<'_>) {
-    static BEST: OnceLock<Run> = OnceLock::new();
+    static BEST: OnceLock<FoldFunction> = OnceLock::new();
     let best = BEST.get_or_init(|| candidates().next().expect("the baseline always runs").1);
     // SAFETY: the candidate was offered because the processor has its instructions; the rest is the caller's promise.
     unsafe { best(fold) }
 }
 
 /// What this processor can run, best first.
-pub(super) fn candidates() -> impl Iterator<Item = (&'static str, Run)> {
-    let mut found: Vec<(&'static str, Run)> = Vec::new();
+pub(super) fn candidates() -> impl Iterator<Item = (&'static str, FoldFunction)> {
+    let mut found: Vec<(&'static str, FoldFunction)> = Vec::new();
     #[cfg(target_arch = "x86_64")]
     {
         if is_x86_feature_detected!("avx512f")

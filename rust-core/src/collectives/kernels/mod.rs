@@ -10,10 +10,9 @@
 //!   towards zero. Minimum and maximum of floats are NaN if any value is. Bools are false or true: any value but zero
 //!   counts as true, sum, maximum and `BitOr` are "or", product, minimum and `BitAnd` are "and".
 
-use super::ReduceOp;
 use crate::buffer::DType;
+use crate::buffer::ReduceOp;
 
-pub(crate) mod copy;
 mod fold;
 mod isa;
 mod number;

@@ -92,9 +92,9 @@ complexes!(f32, f64);
 /// that a peer sent may hold any bits.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
-pub(super) struct Truth(u8);
+pub(super) struct BoolByte(u8);
 
-impl Number for Truth {
+impl Number for BoolByte {
     #[inline(always)]
     fn sum(self, other: Self) -> Self {
         Self(self.0 | other.0)
@@ -109,7 +109,7 @@ impl Number for Truth {
     }
 }
 
-impl Ordered for Truth {
+impl Ordered for BoolByte {
     #[inline(always)]
     fn min(self, other: Self) -> Self {
         self.product(other)
@@ -120,7 +120,7 @@ impl Ordered for Truth {
     }
 }
 
-impl Bits for Truth {
+impl Bits for BoolByte {
     #[inline(always)]
     fn and(self, other: Self) -> Self {
         self.product(other)
@@ -165,22 +165,22 @@ impl<I, T: Number, const W: usize> ElementFormat<I, W> for Plain<T> {
 pub(super) struct Bool;
 
 impl<I, const W: usize> ElementFormat<I, W> for Bool {
-    type Number = Truth;
+    type Number = BoolByte;
     type Stored = u8;
     #[inline(always)]
-    fn widen(stored: [u8; W]) -> [Truth; W] {
-        stored.map(|byte| Truth(u8::from(byte != 0)))
+    fn widen(stored: [u8; W]) -> [BoolByte; W] {
+        stored.map(|byte| BoolByte(u8::from(byte != 0)))
     }
     #[inline(always)]
-    fn narrow(numbers: [Truth; W]) -> [u8; W] {
+    fn narrow(numbers: [BoolByte; W]) -> [u8; W] {
         numbers.map(|truth| truth.0)
     }
 }
 
 /// bfloat16: the upper half of a float32.
-pub(super) struct Brain;
+pub(super) struct Bf16;
 
-impl<I, const W: usize> ElementFormat<I, W> for Brain {
+impl<I, const W: usize> ElementFormat<I, W> for Bf16 {
     type Number = f32;
     type Stored = u16;
     #[inline(always)]
@@ -232,7 +232,7 @@ mod tests {
         for high in 0..=u16::MAX {
             for low in [0u32, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
                 let number = f32::from_bits(u32::from(high) << 16 | low);
-                let [narrow] = <Brain as ElementFormat<(), 1>>::narrow([number]);
+                let [narrow] = <Bf16 as ElementFormat<(), 1>>::narrow([number]);
                 assert_eq!(narrow, bf16::from_f32(number).to_bits(), "{number:?} = {:08x}", number.to_bits());
             }
         }

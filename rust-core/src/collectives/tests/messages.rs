@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::ranks::Make;
+use super::ranks::MakeTransports;
 use crate::transport::{Message, Tag, Transport};
 
 const LIMIT: Duration = Duration::from_secs(20);
@@ -13,7 +13,7 @@ struct Pair {
 }
 
 impl Pair {
-    fn new(make: Make) -> Self {
+    fn new(make: MakeTransports) -> Self {
         Self { ends: make(2) }
     }
 
@@ -49,7 +49,7 @@ fn is_over(message: &Message) -> bool {
 
 /// When a send is cancelled.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum When {
+enum CancelTime {
     /// The receiver has its announcement, and no receive.
     Announced,
     /// A receive is matched, and the sender has not heard of it, unless a thread of the transport's brings it on.
@@ -59,23 +59,23 @@ enum When {
 }
 
 /// `large` bytes ask before they travel, and take several frames.
-pub(super) fn a_cancelled_send_is_withdrawn(make: Make, large: usize) {
-    for when in [When::Announced, When::Matched, When::UnderWay] {
+pub(super) fn a_cancelled_send_is_withdrawn(make: MakeTransports, large: usize) {
+    for when in [CancelTime::Announced, CancelTime::Matched, CancelTime::UnderWay] {
         let pair = Pair::new(make);
         let (first, second, third) = (vec![1; large], vec![2; large], vec![3; large]);
         let mut received = vec![0; large];
         let cancelled = pair.send(7, &first);
         let mut matched = None;
         match when {
-            When::Announced => drop(pair.drive(Duration::from_millis(50), || false)),
-            When::Matched => {
+            CancelTime::Announced => drop(pair.drive(Duration::from_millis(50), || false)),
+            CancelTime::Matched => {
                 matched = Some(pair.recv(7, &mut received));
                 let start = Instant::now();
                 while start.elapsed() < Duration::from_millis(50) {
                     pair.ends[1].progress();
                 }
             }
-            When::UnderWay => {
+            CancelTime::UnderWay => {
                 matched = Some(pair.recv(7, &mut received));
                 let start = Instant::now();
                 let last = received.as_ptr();
@@ -90,7 +90,7 @@ pub(super) fn a_cancelled_send_is_withdrawn(make: Make, large: usize) {
         pair.ends[0].cancel(&cancelled);
         if is_over(&cancelled) {
             // All of it was on its way: what is cancelled may have been sent.
-            assert_ne!(when, When::Announced);
+            assert_ne!(when, CancelTime::Announced);
             assert!(pair.drive(LIMIT, || matched.as_ref().is_some_and(is_over)), "{when:?}");
             assert!(received == first);
             continue;
@@ -106,7 +106,7 @@ pub(super) fn a_cancelled_send_is_withdrawn(make: Make, large: usize) {
     }
 }
 
-pub(super) fn messages_that_nobody_receives_are_bounded(make: Make) {
+pub(super) fn messages_that_nobody_receives_are_bounded(make: MakeTransports) {
     /// One frame on every transport.
     const BYTES: usize = 1 << 10;
     /// Twice as many as a receiver keeps.

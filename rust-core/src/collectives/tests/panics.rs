@@ -4,13 +4,13 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use super::ranks::*;
-use crate::buffer::DType;
-use crate::collectives::{ReduceOp, Request};
+use crate::buffer::{DType, ReduceOp};
+use crate::collectives::Request;
 use crate::error::{Code, Error};
 
 const TEXT: &str = "the callback of step 12 broke";
 
-pub(super) fn a_panic_in_a_completion_spoils_the_group(make: Make) {
+pub(super) fn a_panic_in_a_completion_spoils_the_group(make: MakeTransports) {
     let job = job(make, 2, TIMEOUT);
     on_all(&job, |me, communicator| {
         let mut data = Memory::random(DType::Float32, 100, me as u64);
@@ -66,8 +66,8 @@ fn a_panic_in_the_completion_of_a_message_ends_those_that_wait() {
 #[test]
 fn a_panic_in_an_operation_breaks_the_group_with_its_text() {
     struct Panics;
-    impl super::super::Watch for Panics {
-        fn enters(&self, _: super::super::Phase, _: &std::ops::Range<usize>) {
+    impl super::super::PhaseListener for Panics {
+        fn enters(&self, _: super::super::BatchPhase, _: &std::ops::Range<usize>) {
             panic!("{TEXT}");
         }
     }

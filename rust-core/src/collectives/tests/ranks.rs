@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::buffer::{DType, Device, TensorView};
-use crate::collectives::{Communicator, ReduceOp, reference};
+use crate::buffer::{DType, Device, ReduceOp, TensorView};
+use crate::collectives::{Communicator, reference};
 use crate::transport::hosts::HostsGroup;
 use crate::transport::mock::{MockOptions, MockTransport};
 use crate::transport::mpi::{Engine, loopback};
@@ -15,7 +15,7 @@ use crate::world::{LocalStore, Monitor};
 pub(super) const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Makes the transports of a group of this size.
-pub(super) type Make = fn(usize) -> Vec<Arc<dyn Transport>>;
+pub(super) type MakeTransports = fn(usize) -> Vec<Arc<dyn Transport>>;
 
 pub(super) fn shm(size: usize) -> Vec<Arc<dyn Transport>> {
     let store = LocalStore::default();
@@ -91,19 +91,19 @@ pub(super) fn tcp_dealt(size: usize) -> Vec<Arc<dyn Transport>> {
     over_tcp(size, |member| member % 2)
 }
 
-pub(super) struct Job {
+pub(super) struct TestGroup {
     pub(super) communicators: Vec<Arc<Communicator>>,
     pub(super) monitors: Vec<Arc<Monitor>>,
 }
 
-pub(super) fn job(make: Make, size: usize, timeout: Duration) -> Job {
+pub(super) fn job(make: MakeTransports, size: usize, timeout: Duration) -> TestGroup {
     let monitors: Vec<_> = (0..size).map(|rank| Arc::new(Monitor::new(rank))).collect();
     let new = |(transport, monitor): (_, &Arc<Monitor>)| Communicator::new(3, transport, monitor.clone(), timeout);
-    Job { communicators: make(size).into_iter().zip(&monitors).map(new).collect(), monitors }
+    TestGroup { communicators: make(size).into_iter().zip(&monitors).map(new).collect(), monitors }
 }
 
 /// Runs `rank` as every member, each on a thread, and returns what they return.
-pub(super) fn on_all<T: Send>(job: &Job, rank: impl Fn(usize, &Arc<Communicator>) -> T + Sync) -> Vec<T> {
+pub(super) fn on_all<T: Send>(job: &TestGroup, rank: impl Fn(usize, &Arc<Communicator>) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {
         let rank = &rank;
         let spawn = |(me, communicator)| scope.spawn(move || rank(me, communicator));

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::Parser;
 
-use super::driver::Limits;
+use super::driver::ElasticLimits;
 use super::hosts::Cooldown;
 use crate::error::{Error, Result};
 
@@ -21,7 +21,7 @@ pub(in super::super) type HostList = Vec<(String, usize)>;
     override_usage = "smdrun elastic -n N --min-np N --host-discovery-script SCRIPT [OPTIONS] COMMAND...",
     after_help = "The script prints `host:slots` lines; it is asked every second. The command is run as it is."
 )]
-pub(super) struct Args {
+pub(super) struct ElasticArgs {
     /// Slots that the first session waits for
     #[arg(short = 'n', long = "num-processes", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub first: u32,
@@ -88,16 +88,16 @@ pub(super) struct Args {
 }
 
 /// Reads the command line; the error is also what `--help` prints.
-pub(super) fn parse(argv: &[OsString]) -> std::result::Result<Args, clap::Error> {
-    Args::try_parse_from(argv)
+pub(super) fn parse(argv: &[OsString]) -> std::result::Result<ElasticArgs, clap::Error> {
+    ElasticArgs::try_parse_from(argv)
 }
 
-impl Args {
+impl ElasticArgs {
     /// What the driver keeps to.
     ///
     /// # Errors
     /// [`Error::Config`] naming options that do not fit.
-    pub fn limits(&self) -> Result<Limits> {
+    pub fn limits(&self) -> Result<ElasticLimits> {
         let (first, most) = (self.first as usize, self.max_np as usize);
         let least = self.min_np.map_or(first, |least| least as usize);
         if least > most || first > most {
@@ -110,7 +110,7 @@ impl Args {
             None => crate::config::ELASTIC_TIMEOUT_SECONDS.seconds()?,
         };
         // More slots than the least are welcome, and worth no wait.
-        Ok(Limits { first: first.max(least), least, most, resets: self.reset_limit, timeout })
+        Ok(ElasticLimits { first: first.max(least), least, most, resets: self.reset_limit, timeout })
     }
 
     /// How long hosts where workers fail are not used.

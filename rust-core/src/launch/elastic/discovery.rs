@@ -27,14 +27,14 @@ pub(super) enum Discovery {
 pub(super) struct Script {
     command: Vec<OsString>,
     slots_per_host: Option<usize>,
-    run: Option<Run>,
+    run: Option<ScriptRun>,
     next: Instant,
     /// It has found hosts before.
     has_worked: bool,
     last_failure: String,
 }
 
-struct Run {
+struct ScriptRun {
     process: Process,
     pipes: Pipes,
     stdout: Vec<u8>,
@@ -105,7 +105,7 @@ impl Script {
             let variables = std::env::vars_os().collect();
             match Process::start(&self.command, variables, Input::Nothing) {
                 Ok((process, pipes)) => {
-                    self.run = Some(Run { process, pipes, stdout: Vec::new(), stderr: Vec::new(), start: now });
+                    self.run = Some(ScriptRun { process, pipes, stdout: Vec::new(), stderr: Vec::new(), start: now });
                 }
                 Err(error) => return Some(Err(error.to_string())),
             }
@@ -134,7 +134,7 @@ impl Script {
     }
 }
 
-impl Run {
+impl ScriptRun {
     fn read(&mut self) {
         let mut buffer = [0; 4096];
         for (pipe, text) in [(&self.pipes.stdout, &mut self.stdout), (&self.pipes.stderr, &mut self.stderr)] {

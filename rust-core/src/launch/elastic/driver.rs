@@ -17,14 +17,14 @@
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
-use super::hosts::{Hosts, Place};
+use super::hosts::{HostPool, WorkerSlot};
 
 /// Members of a running session hear again of places that differ from theirs, in case a script lost the first word.
 const REPEAT: Duration = Duration::from_secs(5);
 
 /// What the user asked for.
 #[derive(Clone, Debug)]
-pub struct Limits {
+pub struct ElasticLimits {
     /// Slots that the first session waits for.
     pub first: usize,
     /// Slots without which nobody trains.
@@ -41,7 +41,7 @@ pub struct Limits {
 pub type WorkerId = usize;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum WorkerState {
     Starting,
     Waiting,
     Training,
@@ -52,21 +52,21 @@ enum State {
 #[derive(Debug)]
 struct Worker {
     id: WorkerId,
-    place: Place,
-    state: State,
+    place: WorkerSlot,
+    state: WorkerState,
     /// It has been in a session.
     is_old: bool,
 }
 
 /// What the driver wants done.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Action {
+pub enum WorkerAction {
     /// Start a process.
     Start {
         /// Its name from now on.
         worker: WorkerId,
         /// Where.
-        place: Place,
+        place: WorkerSlot,
         /// What it will probably be.
         rank: usize,
         /// Of so many.
@@ -98,7 +98,7 @@ pub enum Action {
 
 /// How the job ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Outcome {
+pub enum JobOutcome {
     /// The training is done.
     Done,
     /// Why it could not go on.
@@ -108,8 +108,8 @@ pub enum Outcome {
 /// See the module's text.
 #[derive(Debug)]
 pub struct Driver {
-    limits: Limits,
-    hosts: Hosts,
+    limits: ElasticLimits,
+    hosts: HostPool,
     /// Those that have not ended.
     workers: Vec<Worker>,
     made: usize,
@@ -122,14 +122,14 @@ pub struct Driver {
     /// Since when somebody waits for a session.
     waiting_since: Option<Instant>,
     /// The places that those who train were told of, and when.
-    told: Option<(Vec<Place>, Instant)>,
-    outcome: Option<Outcome>,
-    actions: Vec<Action>,
+    told: Option<(Vec<WorkerSlot>, Instant)>,
+    outcome: Option<JobOutcome>,
+    actions: Vec<WorkerAction>,
 }
 
 impl Driver {
     /// A job that may use these hosts and those that are discovered.
-    pub fn new(limits: Limits, hosts: Hosts) -> Self {
+    pub fn new(limits: ElasticLimits, hosts: HostPool) -> Self {
         Self {
             limits,
             hosts,
@@ -147,12 +147,12 @@ impl Driver {
     }
 
     /// What is to be done since the last call, in order.
-    pub fn take_actions(&mut self) -> Vec<Action> {
+    pub fn take_actions(&mut self) -> Vec<WorkerAction> {
         std::mem::take(&mut self.actions)
     }
 
     /// How the job ended, once it has and no worker is left.
-    pub fn outcome(&self) -> Option<&Outcome> {
+    pub fn outcome(&self) -> Option<&JobOutcome> {
         self.outcome.as_ref().filter(|_| self.workers.is_empty())
     }
 
@@ -164,14 +164,14 @@ impl Driver {
 
     /// A worker asks for a place in the next session.
     pub fn entered(&mut self, id: WorkerId, now: Instant) {
-        self.enter(id, State::Waiting);
+        self.enter(id, WorkerState::Waiting);
         self.settle(now);
     }
 
     /// It does not any more, and will ask again or end.
     pub fn withdrew(&mut self, id: WorkerId, now: Instant) {
-        if self.worker(id).is_some_and(|worker| worker.state == State::Waiting) {
-            self.enter(id, State::Starting);
+        if self.worker(id).is_some_and(|worker| worker.state == WorkerState::Waiting) {
+            self.enter(id, WorkerState::Starting);
         }
         self.settle(now);
     }
@@ -181,7 +181,7 @@ impl Driver {
         let Some(index) = self.workers.iter().position(|worker| worker.id == id) else { return };
         let worker = self.workers.remove(index);
         match failure {
-            _ if worker.state == State::Ending => {}
+            _ if worker.state == WorkerState::Ending => {}
             None => self.succeeded = true,
             Some(failure) => {
                 self.say(format!(
@@ -202,7 +202,7 @@ impl Driver {
     }
 
     /// The hosts as they are now.
-    pub fn hosts(&self) -> &Hosts {
+    pub fn hosts(&self) -> &HostPool {
         &self.hosts
     }
 
@@ -214,7 +214,7 @@ impl Driver {
 
     /// The user wants no more, for this reason.
     pub fn stop_all(&mut self, why: &str) {
-        self.end(Outcome::Failed(why.to_owned()));
+        self.end(JobOutcome::Failed(why.to_owned()));
     }
 
     /// Lets time pass; returns when to call next, at the latest.
@@ -233,24 +233,26 @@ impl Driver {
         self.workers.iter().find(|worker| worker.id == id)
     }
 
-    fn enter(&mut self, id: WorkerId, state: State) {
-        if let Some(worker) = self.workers.iter_mut().find(|worker| worker.id == id && worker.state != State::Ending) {
+    fn enter(&mut self, id: WorkerId, state: WorkerState) {
+        if let Some(worker) =
+            self.workers.iter_mut().find(|worker| worker.id == id && worker.state != WorkerState::Ending)
+        {
             worker.state = state;
         }
     }
 
     fn say(&mut self, text: String) {
-        self.actions.push(Action::Say(text));
+        self.actions.push(WorkerAction::Say(text));
     }
 
     fn stop(&mut self, which: impl Fn(&Worker) -> bool) {
-        for worker in self.workers.iter_mut().filter(|worker| worker.state != State::Ending && which(worker)) {
-            worker.state = State::Ending;
-            self.actions.push(Action::Stop { worker: worker.id });
+        for worker in self.workers.iter_mut().filter(|worker| worker.state != WorkerState::Ending && which(worker)) {
+            worker.state = WorkerState::Ending;
+            self.actions.push(WorkerAction::Stop { worker: worker.id });
         }
     }
 
-    fn end(&mut self, outcome: Outcome) {
+    fn end(&mut self, outcome: JobOutcome) {
         if self.outcome.is_none() {
             self.outcome = Some(outcome);
             self.stop(|_| true);
@@ -268,7 +270,7 @@ impl Driver {
         let places = self.hosts.places(self.limits.most);
         let needed = if self.sessions == 0 { self.limits.first } else { self.limits.least };
         if let Some(why) = self.why_not(&places, needed, now) {
-            return self.end(Outcome::Failed(why));
+            return self.end(JobOutcome::Failed(why));
         }
         if places.len() < needed {
             return;
@@ -280,21 +282,21 @@ impl Driver {
 
     /// DRV-5: who still trains may finish, nobody else is needed.
     fn wind_up(&mut self) {
-        self.stop(|worker| worker.state == State::Starting);
+        self.stop(|worker| worker.state == WorkerState::Starting);
         let waiting: Vec<WorkerId> =
-            self.workers.iter().filter(|worker| worker.state == State::Waiting).map(|worker| worker.id).collect();
+            self.workers.iter().filter(|worker| worker.state == WorkerState::Waiting).map(|worker| worker.id).collect();
         for id in waiting {
-            self.enter(id, State::Ending);
-            self.actions.push(Action::Remove { worker: id });
+            self.enter(id, WorkerState::Ending);
+            self.actions.push(WorkerAction::Remove { worker: id });
         }
         if self.workers.is_empty() {
-            self.outcome = Some(Outcome::Done);
+            self.outcome = Some(JobOutcome::Done);
         }
     }
 
     /// Why the job cannot go on, if it cannot.
-    fn why_not(&mut self, places: &[Place], needed: usize, now: Instant) -> Option<String> {
-        let live = || self.workers.iter().filter(|worker| worker.state != State::Ending);
+    fn why_not(&mut self, places: &[WorkerSlot], needed: usize, now: Instant) -> Option<String> {
+        let live = || self.workers.iter().filter(|worker| worker.state != WorkerState::Ending);
         let cause = || self.failure.as_ref().map_or_else(String::new, |failure| format!("; first: {failure}"));
         if self.failure.is_some() && self.hosts.all_lost() {
             return Some(format!("workers have failed on all hosts{}", cause()));
@@ -305,7 +307,7 @@ impl Driver {
         if self.sessions > 0 && !live().any(|worker| worker.is_old) {
             return Some(self.state_lost());
         }
-        if places.len() >= needed || live().any(|worker| worker.state == State::Training) {
+        if places.len() >= needed || live().any(|worker| worker.state == WorkerState::Training) {
             self.short_since = None;
         } else {
             let since = *self.short_since.get_or_insert(now);
@@ -331,25 +333,31 @@ impl Driver {
         format!("no worker that has the state is left, so the job is unable to broadcast state to others{cause}")
     }
 
-    fn start_missing(&mut self, places: &[Place]) {
-        let taken: HashSet<Place> = self.workers.iter().map(|worker| worker.place.clone()).collect();
+    fn start_missing(&mut self, places: &[WorkerSlot]) {
+        let taken: HashSet<WorkerSlot> = self.workers.iter().map(|worker| worker.place.clone()).collect();
         for (rank, place) in places.iter().enumerate().filter(|(_, place)| !taken.contains(place)) {
             let id = self.made;
             self.made += 1;
-            self.workers.push(Worker { id, place: place.clone(), state: State::Starting, is_old: false });
-            self.actions.push(Action::Start { worker: id, place: place.clone(), rank, size: places.len() });
+            self.workers.push(Worker { id, place: place.clone(), state: WorkerState::Starting, is_old: false });
+            self.actions.push(WorkerAction::Start { worker: id, place: place.clone(), rank, size: places.len() });
         }
     }
 
-    fn notify(&mut self, places: &[Place], now: Instant) {
-        let training: HashSet<&Place> =
-            self.workers.iter().filter(|worker| worker.state == State::Training).map(|worker| &worker.place).collect();
-        if training.is_empty() || self.workers.iter().any(|worker| worker.state == State::Waiting && worker.is_old) {
+    fn notify(&mut self, places: &[WorkerSlot], now: Instant) {
+        let training: HashSet<&WorkerSlot> = self
+            .workers
+            .iter()
+            .filter(|worker| worker.state == WorkerState::Training)
+            .map(|worker| &worker.place)
+            .collect();
+        if training.is_empty()
+            || self.workers.iter().any(|worker| worker.state == WorkerState::Waiting && worker.is_old)
+        {
             // Nobody to tell, or the session has ended already.
             self.told = None;
             return;
         }
-        let wanted: HashSet<&Place> = places.iter().collect();
+        let wanted: HashSet<&WorkerSlot> = places.iter().collect();
         let removed = training.difference(&wanted).next().is_some();
         let added = wanted.difference(&training).next().is_some();
         let kinds = u8::from(removed) + 2 * u8::from(added);
@@ -358,19 +366,19 @@ impl Driver {
             self.told = None;
         } else if is_news {
             self.told = Some((places.to_vec(), now));
-            self.actions.push(Action::Notify { kinds });
+            self.actions.push(WorkerAction::Notify { kinds });
         }
     }
 
     /// DRV-1.
-    fn begin(&mut self, places: &[Place], now: Instant) {
-        let waits = |worker: &Worker| worker.state == State::Waiting;
+    fn begin(&mut self, places: &[WorkerSlot], now: Instant) {
+        let waits = |worker: &Worker| worker.state == WorkerState::Waiting;
         if !self.workers.iter().any(waits) {
             self.waiting_since = None;
             return;
         }
         if !self.workers.iter().all(waits) {
-            let trains = self.workers.iter().any(|worker| worker.state == State::Training);
+            let trains = self.workers.iter().any(|worker| worker.state == WorkerState::Training);
             if trains && !self.workers.iter().any(|worker| waits(worker) && worker.is_old) {
                 // A session goes on: new workers wait for its end, however long it takes.
                 self.waiting_since = None;
@@ -386,7 +394,8 @@ impl Driver {
         self.waiting_since = None;
         if self.sessions > self.limits.resets.unwrap_or(usize::MAX) {
             let limit = self.sessions - 1;
-            return self.end(Outcome::Failed(format!("number of resets during elastic job exceeded limit: {limit}")));
+            return self
+                .end(JobOutcome::Failed(format!("number of resets during elastic job exceeded limit: {limit}")));
         }
         let has_place = |worker: &Worker| places.contains(&worker.place);
         let with_state: HashSet<String> = self
@@ -396,37 +405,37 @@ impl Driver {
             .map(|worker| worker.place.host.clone())
             .collect();
         if self.sessions > 0 && with_state.is_empty() {
-            return self.end(Outcome::Failed(self.state_lost()));
+            return self.end(JobOutcome::Failed(self.state_lost()));
         }
         let mut seats = Vec::new();
         for worker in &mut self.workers {
-            let Place { host, slot } = &worker.place;
+            let WorkerSlot { host, slot } = &worker.place;
             if has_place(worker) {
                 // DRV-2.
                 let age = places.iter().position(|place| place.host == *host);
                 seats.push(((!with_state.contains(host), age, !worker.is_old, *slot), worker.id));
             } else {
-                worker.state = State::Ending;
-                self.actions.push(Action::Remove { worker: worker.id });
+                worker.state = WorkerState::Ending;
+                self.actions.push(WorkerAction::Remove { worker: worker.id });
             }
         }
         seats.sort_unstable();
         for (_, id) in &seats {
-            self.enter(*id, State::Training);
+            self.enter(*id, WorkerState::Training);
         }
-        for worker in self.workers.iter_mut().filter(|worker| worker.state == State::Training) {
+        for worker in self.workers.iter_mut().filter(|worker| worker.state == WorkerState::Training) {
             worker.is_old = true;
         }
         self.sessions += 1;
         self.failure = None;
         self.told = None;
-        self.actions.push(Action::Seat { workers: seats.into_iter().map(|(_, id)| id).collect() });
+        self.actions.push(WorkerAction::Seat { workers: seats.into_iter().map(|(_, id)| id).collect() });
     }
 
     /// DRV-4: who has not come back by now is stuck.
     fn give_up_late(&mut self) {
         let late: Vec<WorkerId> =
-            self.workers.iter().filter(|worker| worker.state != State::Waiting).map(|worker| worker.id).collect();
+            self.workers.iter().filter(|worker| worker.state != WorkerState::Waiting).map(|worker| worker.id).collect();
         for id in late {
             self.say(format!("worker {id} has not come back to the job for {:.0?}: it is ended", self.limits.timeout));
             self.stop(|worker| worker.id == id);

@@ -1,39 +1,39 @@
 use super::super::hosts::parse;
 use super::*;
 
-struct Job {
+struct TestJob {
     driver: Driver,
     now: Instant,
 }
 
-impl Job {
+impl TestJob {
     fn new(first: usize, least: usize, most: usize) -> Self {
         let timeout = Duration::from_secs(60);
-        let limits = Limits { first, least, most, resets: None, timeout };
-        Self { driver: Driver::new(limits, Hosts::new(None)), now: Instant::now() }
+        let limits = ElasticLimits { first, least, most, resets: None, timeout };
+        Self { driver: Driver::new(limits, HostPool::new(None)), now: Instant::now() }
     }
 
-    fn hosts(&mut self, text: &str) -> Vec<Action> {
+    fn hosts(&mut self, text: &str) -> Vec<WorkerAction> {
         self.driver.discovered(parse(text, None).unwrap(), self.now);
         self.driver.take_actions()
     }
 
-    fn enter(&mut self, ids: &[WorkerId]) -> Vec<Action> {
+    fn enter(&mut self, ids: &[WorkerId]) -> Vec<WorkerAction> {
         ids.iter().for_each(|id| self.driver.entered(*id, self.now));
         self.driver.take_actions()
     }
 
-    fn fail(&mut self, id: WorkerId) -> Vec<Action> {
+    fn fail(&mut self, id: WorkerId) -> Vec<WorkerAction> {
         self.driver.ended(id, Some("killed".to_owned()), 0.0, self.now);
-        self.driver.take_actions().into_iter().filter(|action| !matches!(action, Action::Say(_))).collect()
+        self.driver.take_actions().into_iter().filter(|action| !matches!(action, WorkerAction::Say(_))).collect()
     }
 
-    fn end(&mut self, id: WorkerId) -> Vec<Action> {
+    fn end(&mut self, id: WorkerId) -> Vec<WorkerAction> {
         self.driver.ended(id, None, 0.0, self.now);
         self.driver.take_actions()
     }
 
-    fn wait(&mut self, seconds: u64) -> Vec<Action> {
+    fn wait(&mut self, seconds: u64) -> Vec<WorkerAction> {
         self.now += Duration::from_secs(seconds);
         self.driver.tick(self.now);
         self.driver.take_actions()
@@ -41,23 +41,23 @@ impl Job {
 
     fn failed(&self) -> &str {
         match self.driver.outcome() {
-            Some(Outcome::Failed(why)) => why,
+            Some(JobOutcome::Failed(why)) => why,
             other => panic!("{other:?}"),
         }
     }
 }
 
-fn start(worker: WorkerId, host: &str, slot: usize, rank: usize, size: usize) -> Action {
-    Action::Start { worker, place: Place { host: host.to_owned(), slot }, rank, size }
+fn start(worker: WorkerId, host: &str, slot: usize, rank: usize, size: usize) -> WorkerAction {
+    WorkerAction::Start { worker, place: WorkerSlot { host: host.to_owned(), slot }, rank, size }
 }
 
-fn seat(workers: &[WorkerId]) -> Action {
-    Action::Seat { workers: workers.to_vec() }
+fn seat(workers: &[WorkerId]) -> WorkerAction {
+    WorkerAction::Seat { workers: workers.to_vec() }
 }
 
 #[test]
 fn a_job_waits_for_its_slots_and_ends_when_all_have() {
-    let mut job = Job::new(3, 2, 4);
+    let mut job = TestJob::new(3, 2, 4);
     assert_eq!(job.hosts("a:2"), []);
     assert_eq!(job.hosts("a:2\nb:1"), [start(0, "a", 0, 0, 3), start(1, "a", 1, 1, 3), start(2, "b", 0, 2, 3)]);
     assert_eq!(job.enter(&[2, 0]), []);
@@ -66,29 +66,32 @@ fn a_job_waits_for_its_slots_and_ends_when_all_have() {
     assert_eq!(job.end(0), []);
     assert_eq!(job.driver.outcome(), None);
     assert_eq!(job.end(2), []);
-    assert_eq!(job.driver.outcome(), Some(&Outcome::Done));
+    assert_eq!(job.driver.outcome(), Some(&JobOutcome::Done));
 }
 
 #[test]
 fn new_places_are_told_and_taken_when_all_have_come() {
-    let mut job = Job::new(1, 1, 3);
+    let mut job = TestJob::new(1, 1, 3);
     job.hosts("b:1");
     assert_eq!(job.enter(&[0]), [seat(&[0])]);
-    assert_eq!(job.hosts("a:3\nb:1"), [start(1, "a", 0, 1, 3), start(2, "a", 1, 2, 3), Action::Notify { kinds: 2 }]);
+    assert_eq!(
+        job.hosts("a:3\nb:1"),
+        [start(1, "a", 0, 1, 3), start(2, "a", 1, 2, 3), WorkerAction::Notify { kinds: 2 }]
+    );
     assert_eq!(job.hosts("a:3\nb:1"), [], "the same news is told once");
-    assert_eq!(job.wait(6), [Action::Notify { kinds: 2 }], "or again after a while");
+    assert_eq!(job.wait(6), [WorkerAction::Notify { kinds: 2 }], "or again after a while");
     assert_eq!(job.enter(&[1, 0]), []);
     assert_eq!(job.enter(&[2]), [seat(&[0, 1, 2])], "the old one stays rank 0");
-    assert_eq!(job.hosts("a:2"), [Action::Notify { kinds: 1 }]);
-    assert_eq!(job.enter(&[0, 1, 2]), [Action::Remove { worker: 0 }, seat(&[1, 2])]);
+    assert_eq!(job.hosts("a:2"), [WorkerAction::Notify { kinds: 1 }]);
+    assert_eq!(job.enter(&[0, 1, 2]), [WorkerAction::Remove { worker: 0 }, seat(&[1, 2])]);
 }
 
 #[test]
 fn a_failure_takes_its_host_along() {
-    let mut job = Job::new(3, 1, 9);
+    let mut job = TestJob::new(3, 1, 9);
     job.hosts("a:2\nb:1");
     job.enter(&[0, 1, 2]);
-    assert_eq!(job.fail(1), [Action::Stop { worker: 0 }]);
+    assert_eq!(job.fail(1), [WorkerAction::Stop { worker: 0 }]);
     assert_eq!(job.enter(&[2]), [], "the other one on that host may still be in the session");
     assert_eq!(job.fail(0), [seat(&[2])]);
     assert_eq!(job.fail(2), []);
@@ -97,41 +100,41 @@ fn a_failure_takes_its_host_along() {
 
 #[test]
 fn nobody_left_with_the_state_is_the_end() {
-    let mut job = Job::new(1, 1, 9);
+    let mut job = TestJob::new(1, 1, 9);
     job.hosts("a:1");
     job.enter(&[0]);
     job.hosts("a:1\nb:1");
     job.enter(&[1]);
-    assert_eq!(job.fail(0), [Action::Stop { worker: 1 }]);
+    assert_eq!(job.fail(0), [WorkerAction::Stop { worker: 1 }]);
     job.end(1);
     assert!(job.failed().contains("unable to broadcast state"), "{}", job.failed());
 }
 
 #[test]
 fn too_few_survivors_wait_for_others_or_end() {
-    let mut job = Job::new(2, 2, 2);
+    let mut job = TestJob::new(2, 2, 2);
     job.hosts("a:1\nb:1");
     job.enter(&[0, 1]);
     job.fail(1);
     let waits = "1 of at least 2 slots are left: the job waits for more".to_owned();
-    assert_eq!(job.enter(&[0]), [Action::Say(waits)]);
+    assert_eq!(job.enter(&[0]), [WorkerAction::Say(waits)]);
     assert_eq!(job.hosts("a:1\nb:1\nc:1"), [start(2, "c", 0, 1, 2)]);
     assert_eq!(job.enter(&[2]), [seat(&[0, 2])]);
     job.fail(2);
     job.enter(&[0]);
-    assert_eq!(job.wait(61), [Action::Stop { worker: 0 }]);
+    assert_eq!(job.wait(61), [WorkerAction::Stop { worker: 0 }]);
     job.end(0);
     assert!(job.failed().contains("minimum number of slots to become available"), "{}", job.failed());
 }
 
 #[test]
 fn who_does_not_come_back_is_ended() {
-    let mut job = Job::new(2, 1, 2);
+    let mut job = TestJob::new(2, 1, 2);
     job.hosts("a:1\nb:1");
     job.enter(&[0, 1]);
     job.enter(&[0]);
     job.wait(0);
-    assert!(job.wait(61).contains(&Action::Stop { worker: 1 }));
+    assert!(job.wait(61).contains(&WorkerAction::Stop { worker: 1 }));
     job.end(1);
     assert_eq!(job.enter(&[2]), [seat(&[0, 2])]);
 }
@@ -139,7 +142,7 @@ fn who_does_not_come_back_is_ended() {
 #[test]
 fn rank_0_has_the_state_whatever_became_of_the_hosts() {
     // Its host was gone for a moment, so another has become the oldest.
-    let mut job = Job::new(1, 1, 9);
+    let mut job = TestJob::new(1, 1, 9);
     job.hosts("a:1");
     job.enter(&[0]);
     job.hosts("b:1");
@@ -147,31 +150,31 @@ fn rank_0_has_the_state_whatever_became_of_the_hosts() {
     assert_eq!(job.enter(&[1, 0]), [seat(&[0, 1])]);
 
     // The worker at the first place was replaced; its neighbour has the state, and so has one on another host.
-    let mut job = Job::new(3, 1, 9);
+    let mut job = TestJob::new(3, 1, 9);
     job.hosts("a:2\nb:1");
     job.enter(&[0, 1, 2]);
     job.enter(&[1, 2]);
-    assert!(job.wait(61).contains(&Action::Stop { worker: 0 }));
+    assert!(job.wait(61).contains(&WorkerAction::Stop { worker: 0 }));
     job.end(0);
     assert_eq!(job.enter(&[3]), [seat(&[1, 3, 2])]);
 
     // As before, but nobody else on that host has it.
-    let mut job = Job::new(2, 1, 9);
+    let mut job = TestJob::new(2, 1, 9);
     job.hosts("a:1\nb:1");
     job.enter(&[0, 1]);
     job.enter(&[1]);
-    assert!(job.wait(61).contains(&Action::Stop { worker: 0 }));
+    assert!(job.wait(61).contains(&WorkerAction::Stop { worker: 0 }));
     job.end(0);
     assert_eq!(job.enter(&[2]), [seat(&[1, 2])]);
 }
 
 #[test]
 fn no_session_begins_without_a_place_for_the_state() {
-    let mut job = Job::new(1, 1, 9);
+    let mut job = TestJob::new(1, 1, 9);
     job.hosts("a:1");
     job.enter(&[0]);
-    assert_eq!(job.hosts("b:1"), [start(1, "b", 0, 0, 1), Action::Notify { kinds: 3 }]);
-    assert_eq!(job.enter(&[1, 0]), [Action::Stop { worker: 0 }, Action::Stop { worker: 1 }]);
+    assert_eq!(job.hosts("b:1"), [start(1, "b", 0, 0, 1), WorkerAction::Notify { kinds: 3 }]);
+    assert_eq!(job.enter(&[1, 0]), [WorkerAction::Stop { worker: 0 }, WorkerAction::Stop { worker: 1 }]);
     job.end(0);
     job.end(1);
     assert!(job.failed().contains("unable to broadcast state"), "{}", job.failed());
@@ -179,20 +182,20 @@ fn no_session_begins_without_a_place_for_the_state() {
 
 #[test]
 fn new_workers_wait_as_long_as_a_session_goes_well() {
-    let mut job = Job::new(1, 1, 9);
+    let mut job = TestJob::new(1, 1, 9);
     job.hosts("a:1");
     job.enter(&[0]);
     job.hosts("a:2");
     assert_eq!(job.enter(&[1]), []);
     for _ in 0..9 {
-        assert_eq!(job.wait(61), [Action::Notify { kinds: 2 }]);
+        assert_eq!(job.wait(61), [WorkerAction::Notify { kinds: 2 }]);
     }
     assert_eq!(job.enter(&[0]), [seat(&[0, 1])]);
 }
 
 #[test]
 fn resets_have_a_limit() {
-    let mut job = Job::new(2, 1, 2);
+    let mut job = TestJob::new(2, 1, 2);
     job.driver.limits.resets = Some(1);
     job.hosts("a:1\nb:1\nc:1");
     job.enter(&[0, 1]);
@@ -200,21 +203,21 @@ fn resets_have_a_limit() {
     job.enter(&[0]);
     assert_eq!(job.enter(&[2]), [seat(&[0, 2])]);
     job.fail(2);
-    assert_eq!(job.enter(&[0]), [Action::Stop { worker: 0 }]);
+    assert_eq!(job.enter(&[0]), [WorkerAction::Stop { worker: 0 }]);
     job.end(0);
     assert_eq!(job.failed(), "number of resets during elastic job exceeded limit: 1");
 }
 
 #[test]
 fn a_success_ends_those_that_have_not_begun() {
-    let mut job = Job::new(1, 1, 2);
+    let mut job = TestJob::new(1, 1, 2);
     job.hosts("a:1");
     job.enter(&[0]);
     job.hosts("a:2");
-    assert_eq!(job.end(0), [Action::Stop { worker: 1 }]);
+    assert_eq!(job.end(0), [WorkerAction::Stop { worker: 1 }]);
     assert_eq!(job.driver.outcome(), None);
     job.fail(1);
-    assert_eq!(job.driver.outcome(), Some(&Outcome::Done));
+    assert_eq!(job.driver.outcome(), Some(&JobOutcome::Done));
 }
 
 /// Whatever happens in whatever order: a session has each worker that lives once, in the order of places, rank 0 has been in
@@ -229,16 +232,16 @@ fn every_order_of_events_keeps_the_invariants() {
             state ^= state << 17;
             state % below
         };
-        let mut job = Job::new(2, 1 + draw(2) as usize, 4);
+        let mut job = TestJob::new(2, 1 + draw(2) as usize, 4);
         let mut live: Vec<WorkerId> = Vec::new();
         let mut stopped: Vec<WorkerId> = Vec::new();
         let mut session: Vec<WorkerId> = Vec::new();
         for step in 0..2000 {
             for action in job.driver.take_actions() {
                 match action {
-                    Action::Start { worker, .. } => live.push(worker),
-                    Action::Stop { worker } | Action::Remove { worker } => stopped.push(worker),
-                    Action::Seat { workers } => {
+                    WorkerAction::Start { worker, .. } => live.push(worker),
+                    WorkerAction::Stop { worker } | WorkerAction::Remove { worker } => stopped.push(worker),
+                    WorkerAction::Seat { workers } => {
                         assert!(workers.iter().all(|worker| live.contains(worker) && !stopped.contains(worker)));
                         assert!(
                             session.is_empty() || session.contains(&workers[0]),
@@ -246,7 +249,7 @@ fn every_order_of_events_keeps_the_invariants() {
                         );
                         session = workers;
                     }
-                    Action::Notify { .. } | Action::Say(_) => {}
+                    WorkerAction::Notify { .. } | WorkerAction::Say(_) => {}
                 }
             }
             if job.driver.outcome().is_some() {
@@ -283,11 +286,11 @@ fn every_order_of_events_keeps_the_invariants() {
 
 #[test]
 fn a_host_that_the_user_bans_loses_its_workers() {
-    let mut job = Job::new(2, 1, 2);
+    let mut job = TestJob::new(2, 1, 2);
     job.hosts("a:1\nb:1");
     assert_eq!(job.enter(&[0, 1]), [seat(&[0, 1])]);
     job.driver.ban("b", 0.0, job.now);
-    assert_eq!(job.driver.take_actions()[0], Action::Stop { worker: 1 });
+    assert_eq!(job.driver.take_actions()[0], WorkerAction::Stop { worker: 1 });
     assert_eq!(job.driver.hosts().usable(), [("a".to_owned(), 1)]);
     assert!(job.driver.hosts().is_banned("b", job.now));
 }

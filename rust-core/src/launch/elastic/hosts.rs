@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 /// A place for one worker.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Place {
+pub struct WorkerSlot {
     /// The host's name, as discovered.
     pub host: String,
     /// Which of its slots.
@@ -46,7 +46,7 @@ struct Ban {
 
 /// See the module's text.
 #[derive(Clone, Debug)]
-pub struct Hosts {
+pub struct HostPool {
     cooldown: Option<Cooldown>,
     /// Oldest first, with slots.
     order: Vec<(String, usize)>,
@@ -54,7 +54,7 @@ pub struct Hosts {
     discovered: Vec<(String, usize)>,
 }
 
-impl Hosts {
+impl HostPool {
     /// No host yet. Without `cooldown` a ban is for ever.
     pub fn new(cooldown: Option<Cooldown>) -> Self {
         Self { cooldown, order: Vec::new(), bans: HashMap::new(), discovered: Vec::new() }
@@ -117,9 +117,9 @@ impl Hosts {
     }
 
     /// The first `most` places, host by host.
-    pub fn places(&self, most: usize) -> Vec<Place> {
+    pub fn places(&self, most: usize) -> Vec<WorkerSlot> {
         let places =
-            self.order.iter().flat_map(|(host, slots)| (0..*slots).map(|slot| Place { host: host.clone(), slot }));
+            self.order.iter().flat_map(|(host, slots)| (0..*slots).map(|slot| WorkerSlot { host: host.clone(), slot }));
         places.take(most).collect()
     }
 }
@@ -144,7 +144,7 @@ pub(super) fn parse(text: &str, slots_per_host: Option<usize>) -> Result<Vec<(St
 mod tests {
     use super::*;
 
-    fn names(hosts: &Hosts, most: usize) -> Vec<String> {
+    fn names(hosts: &HostPool, most: usize) -> Vec<String> {
         hosts.places(most).iter().map(|place| format!("{}/{}", place.host, place.slot)).collect()
     }
 
@@ -155,7 +155,7 @@ mod tests {
     #[test]
     fn old_hosts_come_first() {
         let now = Instant::now();
-        let mut hosts = Hosts::new(None);
+        let mut hosts = HostPool::new(None);
         hosts.discover(found("b:1\nc:2"), now);
         hosts.discover(found("a:1\nc:2\nb:2"), now);
         assert_eq!(names(&hosts, 9), ["b/0", "b/1", "c/0", "c/1", "a/0"]);
@@ -168,7 +168,7 @@ mod tests {
     #[test]
     fn a_ban_without_a_time_is_for_ever() {
         let now = Instant::now();
-        let mut hosts = Hosts::new(None);
+        let mut hosts = HostPool::new(None);
         hosts.discover(found("a:1\nb:1"), now);
         hosts.ban("a", now, 0.0);
         assert!(!hosts.all_lost());
@@ -184,7 +184,7 @@ mod tests {
     fn a_ban_with_a_time_ends_and_the_next_is_longer() {
         let seconds = Duration::from_secs;
         let start = Instant::now();
-        let mut hosts = Hosts::new(Some(Cooldown { low: seconds(2), high: seconds(9) }));
+        let mut hosts = HostPool::new(Some(Cooldown { low: seconds(2), high: seconds(9) }));
         hosts.discover(found("a:1\nb:1"), start);
         hosts.ban("a", start, 0.5);
         assert_eq!(hosts.next_end(start), Some(start + seconds(3)));

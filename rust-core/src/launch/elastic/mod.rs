@@ -18,8 +18,8 @@ use std::ffi::OsString;
 
 use super::USAGE_EXIT_CODE;
 
-pub use driver::{Action, Driver, Limits, Outcome, WorkerId};
-pub use hosts::{Cooldown, Hosts, Place, jitter};
+pub use driver::{Driver, ElasticLimits, JobOutcome, WorkerAction, WorkerId};
+pub use hosts::{Cooldown, HostPool, WorkerSlot, jitter};
 
 pub(super) use args::{HostList, hosts};
 

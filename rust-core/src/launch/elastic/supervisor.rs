@@ -11,19 +11,19 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Signal;
 
 use super::super::LaunchPlan;
-use super::super::environment::{self, Seat};
+use super::super::environment::{self, LocalSeat};
 use super::super::orphan_reaper::OrphanReaper;
-use super::super::output::{Piece, Printer, Sink};
+use super::super::output::{OutputPiece, Printer, Sink};
 use super::super::process::{self, Exit, Input, Process};
 use super::super::remote::Ssh;
 use super::super::report::Tail;
 use super::super::signals::{self, Signals};
 use super::super::streams::{self, Streams};
 use super::super::supervisor::{output_folder, style};
-use super::args::Args;
+use super::args::ElasticArgs;
 use super::discovery::{Discovery, Script};
-use super::driver::{Action, Driver, Outcome, WorkerId};
-use super::hosts::{Hosts, Place, jitter};
+use super::driver::{Driver, JobOutcome, WorkerAction, WorkerId};
+use super::hosts::{HostPool, WorkerSlot, jitter};
 use crate::config;
 use crate::error::{Error, Result};
 use crate::world::rendezvous::Server;
@@ -42,10 +42,10 @@ const FAREWELL_TIME: Duration = Duration::from_secs(30);
 /// # Errors
 /// [`Error::Config`] for options that do not fit and for a discovery that never works; [`Error::Io`] if workers could not be
 /// watched. None runs any more then.
-pub(super) fn run(args: &Args) -> Result<i32> {
+pub(super) fn run(args: &ElasticArgs) -> Result<i32> {
     let limits = args.limits()?;
     let timeout = limits.timeout;
-    let driver = Driver::new(limits, Hosts::new(args.cooldown()?));
+    let driver = Driver::new(limits, HostPool::new(args.cooldown()?));
     let discovery = match (&args.host_discovery_script, &args.hosts) {
         (Some(script), _) => Discovery::Script(Script::new(script, args.slots_per_host)),
         (None, hosts) => Discovery::Fixed(hosts.clone()),
@@ -53,7 +53,7 @@ pub(super) fn run(args: &Args) -> Result<i32> {
     // First of all: threads that are started later inherit the mask, so signals arrive here only.
     let signals = Signals::take().map_err(|error| Error::io("taking over the signals", error))?;
     let reaper = OrphanReaper::start().map_err(|error| Error::io("starting the orphan reaper", error))?;
-    crate::session::log::start(None);
+    crate::log::start(None);
     let plan = LaunchPlan {
         command: args.command.clone(),
         grace: TERMINATE_TIME,
@@ -73,7 +73,7 @@ pub(super) fn run(args: &Args) -> Result<i32> {
     };
     let server = Server::start_elastic((bind, 0).into(), secret.as_bytes())?;
     process::adopt_orphans(true);
-    let mut supervisor = Supervisor {
+    let mut supervisor = ElasticSupervisor {
         max_np: args.max_np as usize,
         timeout,
         driver,
@@ -95,8 +95,8 @@ pub(super) fn run(args: &Args) -> Result<i32> {
     drop(supervisor);
     process::adopt_orphans(false);
     match result? {
-        Outcome::Done => Ok(0),
-        Outcome::Failed(why) => {
+        JobOutcome::Done => Ok(0),
+        JobOutcome::Failed(why) => {
             eprintln!("smdrun: {why}");
             if let Some(file) = &args.reason_file {
                 std::fs::write(file, &why).map_err(|error| Error::io("writing the reason of the failure", error))?;
@@ -117,7 +117,7 @@ struct Running {
     deadline: Option<(Instant, Signal)>,
 }
 
-struct Supervisor {
+struct ElasticSupervisor {
     plan: LaunchPlan,
     max_np: usize,
     /// What workers hear of the user's patience.
@@ -136,8 +136,8 @@ struct Supervisor {
     asked: bool,
 }
 
-impl Supervisor {
-    fn watch(&mut self, signals: &Signals) -> Result<Outcome> {
+impl ElasticSupervisor {
+    fn watch(&mut self, signals: &Signals) -> Result<JobOutcome> {
         loop {
             let now = Instant::now();
             let next = [self.driver.tick(now), self.discovery.next(), self.next_deadline()].into_iter().flatten().min();
@@ -252,7 +252,7 @@ impl Supervisor {
         }
         let at = self.start.elapsed();
         for (id, rank, sink, piece) in pieces {
-            if let (Sink::Stderr, Piece::Line(line), Some(worker)) = (sink, &piece, self.workers.get_mut(&id)) {
+            if let (Sink::Stderr, OutputPiece::Line(line), Some(worker)) = (sink, &piece, self.workers.get_mut(&id)) {
                 worker.tail.push(line, at);
             }
             // Nobody may read us any more; the training goes on.
@@ -267,22 +267,22 @@ impl Supervisor {
     fn act(&mut self) {
         for action in self.driver.take_actions() {
             match action {
-                Action::Start { worker, place, rank, size } => match self.start(worker, &place, rank, size) {
+                WorkerAction::Start { worker, place, rank, size } => match self.start(worker, &place, rank, size) {
                     Ok(started) => drop(self.workers.insert(worker, started)),
                     // Other hosts may do better.
                     Err(error) => self.driver.ended(worker, Some(error.text()), jitter(), Instant::now()),
                 },
-                Action::Stop { worker } => self.end_at(worker, Instant::now(), Signal::TERM),
-                Action::Remove { worker } => {
+                WorkerAction::Stop { worker } => self.end_at(worker, Instant::now(), Signal::TERM),
+                WorkerAction::Remove { worker } => {
                     self.server.remove(&name(worker), "its host has no place for it any more");
                     self.end_at(worker, Instant::now() + FAREWELL_TIME, Signal::TERM);
                 }
-                Action::Seat { workers } => self.server.seat(workers.into_iter().map(name).collect()),
-                Action::Notify { kinds } => {
+                WorkerAction::Seat { workers } => self.server.seat(workers.into_iter().map(name).collect()),
+                WorkerAction::Notify { kinds } => {
                     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
                     self.server.hosts_updated(HostsUpdated { at_micros: since.as_micros() as u64, kinds });
                 }
-                Action::Say(text) => self.say(&text),
+                WorkerAction::Say(text) => self.say(&text),
             }
         }
     }
@@ -294,7 +294,7 @@ impl Supervisor {
         }
     }
 
-    fn start(&mut self, id: WorkerId, place: &Place, rank: usize, size: usize) -> Result<Running> {
+    fn start(&mut self, id: WorkerId, place: &WorkerSlot, rank: usize, size: usize) -> Result<Running> {
         let (_, reach) = self.plan.addresses([place.host.as_str()])?;
         let address = SocketAddr::new(reach, self.server.address().port()).to_string();
         let variables = self.variables(id, place, rank, size, address);
@@ -311,7 +311,7 @@ impl Supervisor {
     fn variables(
         &self,
         id: WorkerId,
-        place: &Place,
+        place: &WorkerSlot,
         rank: usize,
         size: usize,
         address: String,
@@ -322,7 +322,8 @@ impl Supervisor {
         // The rank changes; who asks for it asks the session.
         TORCHRUN.iter().for_each(|name| drop(variables.remove(std::ffi::OsStr::new(name))));
         variables.entry("OMP_NUM_THREADS".into()).or_insert_with(|| "1".into());
-        let seat = Seat { host: place.host.clone(), host_index: 0, local: (place.slot, place.slot + 1), cross: (0, 1) };
+        let seat =
+            LocalSeat { host: place.host.clone(), host_index: 0, local: (place.slot, place.slot + 1), cross: (0, 1) };
         let own = seat.horovod_variables().into_iter().chain([
             // What it starts as: scripts log it.
             ("HOROVOD_RANK", rank.to_string()),
@@ -341,7 +342,7 @@ impl Supervisor {
     }
 }
 
-impl Drop for Supervisor {
+impl Drop for ElasticSupervisor {
     fn drop(&mut self) {
         for worker in std::mem::take(&mut self.workers).into_values() {
             self.release(worker);

@@ -3,13 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Action, Machine, Offers, Operand, Queue, Ticket};
+use super::{Machine, NegotiationAction, Offers, Operand, Queue, SubmissionId};
 use crate::collectives::Kind;
 use crate::error::Error;
-use crate::negotiation::End;
+use crate::negotiation::WaitEnd;
 use crate::negotiation::cache::Evicted;
 use crate::negotiation::description::Description;
-use crate::negotiation::message::{Announcement, Answer, Down, Limits, NegotiationFailure, Outcome, Variant};
+use crate::negotiation::message::{
+    Announcement, Down, NegotiationFailure, NegotiationLimits, Response, ResponseOutcome, Variant,
+};
 use crate::negotiation::presence;
 use crate::negotiation::stall::REPORT_AFTER;
 
@@ -18,13 +20,14 @@ impl Machine {
     pub(super) fn decide(&mut self) -> Option<Down> {
         let (mut ready, mut with_neutral) = self.complete();
         let mut failure = None;
-        let mut named: Vec<Answer> = self.announcements().into_iter().map(|it| self.answer(it, &mut failure)).collect();
+        let mut named: Vec<Response> =
+            self.announcements().into_iter().map(|it| self.answer(it, &mut failure)).collect();
         for position in with_neutral.clone().iter() {
             let Some(slot) = self.cache.slot(position) else { continue };
             if let Some(reason) = self.refuse_neutral(&slot.description) {
                 ready.take(position);
                 with_neutral.take(position);
-                named.push(Answer { name: slot.name.to_string(), outcome: Outcome::Refused(reason) });
+                named.push(Response { name: slot.name.to_string(), outcome: ResponseOutcome::Refused(reason) });
             }
         }
         let joined = self.all_joined();
@@ -38,12 +41,13 @@ impl Machine {
     pub(super) fn next(&mut self) -> Down {
         let fusion = self.next_fusion.take();
         let fusion_bytes = fusion.unwrap_or(self.limits.fusion_bytes);
-        let limits = (self.number == 0 || fusion.is_some()).then_some(Limits { fusion_bytes, ..self.limits });
+        let limits =
+            (self.number == 0 || fusion.is_some()).then_some(NegotiationLimits { fusion_bytes, ..self.limits });
         Down { number: self.number, limits, ..Down::default() }
     }
 
     /// Decides what becomes of a name, and in `failure` why everything that waits ends.
-    fn answer(&self, announcement: Announcement, failure: &mut Option<NegotiationFailure>) -> Answer {
+    fn answer(&self, announcement: Announcement, failure: &mut Option<NegotiationFailure>) -> Response {
         let Announcement { name, mut variants, with_neutral } = announcement;
         let first = &variants[0].description;
         let refusal = match variants.len() {
@@ -53,10 +57,10 @@ impl Machine {
             _ => Some(self.disagreement(&variants, failure)),
         };
         let outcome = match refusal {
-            Some(reason) => Outcome::Refused(reason),
-            None => Outcome::Agreed { description: variants.swap_remove(0).description, with_neutral },
+            Some(reason) => ResponseOutcome::Refused(reason),
+            None => ResponseOutcome::Agreed { description: variants.swap_remove(0).description, with_neutral },
         };
-        Answer { name, outcome }
+        Response { name, outcome }
     }
 
     fn disagreement(&self, variants: &[Variant], failure: &mut Option<NegotiationFailure>) -> String {
@@ -76,12 +80,12 @@ impl Machine {
     }
 
     /// Does what an answer says; the same on all members.
-    pub(super) fn apply(&mut self, down: Down, now: Duration, actions: &mut Vec<Action>) {
+    pub(super) fn apply(&mut self, down: Down, now: Duration, actions: &mut Vec<NegotiationAction>) {
         if let Some(limits) = down.limits {
             self.limits = limits;
             self.cache.set_capacity(limits.cache as usize);
         }
-        actions.push(Action::Down(down.clone()));
+        actions.push(NegotiationAction::Down(down.clone()));
         let mut parts: Vec<(u64, u64, Operand)> = Vec::new();
         let mut next = Offers::new();
         for source in &mut self.sources {
@@ -96,7 +100,7 @@ impl Machine {
             self.take_part(&name, description, &mut parts, &mut next);
         }
         self.cache.touch(&down.ready);
-        for Answer { name, outcome } in down.named {
+        for Response { name, outcome } in down.named {
             let name = self.known_name(name);
             self.named.remove(&name);
             if let Some(position) = self.cache.position(&name) {
@@ -107,7 +111,7 @@ impl Machine {
                 }
             }
             match outcome {
-                Outcome::Agreed { description, with_neutral: _ } => {
+                ResponseOutcome::Agreed { description, with_neutral: _ } => {
                     let description = Arc::new(description);
                     self.note_run(&name, &description, now, actions);
                     self.take_part(&name, description.clone(), &mut parts, &mut next);
@@ -115,10 +119,10 @@ impl Machine {
                         self.evict(old);
                     }
                 }
-                Outcome::Refused(detail) => {
+                ResponseOutcome::Refused(detail) => {
                     let error = Error::Mismatch { during: format!("`{name}`"), detail };
                     if let Some(ticket) = self.pop(&name, &mut next) {
-                        actions.push(Action::Fail(ticket, error));
+                        actions.push(NegotiationAction::Fail(ticket, error));
                     }
                 }
             }
@@ -130,7 +134,7 @@ impl Machine {
             (self.told_joined, self.told_unable) = (false, false);
             self.unable = None;
             if std::mem::take(&mut self.joining) {
-                actions.push(Action::Joined(last as usize));
+                actions.push(NegotiationAction::Joined(last as usize));
             }
         }
         if let Some(failure) = down.failure {
@@ -140,14 +144,20 @@ impl Machine {
         next.into_iter().for_each(|(name, description)| self.offer(&name, &description));
     }
 
-    fn note_run(&mut self, name: &Arc<str>, description: &Description, now: Duration, actions: &mut Vec<Action>) {
+    fn note_run(
+        &mut self,
+        name: &Arc<str>,
+        description: &Description,
+        now: Duration,
+        actions: &mut Vec<NegotiationAction>,
+    ) {
         let Some(tuner) = &mut self.tuner else { return };
         if let Some((trials, fusion_bytes)) = tuner.ran(name, description.all_bytes(), now) {
             self.next_fusion = Some(fusion_bytes);
             if trials.iter().any(|trial| trial.is_last) {
                 self.tuner = None;
             }
-            actions.extend(trials.into_iter().map(Action::Tried));
+            actions.extend(trials.into_iter().map(NegotiationAction::Tried));
         }
     }
 
@@ -167,7 +177,7 @@ impl Machine {
     }
 
     /// The call of this name that was negotiated is answered; the one behind it is next.
-    fn pop(&mut self, name: &Arc<str>, next: &mut Offers) -> Option<Ticket> {
+    fn pop(&mut self, name: &Arc<str>, next: &mut Offers) -> Option<SubmissionId> {
         let queue = self.pending.get_mut(name)?;
         self.stall.pending(queue.first.blocking, -1);
         let ticket = queue.first.ticket;
@@ -184,13 +194,13 @@ impl Machine {
     }
 
     /// Makes operations of what was agreed on, alike on all members: the same classes beside each other, as many as fit.
-    fn run(&self, mut parts: Vec<(u64, u64, Operand)>, actions: &mut Vec<Action>) {
+    fn run(&self, mut parts: Vec<(u64, u64, Operand)>, actions: &mut Vec<NegotiationAction>) {
         parts.sort_by_key(|(class, ..)| *class);
         let (mut batch, mut bytes, mut device) = (Vec::new(), 0, false);
         for (class, more, part) in parts {
             let on_device = class >> 56 != 0;
             if !batch.is_empty() && (bytes + more > self.limits.fusion_bytes || device != on_device) {
-                actions.push(Action::Run(std::mem::take(&mut batch)));
+                actions.push(NegotiationAction::Run(std::mem::take(&mut batch)));
                 bytes = 0;
             }
             batch.push(part);
@@ -198,7 +208,7 @@ impl Machine {
             device = on_device;
         }
         if !batch.is_empty() {
-            actions.push(Action::Run(batch));
+            actions.push(NegotiationAction::Run(batch));
         }
     }
 
@@ -222,7 +232,7 @@ impl Machine {
 
     /// Ends everything that waits (NEG-5), and returns what has to be said again: calls that are so young that the verdict
     /// cannot have meant them. A rank may be late for one call, and then come to the next one with the others.
-    fn void(&mut self, failure: &NegotiationFailure, now: Duration, actions: &mut Vec<Action>) -> Offers {
+    fn void(&mut self, failure: &NegotiationFailure, now: Duration, actions: &mut Vec<NegotiationAction>) -> Offers {
         self.void_before = self.number;
         self.named.clear();
         self.fresh.clear();
@@ -243,10 +253,10 @@ impl Machine {
         {
             // Before calls fail: who hears of that may begin its next step at once.
             let detail = format!("every rank waits, and not all for the same: {detail}");
-            actions.push(Action::EndSteps(End { number: self.number, ranks: steps.clone(), detail }));
+            actions.push(NegotiationAction::EndSteps(WaitEnd { number: self.number, ranks: steps.clone(), detail }));
         }
         for (name, ticket) in self.drain() {
-            actions.push(Action::Fail(ticket, failure.error(&name)));
+            actions.push(NegotiationAction::Fail(ticket, failure.error(&name)));
         }
         self.pending = young;
         let again = |(name, queue): (&Arc<str>, &Queue)| (name.clone(), queue.first.description.clone());

@@ -9,25 +9,25 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::End;
-use super::bits::{Bits, RankSet};
+use super::WaitEnd;
+use super::bits::{BitSet, RankSet};
 use super::cache::{Cache, Evicted};
 use super::description::Description;
-use super::message::{Announcement, Down, Limits, MAX_VARIANTS, Message, Up, Variant};
+use super::message::{Announcement, Down, MAX_VARIANTS, NegotiationLimits, NegotiationMessage, Up, Variant};
 use super::stall::{Patience, Stall, Waits};
 use super::tree::Tree;
 use super::tune::{Trial, Tuner};
 use crate::error::{Error, Result};
 
 /// A submission of this member, by the number that its owner gave it.
-pub(super) type Ticket = u64;
+pub(super) type SubmissionId = u64;
 
 /// Calls of this member whose turn has come.
 type Offers = Vec<(Arc<str>, Arc<Description>)>;
 
 /// What the owner does next, in this order.
 #[derive(Debug)]
-pub(super) enum Action {
+pub(super) enum NegotiationAction {
     /// Tells the parent.
     Up(Up),
     /// Tells every child.
@@ -35,9 +35,9 @@ pub(super) enum Action {
     /// Runs these as one operation, after all before.
     Run(Vec<Operand>),
     /// Ends a submission with an error.
-    Fail(Ticket, Error),
-    /// Ends what waits and is no name ([`super::Elsewhere::end`]).
-    EndSteps(End),
+    Fail(SubmissionId, Error),
+    /// Ends what waits and is no name ([`super::OtherWaits::end`]).
+    EndSteps(WaitEnd),
     /// Ends `join`: all have joined, this global rank last.
     Joined(usize),
     /// Tells the user.
@@ -52,7 +52,7 @@ pub(super) enum Action {
 #[derive(Debug)]
 pub(super) enum Operand {
     /// As it asked for.
-    Own(Ticket),
+    Own(SubmissionId),
     /// It has joined, so it contributes what changes nothing, and has no use for the result.
     Neutral(Arc<Description>),
 }
@@ -60,7 +60,7 @@ pub(super) enum Operand {
 /// A call of this member that has no answer.
 #[derive(Debug)]
 pub(super) struct Submission {
-    ticket: Ticket,
+    ticket: SubmissionId,
     description: Arc<Description>,
     pub(super) blocking: bool,
     pub(super) since: Duration,
@@ -75,11 +75,11 @@ pub(super) struct Queue {
 
 /// Where news come from: this member itself, or a child that speaks for several ranks.
 #[derive(Debug)]
-struct Source {
+struct ReportSource {
     ranks: Range<usize>,
     /// Ready by cache position, without an answer.
-    ready: Bits,
-    with_neutral: Bits,
+    ready: BitSet,
+    with_neutral: BitSet,
     /// All its ranks have joined.
     joined: bool,
     /// Answers that it has seen.
@@ -88,7 +88,7 @@ struct Source {
 
 /// A name that somebody announced in words.
 #[derive(Debug, Default)]
-struct Named {
+struct NamedCall {
     variants: Vec<Variant>,
     /// Sources that announced it, as bits.
     from: u32,
@@ -97,7 +97,7 @@ struct Named {
     sent: bool,
 }
 
-impl Named {
+impl NamedCall {
     fn add(&mut self, description: &Description, ranks: &RankSet) {
         let known = self.variants.iter().position(|variant| variant.description == *description);
         match known {
@@ -115,16 +115,16 @@ pub(super) struct Machine {
     tree: Tree,
     /// Global ranks of the members.
     ranks: Arc<[usize]>,
-    limits: Limits,
+    limits: NegotiationLimits,
     cache: Cache,
     pending: HashMap<Arc<str>, Queue>,
     /// This member first, then the children.
-    sources: Vec<Source>,
-    named: HashMap<Arc<str>, Named>,
+    sources: Vec<ReportSource>,
+    named: HashMap<Arc<str>, NamedCall>,
     /// Names in `named` to look at, because something came for them.
     fresh: Vec<Arc<str>>,
     /// Positions that were passed on to the parent.
-    sent: Bits,
+    sent: BitSet,
     /// Evictions that some child may not have seen (NEG-4), with the number of the answer.
     evictions: Vec<(u64, Evicted)>,
     /// Answers so far.
@@ -151,10 +151,15 @@ pub(super) struct Machine {
 
 impl Machine {
     /// The part of the member at `tree`. `limits` are the root's.
-    pub(super) fn new(tree: Tree, ranks: Arc<[usize]>, limits: Limits, patience: Patience) -> Self {
-        let source =
-            |ranks| Source { ranks, ready: Bits::default(), with_neutral: Bits::default(), joined: false, heard: 0 };
-        let sources: Vec<Source> =
+    pub(super) fn new(tree: Tree, ranks: Arc<[usize]>, limits: NegotiationLimits, patience: Patience) -> Self {
+        let source = |ranks| ReportSource {
+            ranks,
+            ready: BitSet::default(),
+            with_neutral: BitSet::default(),
+            joined: false,
+            heard: 0,
+        };
+        let sources: Vec<ReportSource> =
             std::iter::once(tree.me..tree.me + 1).chain(tree.children.iter().cloned()).map(source).collect();
         let stall = Stall::new(tree.children.len(), patience);
         Self {
@@ -166,7 +171,7 @@ impl Machine {
             sources,
             named: HashMap::new(),
             fresh: Vec::new(),
-            sent: Bits::default(),
+            sent: BitSet::default(),
             evictions: Vec::new(),
             number: 0,
             void_before: 0,
@@ -205,7 +210,7 @@ impl Machine {
     /// [`Error::InvalidArgument`] between `join` and its end.
     pub(super) fn submit(
         &mut self,
-        ticket: Ticket,
+        ticket: SubmissionId,
         name: &str,
         description: Description,
         blocking: bool,
@@ -257,7 +262,7 @@ impl Machine {
         }
     }
 
-    /// This member has nothing more to do: [`Action::Joined`] follows when no member has. `has_device`: it can take part in
+    /// This member has nothing more to do: [`NegotiationAction::Joined`] follows when no member has. `has_device`: it can take part in
     /// what the others do on devices.
     ///
     /// # Errors
@@ -289,13 +294,13 @@ impl Machine {
     pub(super) fn receive(
         &mut self,
         from: usize,
-        message: Message,
+        message: NegotiationMessage,
         now: Duration,
-        actions: &mut Vec<Action>,
+        actions: &mut Vec<NegotiationAction>,
     ) -> Result<()> {
         let strange = |what: &str| Err(Error::Internal(format!("rank {} sent {what}", self.ranks[from])));
         match message {
-            Message::Up(up) => {
+            NegotiationMessage::Up(up) => {
                 let child = self.tree.children.iter().position(|child| child.start == from);
                 let Some(child) = child else { return strange("news, and is no child") };
                 let known = |position: usize| self.cache.slot(position).is_some();
@@ -305,14 +310,14 @@ impl Machine {
                 self.hear(child, up, now);
                 Ok(())
             }
-            Message::Down(down) if self.tree.parent == Some(from) => {
+            NegotiationMessage::Down(down) if self.tree.parent == Some(from) => {
                 if down.number != self.number {
                     return strange("answers that do not follow each other");
                 }
                 self.apply(down, now, actions);
                 Ok(())
             }
-            Message::Down(_) => strange("an answer, and is not the parent"),
+            NegotiationMessage::Down(_) => strange("an answer, and is not the parent"),
         }
     }
 
@@ -349,7 +354,7 @@ impl Machine {
         self.evictions.retain(|(number, _)| *number >= seen);
     }
 
-    fn hear_ready(&mut self, at: usize, ready: &Bits, with_neutral: &Bits) {
+    fn hear_ready(&mut self, at: usize, ready: &BitSet, with_neutral: &BitSet) {
         let heard = self.sources[at].heard;
         if self.evictions.iter().any(|(number, _)| *number >= heard) {
             // The sender's positions may mean what was there before (NEG-4).
@@ -395,7 +400,7 @@ impl Machine {
     }
 
     /// Passes on what has become ready; the root answers it.
-    pub(super) fn flush(&mut self, now: Duration, actions: &mut Vec<Action>) {
+    pub(super) fn flush(&mut self, now: Duration, actions: &mut Vec<NegotiationAction>) {
         self.note_join();
         if self.tree.parent.is_some() {
             return self.tell_parent(actions);
@@ -420,7 +425,7 @@ impl Machine {
     }
 
     /// Cache positions that all ranks behind this member have become ready for, and those of them to which joined ranks contribute.
-    fn complete(&mut self) -> (Bits, Bits) {
+    fn complete(&mut self) -> (BitSet, BitSet) {
         let (mut complete, mut with_neutral) = Default::default();
         let words = self.sources.iter().map(|source| source.ready.num_words()).max().unwrap_or(0);
         for index in 0..words {
@@ -435,8 +440,8 @@ impl Machine {
                     all &= ready;
                 }
             }
-            Bits::set_word(&mut complete, index, all & any);
-            Bits::set_word(&mut with_neutral, index, all & any & any_neutral);
+            BitSet::set_word(&mut complete, index, all & any);
+            BitSet::set_word(&mut with_neutral, index, all & any & any_neutral);
         }
         (complete, with_neutral)
     }
@@ -479,7 +484,7 @@ impl Machine {
         self.sources.iter().all(|source| source.joined).then_some(self.last_joined as u32)
     }
 
-    fn tell_parent(&mut self, actions: &mut Vec<Action>) {
+    fn tell_parent(&mut self, actions: &mut Vec<NegotiationAction>) {
         let (ready, with_neutral) = self.complete();
         self.sent.add(&ready);
         let named = self.announcements();
@@ -488,7 +493,7 @@ impl Machine {
         let unable = self.unable.filter(|_| !self.told_unable);
         self.told_unable |= unable.is_some();
         if !ready.is_empty() || !named.is_empty() || joined.is_some() || unable.is_some() {
-            actions.push(Action::Up(Up {
+            actions.push(NegotiationAction::Up(Up {
                 heard: self.number,
                 ready,
                 with_neutral,
@@ -501,8 +506,8 @@ impl Machine {
     }
 
     /// Takes out all calls of this member that have no answer.
-    pub(super) fn drain(&mut self) -> Vec<(Arc<str>, Ticket)> {
-        let mut all: Vec<(Arc<str>, Ticket)> = Vec::new();
+    pub(super) fn drain(&mut self) -> Vec<(Arc<str>, SubmissionId)> {
+        let mut all: Vec<(Arc<str>, SubmissionId)> = Vec::new();
         for (name, queue) in self.pending.drain() {
             for submission in std::iter::once(queue.first).chain(queue.behind) {
                 self.stall.pending(submission.blocking, -1);
@@ -515,17 +520,17 @@ impl Machine {
     }
 
     /// To be called a few times a second: looks at how long names have waited.
-    pub(super) fn tick(&mut self, now: Duration, waits: Waits, actions: &mut Vec<Action>) {
+    pub(super) fn tick(&mut self, now: Duration, waits: Waits, actions: &mut Vec<NegotiationAction>) {
         let joined = self.sources[0].joined;
         let report = self.stall.report(&self.tree, &self.pending, joined, waits, now);
         if self.tree.parent.is_some() {
             if let Some(report) = self.stall.news(report) {
-                actions.push(Action::Up(Up { heard: self.number, report: Some(report), ..Up::default() }));
+                actions.push(NegotiationAction::Up(Up { heard: self.number, report: Some(report), ..Up::default() }));
             }
             return;
         }
         let (warning, failure) = self.stall.judge(report, self.tree.size, &self.ranks, now);
-        let tell = if failure.is_some() { Action::Blame } else { Action::Warn };
+        let tell = if failure.is_some() { NegotiationAction::Blame } else { NegotiationAction::Warn };
         actions.extend(warning.map(tell));
         if let Some(failure) = failure {
             let down = Down { failure: Some(failure), ..self.next() };

@@ -18,8 +18,8 @@ mod segments;
 #[cfg(test)]
 mod tests;
 
-pub use place::{Homes, Place, Placement};
-pub use segments::{After, Phase, Segment, Segments, Signal, Transfer};
+pub use place::{ModuleRanks, OperationPlace, OperationPlacement};
+pub use segments::{ControlDependency, Segment, SegmentPhase, Segments, Signal, Transfer};
 
 use crate::error::{Error, Result};
 
@@ -34,7 +34,7 @@ pub struct Output {
 
 /// What a result is like.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Made {
+pub struct ResultSpec {
     /// Its type and shape, for people and for comparing.
     pub text: String,
     /// Its size; dimensions that are not known count as one.
@@ -45,7 +45,7 @@ pub struct Made {
 
 /// What an operation is to the cut.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Role {
+pub enum OperationRole {
     /// Costs nothing and is computed wherever it is needed.
     Constant,
     /// Stands for what is given to the step.
@@ -65,13 +65,13 @@ pub struct Operation {
     /// What it computes, for comparing.
     pub kind: String,
     /// See there.
-    pub role: Role,
+    pub role: OperationRole,
     /// Results that it takes.
     pub takes: Vec<Output>,
     /// Operations whose effects it waits for.
     pub waits: Vec<usize>,
     /// Its results.
-    pub makes: Vec<Made>,
+    pub makes: Vec<ResultSpec>,
     /// Variables that it takes.
     pub variables: Vec<usize>,
     /// Whether the model's call made it.
@@ -176,7 +176,7 @@ impl Operations {
         let mut found = vec![false; self.operations.len()];
         for (number, operation) in self.operations.iter().enumerate().rev() {
             found[number] = !operation.inside
-                && operation.role != Role::Input
+                && operation.role != OperationRole::Input
                 && self.takers[number].iter().any(|&taker| {
                     found[taker] || self.operations[taker].inside && self.operations[taker].made < operation.made
                 });

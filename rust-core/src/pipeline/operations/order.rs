@@ -2,10 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{Phase, Place, Segments};
+use super::{OperationPlace, SegmentPhase, Segments};
 use crate::error::Result;
 use crate::pipeline::schedule::{Bounds, Schedule, plan};
-use crate::pipeline::{Costs, Edge, Graph, Kind, Link, Stage};
+use crate::pipeline::{ActionKind, Costs, Edge, Graph, LinkCost, Stage};
 
 /// A segment, by its number, for a microbatch.
 type Node = (usize, usize);
@@ -23,9 +23,9 @@ impl Segments<'_> {
             return Ok(vec![Vec::new(); self.ranks()]);
         }
         let schedule = if self.trains { schedule } else { Schedule::ForwardOnly };
-        let graph = Graph::new(self.ranks(), microbatches, self.scheduled(), Link::default())?;
+        let graph = Graph::new(self.ranks(), microbatches, self.scheduled(), LinkCost::default())?;
         let program = plan(&graph, schedule, Bounds { active_microbatches: active, memory_bytes: None })?;
-        let anchored: BTreeMap<(Phase, usize), usize> = (self.segments.iter().enumerate())
+        let anchored: BTreeMap<(SegmentPhase, usize), usize> = (self.segments.iter().enumerate())
             .filter(|(_, segment)| segment.anchored)
             .filter_map(|(number, segment)| Some(((segment.phase, segment.stage?), number)))
             .collect();
@@ -40,7 +40,8 @@ impl Segments<'_> {
             .collect();
         while let Some(circle) = self.circle(&orders, microbatches) {
             let anchored = circle.into_iter().filter(|&each| self.segments[each].anchored);
-            let key = |&each: &usize| (self.segments[each].phase == Phase::Forward, self.segments[each].level, each);
+            let key =
+                |&each: &usize| (self.segments[each].phase == SegmentPhase::Forward, self.segments[each].level, each);
             let free = anchored.min_by_key(key).expect("segments alone depend on each other in one direction");
             self.segments[free].anchored = false;
             orders.iter_mut().for_each(|order| order.retain(|&(segment, _)| segment != free));
@@ -83,7 +84,7 @@ impl Segments<'_> {
                 backward: self.trains,
             });
             let mut takers = segment.operations.iter().flat_map(|&each| self.operations.takers(each));
-            if takers.any(|&taker| self.placement.place(taker) == Place::All) {
+            if takers.any(|&taker| self.placement.place(taker) == OperationPlace::All) {
                 ends.push(stage);
             }
         }
@@ -117,7 +118,9 @@ impl Segments<'_> {
                 continue;
             }
             let Some(maker) = self.of[operation].filter(|&maker| maker != number) else { continue };
-            if let Some(stage) = self.segments[maker].stage.filter(|_| self.segments[maker].phase == Phase::Forward) {
+            if let Some(stage) =
+                self.segments[maker].stage.filter(|_| self.segments[maker].phase == SegmentPhase::Forward)
+            {
                 *edges.entry(stage).or_default() += taken.map_or(0, |taken| self.bytes(taken));
             } else {
                 pending.extend(before(&[operation]));
@@ -190,9 +193,9 @@ impl Segments<'_> {
                 operation.takes.iter().map(|taken| format!("%{}:{}", taken.operation, taken.index)).collect();
             let makes: Vec<&str> = operation.makes.iter().map(|made| made.text.as_str()).collect();
             let place = match self.placement.place(number) {
-                Place::Free => String::new(),
-                Place::All => " on all".to_owned(),
-                Place::On(partition) => format!(" on {partition}"),
+                OperationPlace::Free => String::new(),
+                OperationPlace::All => " on all".to_owned(),
+                OperationPlace::On(partition) => format!(" on {partition}"),
             };
             let (takes, makes) = (takes.join(", "), makes.join(", "));
             let waits: String = operation.waits.iter().map(|other| format!(" after %{other}")).collect();
@@ -217,12 +220,12 @@ impl Segments<'_> {
 }
 
 /// The phase of the segment that an action computes.
-fn phase(kind: Kind) -> Option<Phase> {
+fn phase(kind: ActionKind) -> Option<SegmentPhase> {
     match kind {
-        Kind::Forward => Some(Phase::Forward),
-        Kind::Backward => Some(Phase::Backward),
-        Kind::Input => Some(Phase::Input),
-        Kind::Weight => Some(Phase::Weight),
-        Kind::SendForward | Kind::RecvForward | Kind::SendBackward | Kind::RecvBackward => None,
+        ActionKind::Forward => Some(SegmentPhase::Forward),
+        ActionKind::Backward => Some(SegmentPhase::Backward),
+        ActionKind::Input => Some(SegmentPhase::Input),
+        ActionKind::Weight => Some(SegmentPhase::Weight),
+        ActionKind::SendForward | ActionKind::RecvForward | ActionKind::SendBackward | ActionKind::RecvBackward => None,
     }
 }

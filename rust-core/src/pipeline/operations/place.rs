@@ -12,12 +12,12 @@
 
 use std::collections::BTreeMap;
 
-use super::{Operations, Role};
+use super::{OperationRole, Operations};
 use crate::error::{Error, Result};
 
 /// Where an operation is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Place {
+pub enum OperationPlace {
     /// Wherever it is needed, as it costs nothing.
     Free,
     /// On every rank that needs it.
@@ -26,19 +26,19 @@ pub enum Place {
     On(usize),
 }
 
-impl Place {
+impl OperationPlace {
     /// The partition, if it is on one.
     pub fn partition(self) -> Option<usize> {
         match self {
-            Place::On(partition) => Some(partition),
-            Place::Free | Place::All => None,
+            OperationPlace::On(partition) => Some(partition),
+            OperationPlace::Free | OperationPlace::All => None,
         }
     }
 }
 
 /// What is decided about places before operations are looked at.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Homes {
+pub struct ModuleRanks {
     /// Partitions of layers; without one, a layer goes by its operations.
     pub layers: Vec<Option<usize>>,
     /// Where the script decides about every operation: the partition of those that it says nothing of.
@@ -49,19 +49,19 @@ pub struct Homes {
 
 /// The place of every operation.
 #[derive(Clone, Debug)]
-pub struct Placement {
-    places: Vec<Place>,
+pub struct OperationPlacement {
+    places: Vec<OperationPlace>,
     /// How often the place changed on the longest way to an operation.
     levels: Vec<usize>,
     variables: Vec<Option<usize>>,
 }
 
-impl Placement {
+impl OperationPlacement {
     /// Gives every operation its place.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if a variable would be on two partitions.
-    pub fn new(operations: &Operations, homes: &Homes) -> Result<Self> {
+    pub fn new(operations: &Operations, homes: &ModuleRanks) -> Result<Self> {
         let mut variables = homes.variables.clone();
         variables.resize(operations.variables().len(), None);
         let mut found = Self { places: Vec::new(), levels: Vec::new(), variables };
@@ -81,7 +81,7 @@ impl Placement {
         for number in 0..operations.all().len() {
             let place = found.choose(operations, homes, &calls, &mut places_of_calls, number);
             found.places.push(place);
-            if let Place::On(partition) = place {
+            if let OperationPlace::On(partition) = place {
                 found.settle_variables(operations, number, partition)?;
             }
             let before = operations.before(number);
@@ -93,7 +93,7 @@ impl Placement {
     }
 
     /// Of an operation.
-    pub fn place(&self, operation: usize) -> Place {
+    pub fn place(&self, operation: usize) -> OperationPlace {
         self.places[operation]
     }
 
@@ -123,22 +123,22 @@ impl Placement {
     fn choose(
         &self,
         operations: &Operations,
-        homes: &Homes,
+        homes: &ModuleRanks,
         calls: &BTreeMap<usize, Vec<usize>>,
-        places_of_calls: &mut BTreeMap<usize, Place>,
+        places_of_calls: &mut BTreeMap<usize, OperationPlace>,
         number: usize,
-    ) -> Place {
+    ) -> OperationPlace {
         let operation = &operations.all()[number];
         match operation.role {
-            Role::Constant => return Place::Free,
-            Role::Input | Role::HandsOut => return Place::All,
-            Role::Computes => {}
+            OperationRole::Constant => return OperationPlace::Free,
+            OperationRole::Input | OperationRole::HandsOut => return OperationPlace::All,
+            OperationRole::Computes => {}
         }
         let home = || operation.variables.iter().find_map(|&variable| self.variables[variable]);
         let draws = draws(operations, number);
         let asked = asked(operations, homes, number);
         if let Some(partition) = if draws { home().or(asked) } else { asked.or_else(home) } {
-            return Place::On(partition);
+            return OperationPlace::On(partition);
         }
         if operation.inside
             && let Some((_, call)) = operation.layer
@@ -148,12 +148,12 @@ impl Placement {
                 let taken = calls[&call].iter().flat_map(|&each| &operations.all()[each].takes);
                 let last = self.last(taken.map(|taken| taken.operation).filter(|&other| other < number));
                 let varies = || calls[&call].iter().any(|&each| varies(operations, each));
-                if last == Place::All && varies() { Place::On(0) } else { last }
+                if last == OperationPlace::All && varies() { OperationPlace::On(0) } else { last }
             });
         }
         if operation.assigns && !(operation.inside && draws) {
             // A variable that every rank has: a metric's.
-            return Place::All;
+            return OperationPlace::All;
         }
         let known = |other: &&usize| self.places.get(**other).is_some_and(|place| place.partition().is_some());
         if let Some(&origin) = operation.gradient_of.iter().find(known) {
@@ -162,17 +162,17 @@ impl Placement {
         let operands = || operation.takes.iter().map(|taken| taken.operation);
         let of_model = operands().filter(|&other| self.is_forward(operations, other));
         match (self.last(of_model), self.last(operands())) {
-            (Place::On(partition), _) if !operation.inside => Place::On(partition),
-            (_, Place::All) if operation.inside && varies(operations, number) => Place::On(0),
+            (OperationPlace::On(partition), _) if !operation.inside => OperationPlace::On(partition),
+            (_, OperationPlace::All) if operation.inside && varies(operations, number) => OperationPlace::On(0),
             (_, last) => last,
         }
     }
 
     /// The place of the one at the highest level, the first of equals.
-    fn last(&self, operations: impl Iterator<Item = usize>) -> Place {
+    fn last(&self, operations: impl Iterator<Item = usize>) -> OperationPlace {
         let located = operations.filter(|&each| self.places[each].partition().is_some());
         let best = located.reduce(|best, each| if self.levels[each] > self.levels[best] { each } else { best });
-        best.map_or(Place::All, |each| self.places[each])
+        best.map_or(OperationPlace::All, |each| self.places[each])
     }
 
     /// PLACE-4.
@@ -205,7 +205,7 @@ fn varies(operations: &Operations, number: usize) -> bool {
 }
 
 /// PLACE-1.
-fn asked(operations: &Operations, homes: &Homes, number: usize) -> Option<usize> {
+fn asked(operations: &Operations, homes: &ModuleRanks, number: usize) -> Option<usize> {
     let operation = &operations.all()[number];
     match (operation.inside, homes.default, operation.layer) {
         (false, _, _) => None,

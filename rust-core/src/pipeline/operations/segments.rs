@@ -13,12 +13,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{Operations, Output, Place, Placement, Role};
+use super::{OperationPlace, OperationPlacement, OperationRole, Operations, Output};
 use crate::error::{Error, Result};
 
 /// When a segment is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Phase {
+pub enum SegmentPhase {
     /// On all ranks that need it, whenever that is.
     Shared,
     /// In the model's forward.
@@ -31,15 +31,15 @@ pub enum Phase {
     Weight,
 }
 
-impl Phase {
+impl SegmentPhase {
     /// Its letter, that of the action in programs.
     pub fn text(self) -> &'static str {
         match self {
-            Phase::Shared => "R",
-            Phase::Forward => "F",
-            Phase::Backward => "B",
-            Phase::Input => "I",
-            Phase::Weight => "W",
+            SegmentPhase::Shared => "R",
+            SegmentPhase::Forward => "F",
+            SegmentPhase::Backward => "B",
+            SegmentPhase::Input => "I",
+            SegmentPhase::Weight => "W",
         }
     }
 }
@@ -48,9 +48,9 @@ impl Phase {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
     /// A partition, or all.
-    pub place: Place,
+    pub place: OperationPlace,
     /// When.
-    pub phase: Phase,
+    pub phase: SegmentPhase,
     /// Changes of place before it.
     pub level: usize,
     /// Its operations, in their order.
@@ -74,7 +74,7 @@ pub struct Transfer {
 
 /// A segment that another one comes after, though it takes nothing of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct After {
+pub struct ControlDependency {
     /// The segment that comes first.
     pub segment: usize,
     /// For the same microbatch (0), or for the one before (1).
@@ -96,7 +96,7 @@ pub struct Signal {
 #[derive(Debug)]
 pub struct Segments<'a> {
     pub(super) operations: &'a Operations,
-    pub(super) placement: &'a Placement,
+    pub(super) placement: &'a OperationPlacement,
     pub(super) segments: Vec<Segment>,
     /// The forward segments, in their order.
     pub(super) stages: Vec<usize>,
@@ -121,7 +121,7 @@ impl<'a> Segments<'a> {
     /// [`Error::Unsupported`] if a result would have to pass between ranks and cannot.
     pub fn cut(
         operations: &'a Operations,
-        placement: &'a Placement,
+        placement: &'a OperationPlacement,
         wanted: &[Vec<Output>],
         halves: bool,
     ) -> Result<Self> {
@@ -178,8 +178,8 @@ impl<'a> Segments<'a> {
     pub fn on(&self, segment: usize, rank: usize) -> Vec<usize> {
         let segment = &self.segments[segment];
         let here = |&&operation: &&usize| match segment.place {
-            Place::On(partition) => partition == rank,
-            Place::Free | Place::All => self.needed[rank][operation],
+            OperationPlace::On(partition) => partition == rank,
+            OperationPlace::Free | OperationPlace::All => self.needed[rank][operation],
         };
         segment.operations.iter().filter(here).copied().collect()
     }
@@ -191,20 +191,20 @@ impl<'a> Segments<'a> {
         let takes = operations.iter().flat_map(|&each| &self.operations.all()[each].takes).copied();
         takes
             .filter(|taken| !made.contains(&taken.operation))
-            .filter(|taken| self.placement.place(taken.operation) != Place::Free)
+            .filter(|taken| self.placement.place(taken.operation) != OperationPlace::Free)
             .filter(|taken| seen.insert(*taken))
             .collect()
     }
 
     /// What the part of a segment that `rank` computes comes after (SEG-3).
-    pub fn after(&self, segment: usize, rank: usize) -> Vec<After> {
+    pub fn after(&self, segment: usize, rank: usize) -> Vec<ControlDependency> {
         let here = self.on(segment, rank);
         if here.is_empty() {
             return Vec::new();
         }
-        let waits = self.waits_of(segment, &here).into_iter().map(|segment| After { segment, back: 0 });
+        let waits = self.waits_of(segment, &here).into_iter().map(|segment| ControlDependency { segment, back: 0 });
         let shares = self.sharing[segment].iter().filter(|&&other| !self.on(other, rank).is_empty());
-        waits.chain(shares.map(|&segment| After { segment, back: 1 })).collect()
+        waits.chain(shares.map(|&segment| ControlDependency { segment, back: 1 })).collect()
     }
 
     /// Segments whose effects `operations`, of one segment, wait for.
@@ -242,16 +242,16 @@ impl<'a> Segments<'a> {
 
     /// Placeholders are computed by nobody.
     fn is_computed(&self, operation: usize) -> bool {
-        self.live[operation] && self.operations.all()[operation].role != Role::Input
+        self.live[operation] && self.operations.all()[operation].role != OperationRole::Input
     }
 
     fn make_segments(&mut self) {
         let (operations, placement) = (self.operations, self.placement);
         let count = operations.all().len();
         let phase = |each: usize| match placement.place(each) {
-            Place::Free | Place::All => Phase::Shared,
-            Place::On(_) if placement.is_forward(operations, each) => Phase::Forward,
-            Place::On(_) => Phase::Backward,
+            OperationPlace::Free | OperationPlace::All => SegmentPhase::Shared,
+            OperationPlace::On(_) if placement.is_forward(operations, each) => SegmentPhase::Forward,
+            OperationPlace::On(_) => SegmentPhase::Backward,
         };
         let home = |each: usize| (placement.place(each), phase(each));
         let computed: Vec<usize> = (0..count).filter(|&each| self.is_computed(each)).collect();
@@ -262,8 +262,8 @@ impl<'a> Segments<'a> {
         let mut levels: Vec<usize> = (0..count).map(|each| placement.level(each)).collect();
         // SEG-2: first the forward, whose backward comes later anyway, but not before what it takes; then the rest.
         let movable = |&&each: &&usize| !operations.all()[each].has_effect && !takers[each].is_empty();
-        for &each in computed.iter().rev().filter(movable).filter(|&&each| phase(each) == Phase::Forward) {
-            let ours = takers[each].iter().filter(|&&taker| phase(taker) == Phase::Forward);
+        for &each in computed.iter().rev().filter(movable).filter(|&&each| phase(each) == SegmentPhase::Forward) {
+            let ours = takers[each].iter().filter(|&&taker| phase(taker) == SegmentPhase::Forward);
             if takers[each].iter().all(|&taker| placement.place(taker) == placement.place(each))
                 && let Some(level) = ours.map(|&taker| levels[taker]).min()
             {
@@ -274,15 +274,15 @@ impl<'a> Segments<'a> {
             let after = operations.before(each).map(|other| levels[other] + placement.changes(operations, other, each));
             levels[each] = after.fold(levels[each], usize::max);
         }
-        for &each in computed.iter().rev().filter(movable).filter(|&&each| phase(each) != Phase::Forward) {
+        for &each in computed.iter().rev().filter(movable).filter(|&&each| phase(each) != SegmentPhase::Forward) {
             if takers[each].iter().all(|&taker| home(taker) == home(each))
                 && let Some(level) = takers[each].iter().map(|&taker| levels[taker]).min()
             {
                 levels[each] = level;
             }
         }
-        let mut groups: BTreeMap<(usize, Phase, Place), Vec<usize>> = BTreeMap::new();
-        for each in computed.into_iter().filter(|&each| placement.place(each) != Place::Free) {
+        let mut groups: BTreeMap<(usize, SegmentPhase, OperationPlace), Vec<usize>> = BTreeMap::new();
+        for each in computed.into_iter().filter(|&each| placement.place(each) != OperationPlace::Free) {
             groups.entry((levels[each], phase(each), placement.place(each))).or_default().push(each);
         }
         for (number, ((level, phase, place), operations)) in groups.into_iter().enumerate() {
@@ -292,13 +292,14 @@ impl<'a> Segments<'a> {
     }
 
     fn make_stages(&mut self) {
-        self.stages = (0..self.segments.len()).filter(|&each| self.segments[each].phase == Phase::Forward).collect();
+        self.stages =
+            (0..self.segments.len()).filter(|&each| self.segments[each].phase == SegmentPhase::Forward).collect();
         for (stage, &segment) in self.stages.iter().enumerate() {
             (self.segments[segment].stage, self.segments[segment].anchored) = (Some(stage), true);
         }
         let mut last: BTreeMap<usize, usize> = BTreeMap::new();
         for number in 0..self.segments.len() {
-            if self.segments[number].phase == Phase::Backward
+            if self.segments[number].phase == SegmentPhase::Backward
                 && let Some(stage) = self.stage_used_by(number)
             {
                 self.segments[number].stage = Some(stage);
@@ -314,7 +315,7 @@ impl<'a> Segments<'a> {
         let mut used: Vec<(usize, u64)> = Vec::new();
         for taken in self.inputs_of(&self.segments[number].operations) {
             let Some(maker) = self.of[taken.operation].map(|maker| &self.segments[maker]) else { continue };
-            if maker.phase == Phase::Forward
+            if maker.phase == SegmentPhase::Forward
                 && maker.place == self.segments[number].place
                 && let Some(stage) = maker.stage
             {
@@ -336,8 +337,8 @@ impl<'a> Segments<'a> {
     fn needed_on(&self, rank: usize) -> Vec<bool> {
         let place = |each: usize| self.placement.place(each);
         let all = 0..self.operations.all().len();
-        let own = all.clone().filter(|&each| self.is_computed(each) && place(each) == Place::On(rank));
-        let effects = all.filter(|&each| self.operations.all()[each].has_effect && place(each) == Place::All);
+        let own = all.clone().filter(|&each| self.is_computed(each) && place(each) == OperationPlace::On(rank));
+        let effects = all.filter(|&each| self.operations.all()[each].has_effect && place(each) == OperationPlace::All);
         let wanted = self.wanted[rank].iter().map(|output| output.operation);
         let mut pending: Vec<usize> = wanted.chain(effects).filter(|&each| place(each).partition().is_none()).collect();
         pending.extend(own);
@@ -352,7 +353,8 @@ impl<'a> Segments<'a> {
 
     fn find_transfers(&mut self) -> Result<()> {
         for operation in 0..self.operations.all().len() {
-            let (true, Place::On(from)) = (self.is_computed(operation), self.placement.place(operation)) else {
+            let (true, OperationPlace::On(from)) = (self.is_computed(operation), self.placement.place(operation))
+            else {
                 continue;
             };
             for output in self.outputs(operation) {
@@ -405,7 +407,7 @@ impl<'a> Segments<'a> {
         for segment in 0..self.segments.len() {
             for rank in 0..self.ranks() {
                 for other in self.waits_of(segment, &self.on(segment, rank)) {
-                    if let Place::On(from) = self.segments[other].place
+                    if let OperationPlace::On(from) = self.segments[other].place
                         && from != rank
                     {
                         told.entry((other, from)).or_default().insert(rank);
@@ -422,7 +424,7 @@ impl<'a> Segments<'a> {
     fn halve_backwards(&mut self) {
         let mut halved = Vec::new();
         for mut segment in std::mem::take(&mut self.segments) {
-            if segment.phase != Phase::Backward || !segment.anchored {
+            if segment.phase != SegmentPhase::Backward || !segment.anchored {
                 halved.push(segment);
                 continue;
             }
@@ -432,16 +434,17 @@ impl<'a> Segments<'a> {
                 takers.any(|taker| !inside.contains(taker) && self.of[*taker].is_some())
             };
             let first = self.operations.needed_by(segment.operations.iter().copied().filter(goes_out));
-            segment.phase = Phase::Weight;
+            segment.phase = SegmentPhase::Weight;
             let (waited_for, rest) = segment.operations.iter().partition(|&&each| first[each]);
             segment.operations = rest;
-            let half = Segment { phase: Phase::Input, operations: waited_for, ..segment.clone() };
+            let half = Segment { phase: SegmentPhase::Input, operations: waited_for, ..segment.clone() };
             halved.extend([half, segment].into_iter().filter(|half| !half.operations.is_empty()));
         }
         self.segments = halved;
         for (number, segment) in self.segments.iter().enumerate() {
             segment.operations.iter().for_each(|&each| self.of[each] = Some(number));
         }
-        self.stages = (0..self.segments.len()).filter(|&each| self.segments[each].phase == Phase::Forward).collect();
+        self.stages =
+            (0..self.segments.len()).filter(|&each| self.segments[each].phase == SegmentPhase::Forward).collect();
     }
 }

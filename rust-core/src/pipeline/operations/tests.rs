@@ -1,7 +1,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::partition::{Wish, divide_layers};
+use crate::partition::{PartitionRequest, divide_layers};
 use crate::pipeline::schedule::Schedule;
 
 /// An operation with one result of 4 KiB that takes the first results of others.
@@ -10,7 +10,7 @@ fn operation(name: &str, takes: &[usize]) -> Operation {
         name: name.to_owned(),
         kind: name.to_owned(),
         takes: takes.iter().map(|&operation| Output { operation, index: 0 }).collect(),
-        makes: vec![Made { text: "float32[1024]".to_owned(), bytes: 4096, stays: None }],
+        makes: vec![ResultSpec { text: "float32[1024]".to_owned(), bytes: 4096, stays: None }],
         flops: 1000,
         ..Operation::default()
     }
@@ -35,11 +35,11 @@ fn chain() -> Vec<Operation> {
         operations.into_iter().enumerate().map(|(made, each)| Operation { made, ..each }).collect()
     };
     number(vec![
-        Operation { role: Role::Input, ..operation("x", &[]) },
+        Operation { role: OperationRole::Input, ..operation("x", &[]) },
         in_layer("one", &[0], 0, 0, &[0]),
         in_layer("relu", &[1], 1, 1, &[]),
         in_layer("two", &[2], 2, 2, &[1]),
-        Operation { role: Role::HandsOut, ..operation("out", &[3]) },
+        Operation { role: OperationRole::HandsOut, ..operation("out", &[3]) },
         operation("loss", &[4]),
         Operation { gradient_of: vec![3], ..operation("two_weights", &[2, 5]) },
         Operation { gradient_of: vec![3], ..operation("two_inputs", &[3, 5]) },
@@ -48,8 +48,8 @@ fn chain() -> Vec<Operation> {
     ])
 }
 
-fn halves() -> Homes {
-    Homes { layers: vec![Some(0), None, Some(1)], ..Homes::default() }
+fn halves() -> ModuleRanks {
+    ModuleRanks { layers: vec![Some(0), None, Some(1)], ..ModuleRanks::default() }
 }
 
 fn first(operation: usize) -> Output {
@@ -72,9 +72,9 @@ fn described(segments: &Segments<'_>) -> Vec<String> {
 #[test]
 fn operations_are_where_their_layers_operands_and_origins_are() {
     let operations = Operations::new(chain(), variables(2)).unwrap();
-    let placement = Placement::new(&operations, &halves()).unwrap();
-    let places: Vec<Place> = (0..10).map(|each| placement.place(each)).collect();
-    let (all, zero, one) = (Place::All, Place::On(0), Place::On(1));
+    let placement = OperationPlacement::new(&operations, &halves()).unwrap();
+    let places: Vec<OperationPlace> = (0..10).map(|each| placement.place(each)).collect();
+    let (all, zero, one) = (OperationPlace::All, OperationPlace::On(0), OperationPlace::On(1));
     // The activation has no variables and follows its operand, its gradient follows it; what has no operand there is everywhere.
     assert_eq!(places, [all, zero, zero, one, all, all, one, one, zero, zero]);
     assert_eq!(placement.variables(), [Some(0), Some(1)]);
@@ -86,11 +86,11 @@ fn a_script_places_what_no_layer_does() {
     let mut rows = chain();
     rows[2].asked = Some(1);
     let operations = Operations::new(rows, variables(2)).unwrap();
-    let homes = Homes { default: Some(0), ..Homes::default() };
-    let placement = Placement::new(&operations, &homes).unwrap();
+    let homes = ModuleRanks { default: Some(0), ..ModuleRanks::default() };
+    let placement = OperationPlacement::new(&operations, &homes).unwrap();
     assert_eq!(
         [1, 2, 3, 8].map(|each| placement.place(each)),
-        [Place::On(0), Place::On(1), Place::On(0), Place::On(1)]
+        [OperationPlace::On(0), OperationPlace::On(1), OperationPlace::On(0), OperationPlace::On(1)]
     );
 }
 
@@ -100,7 +100,7 @@ fn a_variable_on_two_partitions_is_refused() {
     rows[3].variables.push(0);
     let operations = Operations::new(rows, variables(2)).unwrap();
     assert_eq!(
-        Placement::new(&operations, &halves()).unwrap_err().to_string(),
+        OperationPlacement::new(&operations, &halves()).unwrap_err().to_string(),
         "a variable of shape (4, 4) is taken on partition 0 and by `two` on partition 1: layers and operations that share a variable \
          go to one partition"
     );
@@ -116,9 +116,9 @@ fn the_state_of_a_generator_is_in_one_place_for_layers_in_two() {
     let mut known = variables(3);
     known[2].binds = false;
     let operations = Operations::new(rows, known).unwrap();
-    let placement = Placement::new(&operations, &halves()).unwrap();
+    let placement = OperationPlacement::new(&operations, &halves()).unwrap();
     assert_eq!(placement.variables()[2], Some(0));
-    assert_eq!(placement.place(10), Place::On(0));
+    assert_eq!(placement.place(10), OperationPlace::On(0));
 }
 
 #[test]
@@ -138,8 +138,8 @@ fn what_comes_out_differently_on_each_rank_is_on_one() {
         ..operation("count", &[0])
     });
     let operations = Operations::new(rows, variables(3)).unwrap();
-    let placement = Placement::new(&operations, &halves()).unwrap();
-    let (all, zero) = (Place::All, Place::On(0));
+    let placement = OperationPlacement::new(&operations, &halves()).unwrap();
+    let (all, zero) = (OperationPlace::All, OperationPlace::On(0));
     assert_eq!([10, 11, 12, 13, 14].map(|each| placement.place(each)), [zero, zero, zero, all, all]);
 }
 
@@ -151,8 +151,11 @@ fn a_metrics_update_is_on_all_ranks_and_a_call_without_variables_in_one_place() 
     rows.push(in_layer("mul", &[10, 3], 3, 3, &[]));
     rows.push(Operation { assigns: true, has_effect: true, variables: vec![2], ..operation("count", &[11]) });
     let operations = Operations::new(rows, variables(3)).unwrap();
-    let placement = Placement::new(&operations, &halves()).unwrap();
-    assert_eq!([10, 11, 12].map(|each| placement.place(each)), [Place::On(1), Place::On(1), Place::All]);
+    let placement = OperationPlacement::new(&operations, &halves()).unwrap();
+    assert_eq!(
+        [10, 11, 12].map(|each| placement.place(each)),
+        [OperationPlace::On(1), OperationPlace::On(1), OperationPlace::All]
+    );
     assert_eq!(placement.variables()[2], None);
 }
 
@@ -169,14 +172,14 @@ fn what_a_gradient_has_the_forward_keep_is_computed_with_it() {
     }
     rows[4].takes.push(first(2));
     let operations = Operations::new(rows, variables(2)).unwrap();
-    let placement = Placement::new(&operations, &halves()).unwrap();
+    let placement = OperationPlacement::new(&operations, &halves()).unwrap();
     assert!(operations.is_of_model(2) && placement.is_forward(&operations, 2));
 }
 
 #[test]
 fn segments_are_cut_and_ordered_by_the_schedule() {
     let operations = Operations::new(chain(), variables(2)).unwrap();
-    let placement = Placement::new(&operations, &halves()).unwrap();
+    let placement = OperationPlacement::new(&operations, &halves()).unwrap();
     let mut segments = Segments::cut(&operations, &placement, &wanted(), false).unwrap();
     assert_eq!(
         described(&segments),
@@ -206,20 +209,20 @@ fn segments_are_cut_and_ordered_by_the_schedule() {
 #[test]
 fn a_variable_is_read_when_the_microbatch_before_has_changed_it() {
     let mut rows = vec![
-        Operation { role: Role::Input, ..operation("x", &[]) },
+        Operation { role: OperationRole::Input, ..operation("x", &[]) },
         in_layer("one", &[0], 0, 0, &[0]),
         in_layer("read", &[], 1, 1, &[1]),
         in_layer("two", &[1, 2], 1, 1, &[]),
         in_layer("assign", &[3], 1, 1, &[1]),
-        Operation { role: Role::HandsOut, ..operation("out", &[3]) },
+        Operation { role: OperationRole::HandsOut, ..operation("out", &[3]) },
         // The gradient takes what was read.
         Operation { gradient_of: vec![3], ..operation("two_inputs", &[2, 5]) },
     ];
     (rows[4].has_effect, rows[4].assigns) = (true, true);
     rows.iter_mut().enumerate().for_each(|(made, row)| row.made = made);
     let operations = Operations::new(rows, variables(2)).unwrap();
-    let homes = Homes { layers: vec![Some(0), Some(1)], ..Homes::default() };
-    let placement = Placement::new(&operations, &homes).unwrap();
+    let homes = ModuleRanks { layers: vec![Some(0), Some(1)], ..ModuleRanks::default() };
+    let placement = OperationPlacement::new(&operations, &homes).unwrap();
     assert_eq!(placement.level(2), 0);
     let segments = Segments::cut(&operations, &placement, &[vec![first(5)], vec![first(5), first(6)]], false).unwrap();
     assert_eq!(described(&segments)[..2], ["F! On(0) [1]", "F! On(1) [2, 3, 4]"]);
@@ -228,7 +231,7 @@ fn a_variable_is_read_when_the_microbatch_before_has_changed_it() {
 #[test]
 fn a_halved_backward_has_first_what_others_wait_for() {
     let operations = Operations::new(chain(), variables(2)).unwrap();
-    let placement = Placement::new(&operations, &halves()).unwrap();
+    let placement = OperationPlacement::new(&operations, &halves()).unwrap();
     let mut segments = Segments::cut(&operations, &placement, &wanted(), true).unwrap();
     assert_eq!(
         described(&segments),
@@ -241,7 +244,7 @@ fn a_halved_backward_has_first_what_others_wait_for() {
 #[test]
 fn an_evaluation_has_forwards_only_and_a_step_without_the_model_no_order() {
     let operations = Operations::new(chain(), variables(2)).unwrap();
-    let placement = Placement::new(&operations, &halves()).unwrap();
+    let placement = OperationPlacement::new(&operations, &halves()).unwrap();
     let mut segments = Segments::cut(&operations, &placement, &[vec![first(4)], vec![first(4)]], true).unwrap();
     assert_eq!(segments.plan(2, Schedule::ZeroBubble, Some(2)).unwrap(), [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]);
     let mut segments = Segments::cut(&operations, &placement, &[vec![first(0)], vec![]], false).unwrap();
@@ -253,7 +256,7 @@ fn what_cannot_pass_between_ranks_is_told() {
     let mut rows = chain();
     rows[2].makes[0].stays = Some("of type string".to_owned());
     let operations = Operations::new(rows, variables(2)).unwrap();
-    let placement = Placement::new(&operations, &halves()).unwrap();
+    let placement = OperationPlacement::new(&operations, &halves()).unwrap();
     let error = Segments::cut(&operations, &placement, &wanted(), false).unwrap_err();
     assert!(matches!(error, Error::Unsupported(_)));
     assert_eq!(
@@ -275,7 +278,7 @@ fn operations_that_do_not_fit_together_are_refused() {
 fn layers_are_divided_by_what_their_operations_cost() {
     let operations = Operations::new(chain(), variables(2)).unwrap();
     let layers = ["one", "relu", "two"].map(str::to_owned);
-    let wish = Wish {
+    let wish = PartitionRequest {
         partitions: 2,
         memory_weight: 0.8,
         microbatches: 4,
@@ -305,13 +308,13 @@ fn a_variable_is_changed_after_it_has_been_read_and_read_after_it_has_been_chang
     let assign = Operation { has_effect: true, assigns: true, variables: vec![2], ..operation("assign", &[]) };
     rows.push(Operation { waits: vec![3], made: 10, ..assign });
     let operations = Operations::new(rows, variables(3)).unwrap();
-    let placement = Placement::new(&operations, &halves()).unwrap();
+    let placement = OperationPlacement::new(&operations, &halves()).unwrap();
     let mut segments = Segments::cut(&operations, &placement, &wanted(), false).unwrap();
     let [read, assigned, backward] = [3, 10, 7].map(|operation| number_of(&segments, operation));
-    assert_eq!(placement.place(10), Place::On(1));
+    assert_eq!(placement.place(10), OperationPlace::On(1));
     assert_ne!(read, assigned);
     assert!(segments.inputs_of(&[10]).is_empty());
-    let after = |segment, back| After { segment, back };
+    let after = |segment, back| ControlDependency { segment, back };
     assert_eq!(segments.after(assigned, 1), [after(read, 0), after(read, 1)]);
     assert_eq!(segments.after(read, 1), [after(assigned, 1)]);
     assert_eq!((segments.after(assigned, 0), segments.signals()), (vec![], &[][..]));
@@ -333,14 +336,17 @@ fn other_ranks_are_told_of_effects_that_they_wait_for() {
     rows.push(Operation { made: 11, ..print(vec![10], in_layer("print", &[3], 2, 2, &[])) });
     rows.push(Operation { made: 12, ..print(vec![11], operation("print", &[5])) });
     let operations = Operations::new(rows, variables(2)).unwrap();
-    let placement = Placement::new(&operations, &halves()).unwrap();
-    assert_eq!([10, 11, 12].map(|each| placement.place(each)), [Place::On(0), Place::On(1), Place::All]);
+    let placement = OperationPlacement::new(&operations, &halves()).unwrap();
+    assert_eq!(
+        [10, 11, 12].map(|each| placement.place(each)),
+        [OperationPlace::On(0), OperationPlace::On(1), OperationPlace::All]
+    );
     let mut segments = Segments::cut(&operations, &placement, &wanted(), false).unwrap();
     let [one, two, all] = [10, 11, 12].map(|operation| number_of(&segments, operation));
     let signals = [Signal { segment: one, from: 0, to: vec![1] }, Signal { segment: two, from: 1, to: vec![0] }];
     assert_eq!(segments.signals(), signals);
     for rank in 0..2 {
-        assert_eq!(segments.after(all, rank), [After { segment: two, back: 0 }]);
+        assert_eq!(segments.after(all, rank), [ControlDependency { segment: two, back: 0 }]);
     }
     segments.plan(2, Schedule::Simple, Some(2)).unwrap();
 }
@@ -349,11 +355,11 @@ fn other_ranks_are_told_of_effects_that_they_wait_for() {
 #[test]
 fn what_a_stage_is_asked_for_before_its_backward_is_not_in_the_schedules_place() {
     let rows = vec![
-        Operation { role: Role::Input, ..operation("x", &[]) },
+        Operation { role: OperationRole::Input, ..operation("x", &[]) },
         in_layer("one", &[0], 0, 0, &[0]),
         in_layer("two", &[1], 1, 1, &[1]),
         in_layer("three", &[2], 2, 2, &[2]),
-        Operation { role: Role::HandsOut, ..operation("out", &[3]) },
+        Operation { role: OperationRole::HandsOut, ..operation("out", &[3]) },
         operation("loss", &[4]),
         Operation { gradient_of: vec![1], ..operation("shape", &[1]) },
         Operation { gradient_of: vec![3], ..operation("three_inputs", &[3, 5, 6]) },
@@ -361,8 +367,8 @@ fn what_a_stage_is_asked_for_before_its_backward_is_not_in_the_schedules_place()
     ];
     let rows = rows.into_iter().enumerate().map(|(made, each)| Operation { made, ..each }).collect();
     let operations = Operations::new(rows, variables(3)).unwrap();
-    let homes = Homes { layers: vec![Some(0), Some(1), Some(0)], ..Homes::default() };
-    let placement = Placement::new(&operations, &homes).unwrap();
+    let homes = ModuleRanks { layers: vec![Some(0), Some(1), Some(0)], ..ModuleRanks::default() };
+    let placement = OperationPlacement::new(&operations, &homes).unwrap();
     let wanted = vec![vec![first(5)], vec![first(5), first(8)]];
     for schedule in [Schedule::Simple, Schedule::Interleaved, Schedule::ZeroBubble] {
         let halves = schedule == Schedule::ZeroBubble;
@@ -394,8 +400,8 @@ fn left_undone(
     loop {
         let ready = |&(rank, segment, mb): &(usize, usize, usize)| {
             let there = |other: usize, mb: usize| match segments.all()[other].place {
-                Place::On(home) => done.contains(&(home, other, mb)),
-                Place::Free | Place::All => done.contains(&(rank, other, mb)),
+                OperationPlace::On(home) => done.contains(&(home, other, mb)),
+                OperationPlace::Free | OperationPlace::All => done.contains(&(rank, other, mb)),
             };
             let inputs = segments.inputs_of(&segments.on(segment, rank));
             let order = &orders[rank];
@@ -422,7 +428,7 @@ fn left_undone(
 
 /// What layers of random steps have.
 #[derive(Clone, Copy, Debug)]
-struct Extras {
+struct RandomLayers {
     /// No gradient goes to what it takes.
     is_first: bool,
     /// Its gradient asks for the shape of what it takes, where that was made or where it is taken.
@@ -435,15 +441,11 @@ struct Extras {
     changes: Option<bool>,
 }
 
-fn extras() -> impl Strategy<Value = Extras> {
+fn extras() -> impl Strategy<Value = RandomLayers> {
     let seldom = || prop::bool::weighted(0.2);
     let option = || prop::option::weighted(0.3, any::<bool>());
-    (seldom(), option(), seldom(), seldom(), option()).prop_map(|(is_first, shape, prints, penalty, changes)| Extras {
-        is_first,
-        shape,
-        prints,
-        penalty,
-        changes,
+    (seldom(), option(), seldom(), seldom(), option()).prop_map(|(is_first, shape, prints, penalty, changes)| {
+        RandomLayers { is_first, shape, prints, penalty, changes }
     })
 }
 
@@ -451,7 +453,7 @@ fn extras() -> impl Strategy<Value = Extras> {
 fn steps() -> impl Strategy<Value = (Vec<Operation>, Vec<Option<usize>>)> {
     let one = (0_usize..3, prop::collection::vec(any::<prop::sample::Index>(), 1..3), extras());
     prop::collection::vec(one, 1..8).prop_map(|layers| {
-        let mut rows = vec![Operation { role: Role::Input, ..operation("x", &[]) }];
+        let mut rows = vec![Operation { role: OperationRole::Input, ..operation("x", &[]) }];
         // Of each value, where it is among the operations.
         let mut values = vec![0];
         let mut takes: Vec<Vec<usize>> = vec![Vec::new()];
@@ -472,7 +474,7 @@ fn steps() -> impl Strategy<Value = (Vec<Operation>, Vec<Option<usize>>)> {
             }
         }
         let count = layers.len();
-        rows.push(Operation { role: Role::HandsOut, ..operation("out", &[values[count]]) });
+        rows.push(Operation { role: OperationRole::HandsOut, ..operation("out", &[values[count]]) });
         let mut parts = vec![rows.len() - 1];
         for (number, _) in layers.iter().enumerate().filter(|(_, (_, _, extras))| extras.penalty) {
             rows.push(Operation { variables: vec![number], ..operation("penalty", &[]) });
@@ -487,7 +489,7 @@ fn steps() -> impl Strategy<Value = (Vec<Operation>, Vec<Option<usize>>)> {
         for layer in (1..=count).rev() {
             let Some(given) = gradients[layer] else { continue };
             let mut needs = vec![values[layer], given];
-            let Extras { is_first, shape, .. } = layers[layer - 1].2;
+            let RandomLayers { is_first, shape, .. } = layers[layer - 1].2;
             if let Some(made) = shape {
                 let taken = values[takes[layer][0]];
                 let origin = if made { taken } else { values[layer] };
@@ -527,14 +529,14 @@ proptest! {
     fn random_steps_are_cut_so_that_everybody_has_what_he_needs((rows, layers) in steps()) {
         let count = rows.len();
         let operations = Operations::new(rows, variables(layers.len())).unwrap();
-        let homes = Homes { layers, ..Homes::default() };
-        let placement = Placement::new(&operations, &homes).unwrap();
+        let homes = ModuleRanks { layers, ..ModuleRanks::default() };
+        let placement = OperationPlacement::new(&operations, &homes).unwrap();
         let wanted: Vec<Vec<Output>> = (0..3).map(|_| vec![first(count - 1)]).collect();
         for halves in [false, true] {
             let segments = Segments::cut(&operations, &placement, &wanted, halves).unwrap();
             for rank in 0..3 {
                 let mut there: Vec<Output> = (0..count)
-                    .filter(|&each| operations.all()[each].role == Role::Input)
+                    .filter(|&each| operations.all()[each].role == OperationRole::Input)
                     .map(first)
                     .collect();
                 there.extend(segments.transfers().iter().filter(|each| each.to.contains(&rank)).map(|each| each.output));
@@ -555,7 +557,7 @@ proptest! {
     fn random_steps_end_on_all_ranks((rows, layers) in steps(), microbatches in 1_usize..4, active in 1_usize..4) {
         let count = rows.len();
         let operations = Operations::new(rows, variables(layers.len())).unwrap();
-        let placement = Placement::new(&operations, &Homes { layers, ..Homes::default() }).unwrap();
+        let placement = OperationPlacement::new(&operations, &ModuleRanks { layers, ..ModuleRanks::default() }).unwrap();
         let wanted: Vec<Vec<Output>> = (0..3).map(|_| vec![first(count - 1)]).collect();
         for schedule in [Schedule::Simple, Schedule::Interleaved, Schedule::ZeroBubble] {
             let mut segments = Segments::cut(&operations, &placement, &wanted, schedule == Schedule::ZeroBubble).unwrap();

@@ -6,7 +6,7 @@ use std::collections::{BinaryHeap, VecDeque};
 
 use super::Schedule;
 use crate::error::{Error, Result};
-use crate::pipeline::{Action, Graph, Kind, Program};
+use crate::pipeline::{Action, ActionKind, Graph, Program};
 
 /// The computations of all ranks. `active` says for each rank how many microbatches it may have under way, `wished` how
 /// many zero bubble shall have.
@@ -83,14 +83,14 @@ struct Scheduler<'a> {
     /// For each rank the microbatches that it has begun.
     begun: Vec<usize>,
     busy: Vec<bool>,
-    events: BinaryHeap<Reverse<(u64, Event)>>,
+    events: BinaryHeap<Reverse<(u64, ScheduleEvent)>>,
     lists: Vec<Vec<Action>>,
 }
 
 /// What happens at some time: the end of a task, or the arrival of what a stage needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Event {
-    End(usize, Kind),
+enum ScheduleEvent {
+    End(usize, ActionKind),
     Value(usize, usize),
     Gradient(usize, usize),
 }
@@ -153,12 +153,12 @@ impl<'a> Scheduler<'a> {
     }
 
     /// What is planned for a stage.
-    fn kinds(&self, backward: bool) -> &'static [Kind] {
+    fn kinds(&self, backward: bool) -> &'static [ActionKind] {
         match self.schedule {
-            _ if !backward => &[Kind::Forward],
-            Schedule::ForwardOnly => &[Kind::Forward],
-            Schedule::ZeroBubble => &[Kind::Forward, Kind::Input, Kind::Weight],
-            Schedule::Simple | Schedule::Interleaved => &[Kind::Forward, Kind::Backward],
+            _ if !backward => &[ActionKind::Forward],
+            Schedule::ForwardOnly => &[ActionKind::Forward],
+            Schedule::ZeroBubble => &[ActionKind::Forward, ActionKind::Input, ActionKind::Weight],
+            Schedule::Simple | Schedule::Interleaved => &[ActionKind::Forward, ActionKind::Backward],
         }
     }
 
@@ -206,29 +206,29 @@ impl<'a> Scheduler<'a> {
         let stage = &mut self.stages[index];
         let costs = self.graph.stage(index).costs;
         let cost = match kind {
-            Kind::Forward => {
+            ActionKind::Forward => {
                 stage.inputs.advance();
                 stage.forward += 1;
                 self.begun[rank] = self.begun[rank].max(microbatch + 1);
                 costs.forward
             }
-            Kind::Weight => {
+            ActionKind::Weight => {
                 stage.weight += 1;
                 costs.weight
             }
             _ => {
                 stage.gradients.advance();
                 stage.backward += 1;
-                if kind == Kind::Input { costs.input } else { costs.input + costs.weight }
+                if kind == ActionKind::Input { costs.input } else { costs.input + costs.weight }
             }
         };
         self.lists[rank].push(Action::compute(kind, index, microbatch));
         self.busy[rank] = true;
-        self.events.push(Reverse((now + cost, Event::End(index, kind))));
+        self.events.push(Reverse((now + cost, ScheduleEvent::End(index, kind))));
     }
 
     /// The earliest microbatch, and of that the earliest stage.
-    fn next_forward(&self, rank: usize) -> Option<(usize, usize, Kind)> {
+    fn next_forward(&self, rank: usize) -> Option<(usize, usize, ActionKind)> {
         let microbatches = self.graph.microbatches();
         let candidates = self.own[rank].iter().filter(|&&index| {
             let stage = &self.stages[index];
@@ -237,7 +237,7 @@ impl<'a> Scheduler<'a> {
                 && (!self.graph.stage(index).backward || stage.forward - stage.backward < stage.ahead)
                 && self.admits(rank, stage.forward)
         });
-        candidates.map(|&index| (self.stages[index].forward, index, Kind::Forward)).min()
+        candidates.map(|&index| (self.stages[index].forward, index, ActionKind::Forward)).min()
     }
 
     /// Activations that `rank` keeps, in stages.
@@ -260,7 +260,7 @@ impl<'a> Scheduler<'a> {
     }
 
     /// The earliest microbatch, and of that the latest stage.
-    fn next_backward(&self, rank: usize) -> Option<(usize, usize, Kind)> {
+    fn next_backward(&self, rank: usize) -> Option<(usize, usize, ActionKind)> {
         let candidates = self.own[rank].iter().filter(|&&index| {
             let stage = &self.stages[index];
             self.graph.stage(index).backward
@@ -268,7 +268,7 @@ impl<'a> Scheduler<'a> {
                 && stage.gradients.complete()
                 && (self.schedule != Schedule::Simple || self.round_is_forward(rank, stage.backward))
         });
-        let kind = if self.schedule == Schedule::ZeroBubble { Kind::Input } else { Kind::Backward };
+        let kind = if self.schedule == Schedule::ZeroBubble { ActionKind::Input } else { ActionKind::Backward };
         let best = candidates.min_by_key(|&&index| (self.stages[index].backward, Reverse(index)));
         best.map(|&index| (self.stages[index].backward, index, kind))
     }
@@ -280,27 +280,27 @@ impl<'a> Scheduler<'a> {
         self.own[rank].iter().all(|&index| self.stages[index].forward_ended >= end)
     }
 
-    fn next_weight(&self, rank: usize) -> Option<(usize, usize, Kind)> {
+    fn next_weight(&self, rank: usize) -> Option<(usize, usize, ActionKind)> {
         let candidates =
             self.own[rank].iter().filter(|&&index| self.stages[index].weight < self.stages[index].backward_ended);
-        candidates.map(|&index| (self.stages[index].weight, index, Kind::Weight)).min()
+        candidates.map(|&index| (self.stages[index].weight, index, ActionKind::Weight)).min()
     }
 
     /// Takes note of an event; returns the rank that may go on.
-    fn happen(&mut self, event: Event, now: u64) -> usize {
+    fn happen(&mut self, event: ScheduleEvent, now: u64) -> usize {
         match event {
-            Event::End(index, kind) => {
+            ScheduleEvent::End(index, kind) => {
                 self.end(index, kind, now);
                 let rank = self.graph.stage(index).rank;
                 self.busy[rank] = false;
                 rank
             }
-            Event::Value(index, microbatch) => {
+            ScheduleEvent::Value(index, microbatch) => {
                 let stage = &mut self.stages[index];
                 stage.inputs.arrive(microbatch - stage.forward);
                 self.graph.stage(index).rank
             }
-            Event::Gradient(index, microbatch) => {
+            ScheduleEvent::Gradient(index, microbatch) => {
                 let stage = &mut self.stages[index];
                 stage.gradients.arrive(microbatch - stage.backward);
                 self.graph.stage(index).rank
@@ -308,34 +308,34 @@ impl<'a> Scheduler<'a> {
         }
     }
 
-    fn end(&mut self, index: usize, kind: Kind, now: u64) {
+    fn end(&mut self, index: usize, kind: ActionKind, now: u64) {
         let graph = self.graph;
         let last = *self.kinds_last(index);
         let stage = &mut self.stages[index];
         stage.ended += usize::from(kind == last);
         match kind {
-            Kind::Forward => {
+            ActionKind::Forward => {
                 let microbatch = stage.forward_ended;
                 stage.forward_ended += 1;
                 for &(to, bytes) in graph.consumers(index) {
                     let at = now + graph.transfer(index, to, bytes);
-                    self.events.push(Reverse((at, Event::Value(to, microbatch))));
+                    self.events.push(Reverse((at, ScheduleEvent::Value(to, microbatch))));
                 }
             }
-            Kind::Weight => {}
+            ActionKind::Weight => {}
             _ => {
                 let microbatch = stage.backward_ended;
                 stage.backward_ended += 1;
                 for edge in graph.stage(index).inputs.iter().filter(|edge| graph.stage(edge.from).backward) {
                     let at = now + graph.transfer(index, edge.from, edge.bytes);
-                    self.events.push(Reverse((at, Event::Gradient(edge.from, microbatch))));
+                    self.events.push(Reverse((at, ScheduleEvent::Gradient(edge.from, microbatch))));
                 }
             }
         }
     }
 
     /// With which kind of task a microbatch is through a stage.
-    fn kinds_last(&self, index: usize) -> &'static Kind {
+    fn kinds_last(&self, index: usize) -> &'static ActionKind {
         self.kinds(self.graph.stage(index).backward).last().expect("every stage has a forward")
     }
 }

@@ -4,7 +4,7 @@
 //! one, and so on. Each rank does some forwards ahead, then one forward and one backward in turn, then the
 //! backwards that are left.
 
-use crate::pipeline::{Action, Graph, Kind, Program};
+use crate::pipeline::{Action, ActionKind, Graph, Program};
 
 /// The computations, if `graph` is such a chain; they need not fit any bounds.
 pub(super) fn order(graph: &Graph) -> Option<Program> {
@@ -22,18 +22,18 @@ pub(super) fn order(graph: &Graph) -> Option<Program> {
         .step_by(ranks)
         .map(|start| (start, (start + ranks).min(graph.microbatches())))
         .collect();
-    let tasks = |rank: usize, kind: Kind| {
+    let tasks = |rank: usize, kind: ActionKind| {
         let mut tasks = Vec::with_capacity(per_rank);
         for &(start, end) in &groups {
             for lap in 0..chunks {
-                let chunk = if kind == Kind::Forward { lap } else { chunks - 1 - lap };
+                let chunk = if kind == ActionKind::Forward { lap } else { chunks - 1 - lap };
                 tasks.extend((start..end).map(|microbatch| Action::compute(kind, chunk * ranks + rank, microbatch)));
             }
         }
         tasks
     };
     let list = |rank: usize| {
-        let (forwards, backwards) = (tasks(rank, Kind::Forward), tasks(rank, Kind::Backward));
+        let (forwards, backwards) = (tasks(rank, ActionKind::Forward), tasks(rank, ActionKind::Backward));
         let ahead = (2 * (ranks - 1 - rank) + (chunks - 1) * ranks).min(per_rank);
         let mut actions = forwards[..ahead].to_vec();
         for (forward, backward) in forwards[ahead..].iter().zip(&backwards) {

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use crate::error::{Error, Limit, Result};
-use crate::transport::ports::{Carrier, FRAME_BYTES, Key, Pool, Ports, departed};
+use crate::transport::ports::{Carrier, FRAME_BYTES, Pool, PortKey, Ports, departed};
 use crate::transport::{NAP, cores};
 use crate::world::Monitor;
 
@@ -40,7 +40,7 @@ pub(crate) trait Wire: Send {
     /// Initialises MPI unless the script has; waits for all processes of the job. Whether any thread may call MPI.
     fn init(&mut self) -> Result<bool, Failure>;
     /// Initialises MPI and joins the job; waits for all of its processes.
-    fn start(&mut self, num_slots: usize) -> Result<World, Failure>;
+    fn start(&mut self, num_slots: usize) -> Result<MpiWorld, Failure>;
     /// Starts a send in a free slot.
     ///
     /// # Safety
@@ -59,7 +59,7 @@ pub(crate) trait Wire: Send {
 
 /// What MPI knows of the job.
 #[derive(Clone, Debug)]
-pub(crate) struct World {
+pub(crate) struct MpiWorld {
     pub(crate) rank: usize,
     pub(crate) size: usize,
     /// Whether any thread may call MPI (`MPI_THREAD_MULTIPLE`).
@@ -85,18 +85,18 @@ struct Outbox {
     /// By rank: frames that wait or are under way.
     pending: HashMap<usize, usize>,
     /// Ports whose frame found no room.
-    refused: HashSet<Key>,
+    refused: HashSet<PortKey>,
     finish: bool,
 }
 
-struct Shared {
+struct EngineState {
     outbox: Mutex<Outbox>,
     ports: Ports,
     send_buffers: Pool,
     news: Condvar,
     waiters: AtomicUsize,
     /// What `start` came to, and that MPI has ended.
-    world: OnceLock<Result<World, Failure>>,
+    world: OnceLock<Result<MpiWorld, Failure>>,
     ended: OnceLock<()>,
     changed: Condvar,
     change: Mutex<()>,
@@ -104,13 +104,13 @@ struct Shared {
 
 /// See the module's text.
 pub(crate) struct Engine {
-    shared: Arc<Shared>,
+    shared: Arc<EngineState>,
 }
 
 impl Engine {
     /// Starts the thread, which starts MPI; [`Engine::world`] says what came of it.
     pub(crate) fn start(wire: Box<dyn Wire>) -> Result<Arc<Self>> {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(EngineState {
             outbox: Mutex::default(),
             ports: Ports::new(FRAME_BYTES),
             send_buffers: Pool::new(0),
@@ -132,7 +132,7 @@ impl Engine {
     ///
     /// # Errors
     /// [`Error::Unsupported`] with what MPI says; those of every wait for all ranks.
-    pub(crate) fn world(&self, size: usize, monitor: &Monitor, deadline: Instant) -> Result<World> {
+    pub(crate) fn world(&self, size: usize, monitor: &Monitor, deadline: Instant) -> Result<MpiWorld> {
         let start = Instant::now();
         let all: Vec<usize> = (0..size).collect();
         let during = "starting MPI";
@@ -181,7 +181,7 @@ impl Carrier for Engine {
         &self.shared.ports
     }
 
-    fn send(&self, from: Key, to: usize, write: &mut dyn FnMut(&mut Vec<u8>)) -> bool {
+    fn send(&self, from: PortKey, to: usize, write: &mut dyn FnMut(&mut Vec<u8>)) -> bool {
         let mut outbox = self.shared.outbox.lock();
         let pending = outbox.pending.entry(to).or_default();
         if *pending >= FRAMES_PER_PEER {
@@ -223,7 +223,7 @@ impl Carrier for Engine {
     }
 }
 
-impl Shared {
+impl EngineState {
     fn announce(&self) {
         let _lock = self.change.lock();
         self.changed.notify_all();
@@ -297,13 +297,13 @@ impl Slots {
     }
 
     /// Moves frames until the engine is to finish and everything is sent.
-    fn run(&mut self, shared: &Shared, wire: &mut dyn Wire) -> Result<(), Failure> {
+    fn run(&mut self, shared: &EngineState, wire: &mut dyn Wire) -> Result<(), Failure> {
         for slot in 0..RECV_SLOTS {
             self.receive(slot, shared.ports.buffers.take(), wire)?;
         }
         let spins = if cores() > 2 { SPINS } else { 0 };
         let mut done = Vec::new();
-        let mut touched: HashSet<Key> = HashSet::new();
+        let mut touched: HashSet<PortKey> = HashSet::new();
         let mut idle = 0u32;
         let mut seen = Instant::now();
         loop {
@@ -362,7 +362,7 @@ impl Slots {
         }
     }
 
-    fn send_waiting(&mut self, shared: &Shared, wire: &mut dyn Wire) -> Result<bool, Failure> {
+    fn send_waiting(&mut self, shared: &EngineState, wire: &mut dyn Wire) -> Result<bool, Failure> {
         let mut moved = false;
         while let Some(slot) = self.free.last().copied() {
             let Some((to, bytes)) = shared.outbox.lock().frames.pop_front() else { break };
@@ -408,8 +408,8 @@ pub(crate) mod loopback {
         fn init(&mut self) -> Result<bool, Failure> {
             Ok(true)
         }
-        fn start(&mut self, _num_slots: usize) -> Result<World, Failure> {
-            Ok(World { rank: 0, size: 1, any_thread: true, library: "loopback".into() })
+        fn start(&mut self, _num_slots: usize) -> Result<MpiWorld, Failure> {
+            Ok(MpiWorld { rank: 0, size: 1, any_thread: true, library: "loopback".into() })
         }
         unsafe fn send(&mut self, slot: usize, data: &[u8], _to: usize) -> Result<(), Failure> {
             self.sent.push_back((slot, data.to_vec()));

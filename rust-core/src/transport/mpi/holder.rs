@@ -14,7 +14,7 @@ use crate::transport::ports::departed;
 use crate::world::Monitor;
 
 #[derive(Default)]
-struct Progress {
+struct EngineProgress {
     /// What came of the initialisation: whether any thread may call MPI.
     outcome: Option<Result<bool, Failure>>,
     /// The process is about to end.
@@ -26,7 +26,7 @@ struct Progress {
 
 /// See the module's text.
 pub(crate) struct Holder {
-    progress: Mutex<Progress>,
+    progress: Mutex<EngineProgress>,
     changed: Condvar,
 }
 

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use libloading::{Library, Symbol};
 
-use super::engine::{Completed, Failure, Wire, World};
+use super::engine::{Completed, Failure, MpiWorld, Wire};
 use crate::error::{Error, Result};
 
 /// `SMD_MPI_ABI`.
@@ -30,7 +30,7 @@ struct RawDone {
 /// `struct smd_mpi_plugin`.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Table {
+struct PluginTable {
     abi: u32,
     struct_bytes: u32,
     init: unsafe extern "C" fn(*mut i32) -> i32,
@@ -44,7 +44,7 @@ struct Table {
 
 /// A loaded plug-in. It is never unloaded: MPI starts threads and registers handlers.
 pub(super) struct Plugin {
-    table: Table,
+    table: PluginTable,
     done: Vec<RawDone>,
 }
 
@@ -57,13 +57,13 @@ impl Plugin {
         let library = unsafe { Library::new(path) }.map_err(|error| refuse(format!("cannot be loaded: {error}")))?;
         let library = Box::leak(Box::new(library));
         // SAFETY: the signature is that of plugin.h, whose version is checked below.
-        let entry: Symbol<'_, unsafe extern "C" fn() -> *const Table> =
+        let entry: Symbol<'_, unsafe extern "C" fn() -> *const PluginTable> =
             unsafe { library.get(b"smd_mpi_plugin\0") }.map_err(|error| refuse(format!("is none: {error}")))?;
         // SAFETY: the function returns the address of a constant; version and size come first in every version.
         let table = unsafe {
             let table = entry();
             let (abi, bytes) = ((*table).abi, (*table).struct_bytes as usize);
-            if abi != ABI || bytes != size_of::<Table>() {
+            if abi != ABI || bytes != size_of::<PluginTable>() {
                 return Err(refuse(format!("has interface {abi} of {bytes} bytes, expected {ABI}: remove the file")));
             }
             *table
@@ -101,7 +101,7 @@ impl Wire for Plugin {
         Ok(any_thread != 0)
     }
 
-    fn start(&mut self, num_slots: usize) -> Result<World, Failure> {
+    fn start(&mut self, num_slots: usize) -> Result<MpiWorld, Failure> {
         let mut raw = RawWorld { rank: 0, size: 0, any_thread: 0, library: [0; 120] };
         // SAFETY: `raw` lives during the call.
         let code = unsafe { (self.table.start)(num_slots as i32, &mut raw) };
@@ -110,7 +110,7 @@ impl Wire for Plugin {
         // SAFETY: the plug-in ends the text inside the array.
         let library = unsafe { CStr::from_ptr(raw.library.as_ptr()) };
         let (rank, size) = (raw.rank as usize, raw.size as usize);
-        Ok(World { rank, size, any_thread: raw.any_thread != 0, library: library.to_string_lossy().into_owned() })
+        Ok(MpiWorld { rank, size, any_thread: raw.any_thread != 0, library: library.to_string_lossy().into_owned() })
     }
 
     unsafe fn send(&mut self, slot: usize, data: &[u8], to: usize) -> Result<(), Failure> {

@@ -1,11 +1,11 @@
 //! Phases of a group: each member arrives at each of them, and a phase is over when all have.
 
-use super::event::Event;
+use super::event::FutexEvent;
 
 /// The arrivals of `size` members so far, in a counter that they share.
 #[derive(Clone, Copy)]
 pub(crate) struct Arrivals<'a> {
-    pub(crate) event: Event<'a>,
+    pub(crate) event: FutexEvent<'a>,
     pub(crate) size: u32,
 }
 

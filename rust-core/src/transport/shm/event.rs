@@ -13,18 +13,18 @@ use crate::sync::{AtomicU32, Ordering, between_sequential_accesses, futex_wait, 
 
 /// A view of the two words; both live in a segment.
 #[derive(Clone, Copy)]
-pub(crate) struct Event<'a> {
+pub(crate) struct FutexEvent<'a> {
     pub(crate) counter: &'a AtomicU32,
     pub(crate) sleepers: &'a AtomicU32,
 }
 
-impl Event<'_> {
+impl FutexEvent<'_> {
     /// The counter, with everything that was written before it got this value.
     pub(crate) fn value(&self) -> u32 {
         self.counter.load(Ordering::Acquire)
     }
 
-    /// Adds one and returns the new value. Does not wake; see [`Event::wake`].
+    /// Adds one and returns the new value. Does not wake; see [`FutexEvent::wake`].
     pub(crate) fn add(&self) -> u32 {
         self.counter.fetch_add(1, Ordering::SeqCst).wrapping_add(1)
     }

@@ -41,11 +41,11 @@ pub(crate) mod segment;
 
 use arrivals::Arrivals;
 use counts::Counts;
-use event::Event;
+use event::FutexEvent;
 use layout::{ARENA_BYTES, CALL_WORDS, RING_BYTES, RING_SLOTS, SegmentLayout};
 use placement::core;
 pub(super) use ring::Rings;
-use segment::Segment;
+use segment::SharedSegment;
 
 /// The transport over one segment; see the module's text.
 pub struct ShmTransport {
@@ -89,7 +89,7 @@ impl SharedMemory {
         let key = format!("{prefix}segment");
         let segment;
         if members.me == 0 {
-            segment = Segment::create(&format!("opensmd-{name}"), layout.bytes())?;
+            segment = SharedSegment::create(&format!("opensmd-{name}"), layout.bytes())?;
             let nonce = getrandom::u64().map_err(|error| Error::Internal(format!("no random number: {error}")))? | 1;
             // SAFETY: the header lies inside the new segment, aligned; nobody else knows the segment yet.
             unsafe { segment.start().add(layout::header::NONCE).cast::<u64>().write(nonce) };
@@ -102,7 +102,7 @@ impl SharedMemory {
             let [pid, fd, bytes, nonce] = words[..] else {
                 return Err(Error::Rendezvous(format!("rank {leader} announced its shared memory as {value:?}")));
             };
-            segment = Segment::attach([pid, fd, bytes], layout.bytes())
+            segment = SharedSegment::attach([pid, fd, bytes], layout.bytes())
                 .map_err(|error| explained(error, leader, monitor, &format!("joining group `{name}`")))?;
             // SAFETY: the header lies inside the segment, whose size was checked, aligned.
             let found = unsafe { segment.start().add(layout::header::NONCE).cast::<u64>().read_volatile() };
@@ -173,7 +173,7 @@ const PHASES_A_LOOK: u32 = 64;
 
 /// The memory that all members of a group see; see the module's text. One operation of the group uses it at a time.
 pub struct SharedMemory {
-    segment: Segment,
+    segment: SharedSegment,
     layout: SegmentLayout,
     members: Members,
     /// The phase of this member's last arrival.
@@ -304,7 +304,7 @@ impl SharedMemory {
 
     fn arrivals(&self) -> Arrivals<'_> {
         let event =
-            Event { counter: self.word(layout::header::ARRIVED), sleepers: self.word(layout::header::SLEEPERS) };
+            FutexEvent { counter: self.word(layout::header::ARRIVED), sleepers: self.word(layout::header::SLEEPERS) };
         Arrivals { event, size: self.size() as u32 }
     }
 
@@ -326,8 +326,8 @@ impl SharedMemory {
         })
     }
 
-    fn doorbell(&self, rank: usize) -> Event<'_> {
-        Event { counter: self.word(self.layout.doorbell(rank)), sleepers: self.word(self.layout.dozers(rank)) }
+    fn doorbell(&self, rank: usize) -> FutexEvent<'_> {
+        FutexEvent { counter: self.word(self.layout.doorbell(rank)), sleepers: self.word(self.layout.dozers(rank)) }
     }
 
     fn ring_doorbell(&self, rank: usize) {

@@ -12,14 +12,14 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 use crate::error::{Error, Result};
 
 /// How a peer finds a segment: `[pid, descriptor, bytes]`.
-pub(crate) type Address = [u64; 3];
+pub(crate) type SegmentAddress = [u64; 3];
 
 /// What every segment is sealed with: its size stays what it is, and so do the seals.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
 /// A mapping of shared memory, zeroed when made.
 #[derive(Debug)]
-pub(crate) struct Segment {
+pub(crate) struct SharedSegment {
     start: NonNull<u8>,
     bytes: usize,
     /// Held by the maker until its peers have attached.
@@ -28,11 +28,11 @@ pub(crate) struct Segment {
 
 // SAFETY: the mapping lives as long as the value and may be used from any thread; what is in it is governed by
 // whoever hands out pointers to it.
-unsafe impl Send for Segment {}
+unsafe impl Send for SharedSegment {}
 // SAFETY: as above.
-unsafe impl Sync for Segment {}
+unsafe impl Sync for SharedSegment {}
 
-impl Segment {
+impl SharedSegment {
     /// Makes a segment. Memory is taken page by page as it is touched, so a generous size costs nothing.
     pub(crate) fn create(label: &str, bytes: usize) -> Result<Self> {
         let context = || format!("making {bytes} bytes of shared memory for `{label}`");
@@ -45,7 +45,7 @@ impl Segment {
     }
 
     /// Maps the segment at `address`, which must have `bytes` bytes.
-    pub(crate) fn attach(address: Address, bytes: usize) -> Result<Self> {
+    pub(crate) fn attach(address: SegmentAddress, bytes: usize) -> Result<Self> {
         let [pid, fd, announced] = address;
         let path = format!("/proc/{pid}/fd/{fd}");
         let context = || format!("opening the shared memory of process {pid} at `{path}`");
@@ -72,7 +72,7 @@ impl Segment {
     }
 
     /// Where peers find it.
-    pub(crate) fn address(&self) -> Address {
+    pub(crate) fn address(&self) -> SegmentAddress {
         let fd = self.fd.as_ref().map_or(-1, AsRawFd::as_raw_fd);
         [u64::from(std::process::id()), fd as u64, self.bytes as u64]
     }
@@ -88,7 +88,7 @@ impl Segment {
     }
 }
 
-impl Drop for Segment {
+impl Drop for SharedSegment {
     fn drop(&mut self) {
         // SAFETY: the range is this value's own mapping, and nobody can hold a pointer into it that outlives the
         // value. Failure would mean a bad range, which cannot be.
@@ -112,13 +112,13 @@ mod tests {
 
     #[test]
     fn its_size_cannot_be_changed() {
-        let segment = Segment::create("sealed", 8192).unwrap();
+        let segment = SharedSegment::create("sealed", 8192).unwrap();
         let fd = segment.fd.as_ref().unwrap();
         for bytes in [0, 4096, 1 << 20] {
             assert_eq!(rustix::fs::ftruncate(fd, bytes), Err(rustix::io::Errno::PERM));
         }
         assert_eq!(rustix::fs::fcntl_add_seals(fd, SealFlags::WRITE), Err(rustix::io::Errno::PERM));
-        Segment::attach(segment.address(), 8192).unwrap();
+        SharedSegment::attach(segment.address(), 8192).unwrap();
     }
 
     #[test]
@@ -127,7 +127,7 @@ mod tests {
         rustix::fs::ftruncate(&fd, 8192).unwrap();
         let address = [u64::from(std::process::id()), fd.as_raw_fd() as u64, 8192];
         let refused = |why: &str| {
-            let error = Segment::attach(address, 8192).unwrap_err();
+            let error = SharedSegment::attach(address, 8192).unwrap_err();
             assert!(error.to_string().contains("has no seals"), "{why}: {error}");
         };
         refused("no seals");

@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use mio::net::TcpStream;
 
-use super::send_queue::Line;
+use super::send_queue::OutboundConnection;
 use crate::world::rendezvous::JobKey;
 use crate::world::rendezvous::frame::Sealer;
-use crate::world::rendezvous::handshake::{Answer, GREETING_BYTES, PROOF_BYTES, REFUSAL};
+use crate::world::rendezvous::handshake::{ChallengeResponse, GREETING_BYTES, PROOF_BYTES, REFUSAL};
 use crate::world::{fork, socket};
 
 /// A try takes no longer than this.
@@ -25,15 +25,15 @@ pub(super) struct Dial {
     pub(super) since: Instant,
     /// When this one is given up.
     pub(super) deadline: Instant,
-    stage: Stage,
+    stage: DialStage,
     /// Of what comes next.
     bytes: Vec<u8>,
 }
 
-enum Stage {
+enum DialStage {
     Connecting,
     Greeting,
-    Proof(Answer),
+    Proof(ChallengeResponse),
 }
 
 impl Dial {
@@ -42,7 +42,7 @@ impl Dial {
         let stream = TcpStream::connect(address)?;
         let guard = fork::Guard::new(&stream);
         let deadline = Instant::now() + TRY_TIME;
-        Ok(Self { guard, stream, rank, since, deadline, stage: Stage::Connecting, bytes: Vec::new() })
+        Ok(Self { guard, stream, rank, since, deadline, stage: DialStage::Connecting, bytes: Vec::new() })
     }
 
     pub(super) fn stream(&mut self) -> &mut TcpStream {
@@ -51,7 +51,7 @@ impl Dial {
 
     /// Does what can be done now; true once [`Dial::finish`] may be called.
     pub(super) fn advance(&mut self, key: &JobKey, peer_timeout: Duration) -> Result<bool> {
-        if matches!(self.stage, Stage::Connecting) {
+        if matches!(self.stage, DialStage::Connecting) {
             if let Some(error) = self.stream.take_error()? {
                 return Err(error);
             }
@@ -61,31 +61,31 @@ impl Dial {
                 Err(error) => return Err(error),
             }
             socket::configure(&self.stream, peer_timeout).map_err(Error::other)?;
-            self.stage = Stage::Greeting;
+            self.stage = DialStage::Greeting;
         }
-        if matches!(self.stage, Stage::Greeting) {
+        if matches!(self.stage, DialStage::Greeting) {
             if !self.read(GREETING_BYTES)? {
                 return Ok(false);
             }
             let greeting = self.bytes.as_slice().try_into().expect("that many bytes were read");
-            let answer = Answer::new(greeting).map_err(Error::other)?.ok_or_else(stranger)?;
+            let answer = ChallengeResponse::new(greeting).map_err(Error::other)?.ok_or_else(not_a_peer)?;
             // A fresh connection takes that much at once.
             self.stream.write_all(&answer.bytes(key))?;
             self.bytes.clear();
-            self.stage = Stage::Proof(answer);
+            self.stage = DialStage::Proof(answer);
         }
         self.read(PROOF_BYTES)
     }
 
     /// The connection, if the other side has proved that it knows the secret.
-    pub(super) fn finish(self, key: &JobKey) -> Result<Line> {
-        let proof: &[u8; PROOF_BYTES] = self.bytes.as_slice().try_into().map_err(|_| stranger())?;
-        let Stage::Proof(answer) = &self.stage else { return Err(stranger()) };
+    pub(super) fn finish(self, key: &JobKey) -> Result<OutboundConnection> {
+        let proof: &[u8; PROOF_BYTES] = self.bytes.as_slice().try_into().map_err(|_| not_a_peer())?;
+        let DialStage::Proof(answer) = &self.stage else { return Err(not_a_peer()) };
         let keys = answer.verify(key, proof).ok_or_else(|| match *proof == REFUSAL {
             true => Error::new(ErrorKind::PermissionDenied, "it does not accept this job's secret"),
-            false => stranger(),
+            false => not_a_peer(),
         })?;
-        Ok(Line { _guard: self.guard, stream: self.stream, sealer: Sealer::new(keys.send) })
+        Ok(OutboundConnection { _guard: self.guard, stream: self.stream, sealer: Sealer::new(keys.send) })
     }
 
     /// Reads until `bytes` bytes are there; whether they are.
@@ -104,6 +104,6 @@ impl Dial {
     }
 }
 
-fn stranger() -> Error {
+fn not_a_peer() -> Error {
     Error::new(ErrorKind::InvalidData, "it belongs to somebody else")
 }

@@ -38,7 +38,7 @@ pub(super) fn hello(words: Hello) -> [u8; HELLO_BYTES] {
 }
 
 /// A frame, as it goes to a port.
-pub(super) struct Frame {
+pub(super) struct TcpFrame {
     pub(super) buffer: Vec<u8>,
     /// Where it starts, after its header, and its length.
     pub(super) start: usize,
@@ -47,10 +47,10 @@ pub(super) struct Frame {
 
 /// Takes a frame of an inbound connection that has said which rank it is, or says so now. An error ends the connection, in words that go
 /// after "it".
-pub(super) type Take<'a> = dyn FnMut(&mut Option<usize>, Frame) -> Result<(), String> + 'a;
+pub(super) type Take<'a> = dyn FnMut(&mut Option<usize>, TcpFrame) -> Result<(), String> + 'a;
 
 /// What reading came to.
-pub(super) enum Found {
+pub(super) enum ReadOutcome {
     /// There is nothing more for now, or there is.
     Pause,
     More,
@@ -58,7 +58,7 @@ pub(super) enum Found {
     End,
 }
 
-enum Stage {
+enum InboundStage {
     Unauthenticated { challenge: Challenge, answer: Vec<u8> },
     Open(Reader),
 }
@@ -72,7 +72,7 @@ pub(super) struct InboundConnection {
     /// Once it has said so.
     pub(super) rank: Option<usize>,
     pub(super) came: Instant,
-    stage: Stage,
+    stage: InboundStage,
 }
 
 impl InboundConnection {
@@ -81,7 +81,7 @@ impl InboundConnection {
         let challenge = Challenge::new()?;
         // A fresh connection takes that much at once; if it does not, the other side does without a greeting.
         let _ = stream.write(&challenge.greeting());
-        let stage = Stage::Unauthenticated { challenge, answer: Vec::with_capacity(ANSWER_BYTES) };
+        let stage = InboundStage::Unauthenticated { challenge, answer: Vec::with_capacity(ANSWER_BYTES) };
         Ok(Self { _guard: fork::Guard::new(&stream), stream, address, rank: None, came: Instant::now(), stage })
     }
 
@@ -93,14 +93,14 @@ impl InboundConnection {
         peer_timeout: Duration,
         spare: &Pool,
         take: &mut Take<'_>,
-    ) -> Result<Found, String> {
-        if let Stage::Unauthenticated { challenge, answer } = &mut self.stage {
+    ) -> Result<ReadOutcome, String> {
+        if let InboundStage::Unauthenticated { challenge, answer } = &mut self.stage {
             let mut piece = [0; ANSWER_BYTES];
             while answer.len() < ANSWER_BYTES {
                 match self.stream.read(&mut piece[..ANSWER_BYTES - answer.len()]) {
                     Ok(0) => return Err("went away before it proved the job's secret".to_owned()),
                     Ok(count) => answer.extend_from_slice(&piece[..count]),
-                    Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(Found::Pause),
+                    Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(ReadOutcome::Pause),
                     Err(error) if error.kind() == ErrorKind::Interrupted => {}
                     Err(error) => return Err(format!("was lost: {error}")),
                 }
@@ -112,13 +112,13 @@ impl InboundConnection {
             };
             socket::configure(&self.stream, peer_timeout).map_err(|error| error.text())?;
             self.stream.write_all(&proof).map_err(|error| format!("was lost: {error}"))?;
-            self.stage = Stage::Open(Reader::new(Verifier::new(keys.receive, FRAME_BYTES)));
+            self.stage = InboundStage::Open(Reader::new(Verifier::new(keys.receive, FRAME_BYTES)));
         }
-        let Stage::Open(reader) = &mut self.stage else { return Ok(Found::Pause) };
+        let InboundStage::Open(reader) = &mut self.stage else { return Ok(ReadOutcome::Pause) };
         let mut read = 0;
         while read < READ_BATCH {
             match self.stream.read(reader.room(spare)) {
-                Ok(0) if reader.is_between_frames() => return Ok(Found::End),
+                Ok(0) if reader.is_between_frames() => return Ok(ReadOutcome::End),
                 Ok(0) => return Err("ended in the middle of a frame".to_owned()),
                 Ok(count) => {
                     read += count;
@@ -127,17 +127,17 @@ impl InboundConnection {
                         take(&mut self.rank, frame)?;
                     }
                 }
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(Found::Pause),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(ReadOutcome::Pause),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) => return Err(format!("was lost: {error}")),
             }
         }
-        Ok(Found::More)
+        Ok(ReadOutcome::More)
     }
 }
 
 /// Who sends, from the payload of its first frame.
-pub(super) fn introduction(frame: &Frame) -> Option<Hello> {
+pub(super) fn introduction(frame: &TcpFrame) -> Option<Hello> {
     let bytes = frame.buffer.get(frame.start..frame.start + frame.bytes)?;
     let words = bytes.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word)).collect::<Vec<_>>();
     (bytes.len() == HELLO_BYTES).then(|| words.try_into().ok()).flatten()
@@ -178,7 +178,7 @@ impl Reader {
         &mut self.buffer[self.filled..end]
     }
 
-    fn next(&mut self) -> Result<Option<Frame>, FrameError> {
+    fn next(&mut self) -> Result<Option<TcpFrame>, FrameError> {
         let bytes = &self.buffer[self.start..self.filled];
         if self.expected.is_none() {
             self.expected = self.verifier.announced(bytes)?.map(|payload| HEADER_BYTES + payload);
@@ -188,12 +188,12 @@ impl Reader {
         self.verifier.verify(header, payload)?;
         self.expected = None;
         if whole <= SMALL_BYTES {
-            let frame = Frame { buffer: payload.to_vec(), start: 0, bytes: payload.len() };
+            let frame = TcpFrame { buffer: payload.to_vec(), start: 0, bytes: payload.len() };
             self.start += whole;
             return Ok(Some(frame));
         }
         // Nothing is behind it, by what `room` gives.
-        let frame = Frame {
+        let frame = TcpFrame {
             buffer: std::mem::take(&mut self.buffer),
             start: self.start + HEADER_BYTES,
             bytes: whole - HEADER_BYTES,

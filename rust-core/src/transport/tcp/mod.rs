@@ -26,7 +26,7 @@ use mio::{Poll, Waker};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
-use super::ports::{Carrier, Key, Pool, Ports};
+use super::ports::{Carrier, Pool, PortKey, Ports};
 use crate::error::{Error, Result};
 use crate::world::rendezvous::JobKey;
 use crate::world::rendezvous::frame::HEADER_BYTES;
@@ -52,14 +52,14 @@ const FLUSH_PAUSE: Duration = Duration::from_millis(1);
 
 /// Where a process listens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Address {
+pub(crate) struct TcpAddress {
     /// `None` stands for the host of the rendezvous, of which a process on that very host may only know a name that others
     /// do not.
     host: Option<IpAddr>,
     port: u16,
 }
 
-impl Address {
+impl TcpAddress {
     /// The address for a process that sees the rendezvous at `rendezvous`.
     pub(crate) fn seen_from(self, rendezvous: IpAddr) -> SocketAddr {
         SocketAddr::new(self.host.unwrap_or(rendezvous).to_canonical(), self.port)
@@ -71,7 +71,7 @@ impl Address {
 ///
 /// # Errors
 /// [`Error::Io`] if the system refuses.
-pub(crate) fn listen(local: IpAddr, chosen: Option<IpAddr>) -> Result<(TcpListener, Address)> {
+pub(crate) fn listen(local: IpAddr, chosen: Option<IpAddr>) -> Result<(TcpListener, TcpAddress)> {
     let local = local.to_canonical();
     let everywhere = || {
         // Serves IPv4 as well, where there is IPv6 at all.
@@ -83,11 +83,11 @@ pub(crate) fn listen(local: IpAddr, chosen: Option<IpAddr>) -> Result<(TcpListen
     let io = |error| Error::io("listening for other hosts", error);
     let listener = bound.map_err(io)?;
     let port = listener.local_addr().map_err(io)?.port();
-    Ok((listener, Address { host, port }))
+    Ok((listener, TcpAddress { host, port }))
 }
 
 /// Who this process is, and where the others are.
-pub(crate) struct Options {
+pub(crate) struct TcpOptions {
     pub(crate) rank: usize,
     /// Tells this session from others of the same job.
     pub(crate) session: u64,
@@ -101,7 +101,7 @@ pub(crate) struct Options {
 }
 
 /// What the thread is told.
-enum Call {
+enum TcpCommand {
     /// Make the connection to this rank.
     Dial(usize),
     /// The connection to this rank is lost.
@@ -109,19 +109,19 @@ enum Call {
     Stop,
 }
 
-struct Shared {
+struct TcpState {
     rank: usize,
     ports: Ports,
     /// By rank.
     send_queues: Vec<Mutex<SendQueue>>,
     /// What frames leave in.
     buffers: Pool,
-    calls: Mutex<Vec<Call>>,
+    calls: Mutex<Vec<TcpCommand>>,
     waker: Waker,
 }
 
-impl Shared {
-    fn call(&self, call: Call) {
+impl TcpState {
+    fn call(&self, call: TcpCommand) {
         self.calls.lock().push(call);
         if let Err(error) = self.waker.wake() {
             tracing::error!("waking the thread that serves other hosts: {error}");
@@ -131,7 +131,7 @@ impl Shared {
 
 /// The connections of this process; see the module's text.
 pub(crate) struct Network {
-    shared: Arc<Shared>,
+    shared: Arc<TcpState>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -140,10 +140,10 @@ impl Network {
     ///
     /// # Errors
     /// [`Error::Io`] if the system refuses the thread's resources.
-    pub(crate) fn start(listener: TcpListener, options: Options) -> Result<Arc<Self>> {
+    pub(crate) fn start(listener: TcpListener, options: TcpOptions) -> Result<Arc<Self>> {
         let io = |error| Error::io("serving other hosts", error);
         let poll = Poll::new().map_err(io)?;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(TcpState {
             rank: options.rank,
             ports: Ports::new(inbound::BUFFER_BYTES),
             send_queues: options.book.iter().map(|_| Mutex::default()).collect(),
@@ -166,7 +166,7 @@ impl Network {
             return;
         }
         let Some(thread) = self.thread.lock().take() else { return };
-        self.shared.call(Call::Stop);
+        self.shared.call(TcpCommand::Stop);
         // The last user of a group may be the thread itself.
         if thread.thread().id() != std::thread::current().id() {
             let _ = thread.join();
@@ -189,7 +189,7 @@ impl Carrier for Network {
         &self.shared.ports
     }
 
-    fn send(&self, from: Key, to: usize, write: &mut dyn FnMut(&mut Vec<u8>)) -> bool {
+    fn send(&self, from: PortKey, to: usize, write: &mut dyn FnMut(&mut Vec<u8>)) -> bool {
         let shared = &self.shared;
         let mut queue = shared.send_queues[to].lock();
         let sent = queue.send(from, &shared.buffers, |buffer| {
@@ -201,11 +201,11 @@ impl Carrier for Network {
             Sent::Taken => true,
             Sent::Full => false,
             Sent::First => {
-                shared.call(Call::Dial(to));
+                shared.call(TcpCommand::Dial(to));
                 true
             }
             Sent::Lost(error) => {
-                shared.call(Call::Lost(to, error.to_string()));
+                shared.call(TcpCommand::Lost(to, error.to_string()));
                 true
             }
         }

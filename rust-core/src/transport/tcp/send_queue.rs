@@ -9,7 +9,7 @@ use std::os::fd::AsRawFd;
 
 use mio::net::TcpStream;
 
-use crate::transport::ports::{Key, Pool};
+use crate::transport::ports::{Pool, PortKey};
 use crate::world::fork;
 use crate::world::rendezvous::frame::{HEADER_BYTES, Sealer};
 
@@ -17,7 +17,7 @@ use crate::world::rendezvous::frame::{HEADER_BYTES, Sealer};
 pub(super) const FRAMES: usize = 8;
 
 /// An open connection, in the direction away from here.
-pub(super) struct Line {
+pub(super) struct OutboundConnection {
     /// Dropped first.
     pub(super) _guard: fork::Guard,
     pub(super) stream: TcpStream,
@@ -25,14 +25,14 @@ pub(super) struct Line {
 }
 
 #[derive(Default)]
-enum Stage {
+enum SendStage {
     /// Nothing was ever sent.
     #[default]
     Unused,
     /// The connection is being made.
     Sought,
     /// If frames wait, then because the system took no more.
-    Open(Line),
+    Open(OutboundConnection),
     /// For good; frames are dropped.
     Lost,
 }
@@ -40,14 +40,14 @@ enum Stage {
 /// See the module's text.
 #[derive(Default)]
 pub(super) struct SendQueue {
-    stage: Stage,
+    stage: SendStage,
     /// Each with room for its header before it.
     frames: VecDeque<Vec<u8>>,
     /// Of the first frame: whether its header is there, and how much of it is written.
     sealed: bool,
     written: usize,
     /// Ports whose frame found no room.
-    refused: HashSet<Key>,
+    refused: HashSet<PortKey>,
 }
 
 /// What became of a frame.
@@ -63,8 +63,8 @@ pub(super) enum Sent {
 
 impl SendQueue {
     /// Takes a frame that `write` writes.
-    pub(super) fn send(&mut self, from: Key, buffers: &Pool, write: impl FnOnce(&mut Vec<u8>)) -> Sent {
-        if matches!(self.stage, Stage::Lost) {
+    pub(super) fn send(&mut self, from: PortKey, buffers: &Pool, write: impl FnOnce(&mut Vec<u8>)) -> Sent {
+        if matches!(self.stage, SendStage::Lost) {
             return Sent::Taken;
         }
         if self.frames.len() >= FRAMES {
@@ -76,28 +76,28 @@ impl SendQueue {
         write(&mut buffer);
         self.frames.push_back(buffer);
         match self.stage {
-            Stage::Unused => {
-                self.stage = Stage::Sought;
+            SendStage::Unused => {
+                self.stage = SendStage::Sought;
                 Sent::First
             }
-            Stage::Open(_) if self.frames.len() == 1 => match self.write(buffers) {
+            SendStage::Open(_) if self.frames.len() == 1 => match self.write(buffers) {
                 Ok(()) => Sent::Taken,
                 Err(error) => Sent::Lost(error),
             },
-            Stage::Open(_) | Stage::Sought | Stage::Lost => Sent::Taken,
+            SendStage::Open(_) | SendStage::Sought | SendStage::Lost => Sent::Taken,
         }
     }
 
     /// Frames may leave on `line`, `first` before all others.
-    pub(super) fn open(&mut self, line: Line, first: Vec<u8>, buffers: &Pool) -> Result<()> {
-        self.stage = Stage::Open(line);
+    pub(super) fn open(&mut self, line: OutboundConnection, first: Vec<u8>, buffers: &Pool) -> Result<()> {
+        self.stage = SendStage::Open(line);
         self.frames.push_front(first);
         self.write(buffers)
     }
 
     /// Gives the system what it takes.
     pub(super) fn write(&mut self, buffers: &Pool) -> Result<()> {
-        let Stage::Open(line) = &mut self.stage else { return Ok(()) };
+        let SendStage::Open(line) = &mut self.stage else { return Ok(()) };
         while let Some(frame) = self.frames.front_mut() {
             if !self.sealed {
                 let (header, payload) = frame.split_at_mut(HEADER_BYTES);
@@ -120,7 +120,7 @@ impl SendQueue {
 
     /// The other end says nothing on this connection: what can be read from it is its end.
     pub(super) fn look_for_end(&mut self) -> Result<()> {
-        let Stage::Open(line) = &mut self.stage else { return Ok(()) };
+        let SendStage::Open(line) = &mut self.stage else { return Ok(()) };
         match line.stream.read(&mut [0; 16]) {
             Ok(0) => Err(Error::new(ErrorKind::UnexpectedEof, "the other process ended it")),
             Ok(_) => Err(Error::new(ErrorKind::InvalidData, "the other process broke the protocol")),
@@ -130,7 +130,7 @@ impl SendQueue {
     }
 
     /// Ports for whose frames there is room again.
-    pub(super) fn admitted(&mut self) -> HashSet<Key> {
+    pub(super) fn admitted(&mut self) -> HashSet<PortKey> {
         match self.frames.len() < FRAMES {
             true => std::mem::take(&mut self.refused),
             false => HashSet::new(),
@@ -139,21 +139,21 @@ impl SendQueue {
 
     /// Whether the connection is lost.
     pub(super) fn is_lost(&self) -> bool {
-        matches!(self.stage, Stage::Lost)
+        matches!(self.stage, SendStage::Lost)
     }
 
     /// Drops what waits and, from now on, what is sent.
-    pub(super) fn lose(&mut self) -> Option<Line> {
+    pub(super) fn lose(&mut self) -> Option<OutboundConnection> {
         self.frames.clear();
-        match std::mem::replace(&mut self.stage, Stage::Lost) {
-            Stage::Open(line) => Some(line),
+        match std::mem::replace(&mut self.stage, SendStage::Lost) {
+            SendStage::Open(line) => Some(line),
             _ => None,
         }
     }
 
     /// Whether something that was sent has not reached the other host.
     pub(super) fn is_sending(&self) -> bool {
-        let Stage::Open(line) = &self.stage else { return !self.frames.is_empty() };
+        let SendStage::Open(line) = &self.stage else { return !self.frames.is_empty() };
         let mut unacknowledged: libc::c_int = 0;
         // SAFETY: the descriptor is open, and this request writes one int.
         let answer = unsafe { libc::ioctl(line.stream.as_raw_fd(), libc::TIOCOUTQ, &mut unacknowledged) };

@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 use mio::{Events, Interest, Poll, Token};
 
 use super::dial::Dial;
-use super::inbound::{self, Found, Frame, InboundConnection};
-use super::send_queue::Line;
-use super::{Call, Options, PROTOCOL, Shared};
+use super::inbound::{self, InboundConnection, ReadOutcome, TcpFrame};
+use super::send_queue::OutboundConnection;
+use super::{PROTOCOL, TcpCommand, TcpOptions, TcpState};
 use crate::error::{Error, Result};
-use crate::transport::ports::Key;
+use crate::transport::ports::PortKey;
 use crate::world::fork;
 use crate::world::rendezvous::JobKey;
 use crate::world::rendezvous::frame::HEADER_BYTES;
@@ -25,9 +25,9 @@ const FIRST_CONNECTION: usize = 2;
 
 /// Connections that have not said who they are: how many there may be, how long each may take, and from which age on it
 /// makes room for another.
-const MAX_STRANGERS: usize = 256;
+const MAX_UNAUTHENTICATED: usize = 256;
 const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
-const STRANGER_TIME: Duration = Duration::from_millis(30);
+const UNAUTHENTICATED_TIME: Duration = Duration::from_millis(30);
 /// Connections that wait to be accepted: many ranks may begin to send at once.
 const LISTEN_QUEUE: i32 = 4096;
 /// Pause before a connection is tried again, or accepted when the system had no descriptor for it.
@@ -35,7 +35,7 @@ const RETRY_PAUSE: Duration = Duration::from_millis(50);
 /// Connections accepted before the others are served again.
 const ACCEPT_BATCH: usize = 32;
 
-enum Connection {
+enum TcpConnection {
     Dial(Dial),
     /// The queue to this rank, which owns its stream.
     Outbound(usize),
@@ -51,7 +51,7 @@ struct Redial {
 }
 
 /// A connection that was lost and that no departure explains so far (TCP-4).
-struct Loss {
+struct LostConnection {
     rank: usize,
     why: String,
     judge_at: Instant,
@@ -63,9 +63,9 @@ pub(super) struct Service {
     listener: mio::net::TcpListener,
     poll: Poll,
     key: JobKey,
-    options: Options,
-    shared: Arc<Shared>,
-    connections: HashMap<Token, Connection>,
+    options: TcpOptions,
+    shared: Arc<TcpState>,
+    connections: HashMap<Token, TcpConnection>,
     /// Guests that have not said who they are, oldest first.
     unauthenticated: BTreeMap<Token, Instant>,
     next: usize,
@@ -73,12 +73,12 @@ pub(super) struct Service {
     /// Guests that have more to read.
     again: HashSet<Token>,
     redials: Vec<Redial>,
-    losses: Vec<Loss>,
+    losses: Vec<LostConnection>,
     refusals: Refusals,
 }
 
 impl Service {
-    pub(super) fn new(poll: Poll, listener: TcpListener, options: Options, shared: Arc<Shared>) -> Result<Self> {
+    pub(super) fn new(poll: Poll, listener: TcpListener, options: TcpOptions, shared: Arc<TcpState>) -> Result<Self> {
         let io = |error| Error::io("serving other hosts", error);
         listener.set_nonblocking(true).map_err(io)?;
         // The standard library's queue is short.
@@ -148,14 +148,14 @@ impl Service {
             return Some(Duration::ZERO);
         }
         let now = Instant::now();
-        let stranger = self.unauthenticated.values().next().map(|came| *came + HANDSHAKE_TIME);
+        let unauthenticated = self.unauthenticated.values().next().map(|came| *came + HANDSHAKE_TIME);
         let dial = self.connections.values().filter_map(|it| match it {
-            Connection::Dial(dial) => Some(dial.deadline),
-            Connection::Outbound(_) | Connection::Inbound(_) => None,
+            TcpConnection::Dial(dial) => Some(dial.deadline),
+            TcpConnection::Outbound(_) | TcpConnection::Inbound(_) => None,
         });
         let redial = self.redials.iter().map(|redial| redial.at);
         let loss = self.losses.iter().map(|loss| loss.judge_at);
-        let fixed = [stranger, self.accept_at, self.refusals.due()].into_iter().flatten();
+        let fixed = [unauthenticated, self.accept_at, self.refusals.due()].into_iter().flatten();
         let next = fixed.chain(dial).chain(redial).chain(loss).min()?;
         // mio rounds down to milliseconds: one more, or the loop would spin through the last one.
         Some(next.saturating_duration_since(now) + Duration::from_millis(1))
@@ -165,9 +165,9 @@ impl Service {
         let calls = std::mem::take(&mut *self.shared.calls.lock());
         for call in calls {
             match call {
-                Call::Dial(rank) => self.dial(rank, Instant::now()),
-                Call::Lost(rank, why) => self.lose(rank, &why),
-                Call::Stop => return false,
+                TcpCommand::Dial(rank) => self.dial(rank, Instant::now()),
+                TcpCommand::Lost(rank, why) => self.lose(rank, &why),
+                TcpCommand::Stop => return false,
             }
         }
         true
@@ -175,21 +175,21 @@ impl Service {
 
     fn serve(&mut self, token: Token) {
         match self.connections.get(&token) {
-            Some(Connection::Dial(_)) => self.serve_dial(token),
-            Some(Connection::Outbound(rank)) => self.serve_send_queue(*rank),
-            Some(Connection::Inbound(_)) => self.serve_guest(token),
+            Some(TcpConnection::Dial(_)) => self.serve_dial(token),
+            Some(TcpConnection::Outbound(rank)) => self.serve_send_queue(*rank),
+            Some(TcpConnection::Inbound(_)) => self.serve_inbound(token),
             None => {}
         }
     }
 
-    fn register(&mut self, connection: Connection) -> Option<Token> {
+    fn register(&mut self, connection: TcpConnection) -> Option<Token> {
         let token = Token(self.next);
         self.next += 1;
         let connection = self.connections.entry(token).insert_entry(connection).into_mut();
         let stream = match connection {
-            Connection::Dial(dial) => dial.stream(),
-            Connection::Inbound(inbound) => &mut inbound.stream,
-            Connection::Outbound(_) => return Some(token),
+            TcpConnection::Dial(dial) => dial.stream(),
+            TcpConnection::Inbound(inbound) => &mut inbound.stream,
+            TcpConnection::Outbound(_) => return Some(token),
         };
         match self.poll.registry().register(stream, token, Interest::READABLE | Interest::WRITABLE) {
             Ok(()) => Some(token),
@@ -204,7 +204,7 @@ impl Service {
     fn dial(&mut self, rank: usize, since: Instant) {
         let address = self.options.book[rank];
         match Dial::start(rank, address, since) {
-            Ok(dial) => match self.register(Connection::Dial(dial)) {
+            Ok(dial) => match self.register(TcpConnection::Dial(dial)) {
                 Some(token) => self.serve_dial(token),
                 None => self.dial_failed(rank, since, "the system does not watch it".to_owned()),
             },
@@ -213,12 +213,12 @@ impl Service {
     }
 
     fn serve_dial(&mut self, token: Token) {
-        let Some(Connection::Dial(dial)) = self.connections.get_mut(&token) else { return };
+        let Some(TcpConnection::Dial(dial)) = self.connections.get_mut(&token) else { return };
         let (rank, since) = (dial.rank, dial.since);
         match dial.advance(&self.key, self.options.peer_timeout) {
             Ok(false) => {}
             Ok(true) => {
-                let Some(Connection::Dial(dial)) = self.connections.remove(&token) else { return };
+                let Some(TcpConnection::Dial(dial)) = self.connections.remove(&token) else { return };
                 match dial.finish(&self.key) {
                     Ok(line) => self.open(token, rank, line),
                     Err(error) => self.dial_failed(rank, since, error.to_string()),
@@ -231,8 +231,8 @@ impl Service {
         }
     }
 
-    fn open(&mut self, token: Token, rank: usize, line: Line) {
-        self.connections.insert(token, Connection::Outbound(rank));
+    fn open(&mut self, token: Token, rank: usize, line: OutboundConnection) {
+        self.connections.insert(token, TcpConnection::Outbound(rank));
         let words = [self.options.session, self.options.rank as u64, rank as u64];
         let mut first = vec![0; HEADER_BYTES];
         first.extend_from_slice(&inbound::hello(words));
@@ -281,13 +281,14 @@ impl Service {
         if let Some(mut line) = line {
             let _ = self.poll.registry().deregister(&mut line.stream);
         }
-        self.connections.retain(|_, connection| !matches!(connection, Connection::Outbound(other) if *other == rank));
+        self.connections
+            .retain(|_, connection| !matches!(connection, TcpConnection::Outbound(other) if *other == rank));
         // Their frames are dropped, so their senders need not keep them.
         self.shared.ports.progress(admitted);
         tracing::debug!("the connection to rank {rank} at {}: {why}", self.options.book[rank]);
         let judge_at = Instant::now() + self.options.peer_timeout;
         if !self.losses.iter().any(|loss| loss.rank == rank) {
-            self.losses.push(Loss { rank, why: why.to_owned(), judge_at });
+            self.losses.push(LostConnection { rank, why: why.to_owned(), judge_at });
         }
     }
 
@@ -307,16 +308,16 @@ impl Service {
     fn accept(&mut self) {
         self.accept_at = None;
         for _ in 0..ACCEPT_BATCH {
-            if self.unauthenticated.len() >= MAX_STRANGERS && !self.evict_oldest() {
+            if self.unauthenticated.len() >= MAX_UNAUTHENTICATED && !self.evict_oldest() {
                 // The rest waits in the system's queue.
-                self.accept_at = Some(Instant::now() + STRANGER_TIME);
+                self.accept_at = Some(Instant::now() + UNAUTHENTICATED_TIME);
                 return;
             }
             match self.listener.accept() {
                 Ok((stream, address)) => match InboundConnection::new(stream, address) {
                     Ok(inbound) => {
                         let came = inbound.came;
-                        if let Some(token) = self.register(Connection::Inbound(inbound)) {
+                        if let Some(token) = self.register(TcpConnection::Inbound(inbound)) {
                             self.unauthenticated.insert(token, came);
                         }
                     }
@@ -337,7 +338,7 @@ impl Service {
 
     fn evict_oldest(&mut self) -> bool {
         match self.unauthenticated.first_key_value() {
-            Some((&token, came)) if came.elapsed() >= STRANGER_TIME => {
+            Some((&token, came)) if came.elapsed() >= UNAUTHENTICATED_TIME => {
                 self.dismiss(token, "made room for others before it proved the job's secret");
                 true
             }
@@ -345,11 +346,11 @@ impl Service {
         }
     }
 
-    fn serve_guest(&mut self, token: Token) {
-        let Some(Connection::Inbound(inbound)) = self.connections.get_mut(&token) else { return };
+    fn serve_inbound(&mut self, token: Token) {
+        let Some(TcpConnection::Inbound(inbound)) = self.connections.get_mut(&token) else { return };
         let (ports, options) = (&self.shared.ports, &self.options);
-        let mut touched: HashSet<Key> = HashSet::new();
-        let mut take = |rank: &mut Option<usize>, frame: Frame| match *rank {
+        let mut touched: HashSet<PortKey> = HashSet::new();
+        let mut take = |rank: &mut Option<usize>, frame: TcpFrame| match *rank {
             Some(source) => {
                 touched.extend(ports.take(source, frame.buffer, frame.start, frame.bytes));
                 Ok(())
@@ -374,11 +375,11 @@ impl Service {
             self.unauthenticated.remove(&token);
         }
         match outcome {
-            Ok(Found::Pause) => {}
-            Ok(Found::More) => {
+            Ok(ReadOutcome::Pause) => {}
+            Ok(ReadOutcome::More) => {
                 self.again.insert(token);
             }
-            Ok(Found::End) => self.dismiss(token, "ended before it said who it is"),
+            Ok(ReadOutcome::End) => self.dismiss(token, "ended before it said who it is"),
             Err(why) => {
                 self.dismiss(token, &why);
                 if let Some(rank) = rank {
@@ -392,7 +393,7 @@ impl Service {
     /// Ends an inbound connection's connection.
     fn dismiss(&mut self, token: Token, why: &str) {
         self.unauthenticated.remove(&token);
-        if let Some(Connection::Inbound(mut inbound)) = self.connections.remove(&token) {
+        if let Some(TcpConnection::Inbound(mut inbound)) = self.connections.remove(&token) {
             let _ = self.poll.registry().deregister(&mut inbound.stream);
             if inbound.rank.is_none() {
                 self.refusals.note(Some(inbound.address), why);
@@ -407,9 +408,9 @@ impl Service {
             }
             self.dismiss(token, "did not prove the job's secret in time");
         }
-        let late = |(token, connection): (&Token, &Connection)| match connection {
-            Connection::Dial(dial) if dial.deadline <= now => Some((*token, dial.rank, dial.since)),
-            Connection::Dial(_) | Connection::Outbound(_) | Connection::Inbound(_) => None,
+        let late = |(token, connection): (&Token, &TcpConnection)| match connection {
+            TcpConnection::Dial(dial) if dial.deadline <= now => Some((*token, dial.rank, dial.since)),
+            TcpConnection::Dial(_) | TcpConnection::Outbound(_) | TcpConnection::Inbound(_) => None,
         };
         for (token, rank, since) in self.connections.iter().filter_map(late).collect::<Vec<_>>() {
             self.connections.remove(&token);

@@ -10,7 +10,7 @@ use crate::transport::mailbox::Header;
 use crate::transport::ports::{FRAME_BYTES, PAYLOAD_BYTES, Port};
 use crate::world::Departure;
 use crate::world::rendezvous::frame::Sealer;
-use crate::world::rendezvous::handshake::{ANSWER_BYTES, Answer, GREETING_BYTES, PROOF_BYTES, REFUSAL};
+use crate::world::rendezvous::handshake::{ANSWER_BYTES, ChallengeResponse, GREETING_BYTES, PROOF_BYTES, REFUSAL};
 
 const SECRET: &[u8] = b"secret";
 const SESSION: u64 = 7;
@@ -20,21 +20,21 @@ const LONG: Duration = Duration::from_secs(30);
 /// For what the tests wait for.
 const SHORT: Duration = Duration::from_millis(300);
 
-struct End {
+struct Endpoint {
     network: Arc<Network>,
     monitor: Arc<Monitor>,
     address: SocketAddr,
 }
 
-fn ends(keys: &[&[u8]], peer_timeout: Duration) -> Vec<End> {
+fn ends(keys: &[&[u8]], peer_timeout: Duration) -> Vec<Endpoint> {
     let localhost = IpAddr::from(Ipv4Addr::LOCALHOST);
     let listeners: Vec<_> = keys.iter().map(|_| listen(localhost, None).expect("there are ports")).collect();
     let book: Vec<SocketAddr> = listeners.iter().map(|(_, address)| address.seen_from(localhost)).collect();
-    let start = |(rank, ((listener, _), key)): (usize, ((TcpListener, Address), &&[u8]))| {
+    let start = |(rank, ((listener, _), key)): (usize, ((TcpListener, TcpAddress), &&[u8]))| {
         let (monitor, address) = (Arc::new(Monitor::new(rank)), book[rank]);
         let (book, key) = (book.clone(), JobKey::new(key));
-        let options = Options { rank, session: SESSION, key, book, monitor: monitor.clone(), peer_timeout };
-        End { network: Network::start(listener, options).expect("it starts"), monitor, address }
+        let options = TcpOptions { rank, session: SESSION, key, book, monitor: monitor.clone(), peer_timeout };
+        Endpoint { network: Network::start(listener, options).expect("it starts"), monitor, address }
     };
     listeners.into_iter().zip(keys).enumerate().map(start).collect()
 }
@@ -44,7 +44,7 @@ pub(crate) fn networks(size: usize) -> Vec<Arc<Network>> {
     ends(&vec![SECRET; size], LONG).into_iter().map(|end| end.network).collect()
 }
 
-impl End {
+impl Endpoint {
     fn port(&self, rank: usize, size: usize) -> Port {
         let ranks: Arc<[usize]> = (0..size).collect();
         let carrier: Arc<dyn Carrier> = self.network.clone();
@@ -86,7 +86,7 @@ fn pop(port: &Port, from: usize) -> (u64, Vec<u8>) {
     })
 }
 
-fn is_served(ends: &[End]) {
+fn is_served(ends: &[Endpoint]) {
     let (a, b) = (ends[0].port(0, ends.len()), ends[1].port(1, ends.len()));
     assert!(push(&a, 1, 3, b"still there") && push(&b, 0, 4, b""));
     assert_eq!(pop(&b, 0), (3, b"still there".to_vec()));
@@ -125,12 +125,12 @@ fn who_does_not_know_the_secret_is_refused_and_says_so() {
 }
 
 /// A connection to `end` whose other side a test plays, and what seals its frames.
-fn call(end: &End, words: Option<Hello>) -> (TcpStream, Sealer) {
+fn call(end: &Endpoint, words: Option<Hello>) -> (TcpStream, Sealer) {
     let key = JobKey::new(SECRET).scoped(PROTOCOL);
     let mut stream = TcpStream::connect(end.address).unwrap();
     let mut greeting = [0; GREETING_BYTES];
     stream.read_exact(&mut greeting).unwrap();
-    let answer = Answer::new(&greeting).unwrap().unwrap();
+    let answer = ChallengeResponse::new(&greeting).unwrap().unwrap();
     stream.write_all(&answer.bytes(&key)).unwrap();
     let mut proof = [0; PROOF_BYTES];
     stream.read_exact(&mut proof).unwrap();
@@ -150,7 +150,7 @@ fn is_ended(mut stream: TcpStream) {
 }
 
 #[test]
-fn strangers_cost_nothing() {
+fn unauthenticated_connections_cost_nothing() {
     let ends = ends(&[SECRET; 2], LONG);
     let mut web = TcpStream::connect(ends[0].address).unwrap();
     web.write_all(&[b'G'; ANSWER_BYTES]).unwrap();
@@ -220,6 +220,6 @@ fn a_listener_of_the_rendezvous_host_is_reached_where_the_rendezvous_is() {
     assert_eq!(seen, SocketAddr::new("10.1.2.3".parse().unwrap(), here.port));
     let mapped = here.seen_from("::ffff:10.1.2.3".parse().unwrap());
     assert_eq!(mapped, seen);
-    let there = Address { host: Some("10.9.9.9".parse().unwrap()), port: 4 };
+    let there = TcpAddress { host: Some("10.9.9.9".parse().unwrap()), port: 4 };
     assert_eq!(there.seen_from("10.1.2.3".parse().unwrap()), "10.9.9.9:4".parse().unwrap());
 }

@@ -10,8 +10,10 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::frame::{Opener, Sealer};
-use super::handshake::{Answer, GREETING_BYTES, JobKey, PROOF_BYTES, REFUSAL, SessionKeys};
-use super::message::{self, HostsUpdated, Join, MAX_KEY, MAX_VALUE, Seat, ToClient, ToServer, Welcome, shorten};
+use super::handshake::{ChallengeResponse, GREETING_BYTES, JobKey, PROOF_BYTES, REFUSAL, SessionKeys};
+use super::message::{
+    self, HostsUpdated, Join, MAX_KEY, MAX_VALUE, RankAssignment, ToClient, ToServer, Welcome, shorten,
+};
 use super::owner_socket;
 use crate::error::{Error, Limit, Result};
 use crate::world::{Departure, Monitor, Store, fork, socket};
@@ -33,7 +35,7 @@ const GOODBYE_TIME: Duration = Duration::from_secs(1);
 
 /// Where a rendezvous may be, and what opens it.
 #[derive(Clone, Debug)]
-pub enum Whereabouts {
+pub enum RendezvousLocation {
     /// At one of some addresses.
     At {
         /// As `host:port`; the secret tells which is the right one.
@@ -48,7 +50,7 @@ pub enum Whereabouts {
     },
 }
 
-impl Whereabouts {
+impl RendezvousLocation {
     /// What to try now. What is on this host may be another one a moment later.
     fn candidates(&self) -> Result<Vec<(String, JobKey)>, String> {
         match self {
@@ -61,7 +63,7 @@ impl Whereabouts {
     }
 }
 
-impl std::fmt::Display for Whereabouts {
+impl std::fmt::Display for RendezvousLocation {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::At { addresses, .. } => write!(f, "at {}", addresses.join(", ")),
@@ -72,9 +74,9 @@ impl std::fmt::Display for Whereabouts {
 
 /// How to join.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct ClientOptions {
     /// Where the rendezvous is.
-    pub whereabouts: Whereabouts,
+    pub location: RendezvousLocation,
     /// Whether rank 0's process serves the rendezvous, so that losing it means losing rank 0.
     pub served_by_rank_0: bool,
     /// When to give up.
@@ -84,9 +86,9 @@ pub struct Options {
 }
 
 #[derive(Default)]
-struct State {
+struct ClientState {
     welcome: Option<Welcome>,
-    seat: Option<Seat>,
+    seat: Option<RankAssignment>,
     removed: Option<String>,
     hosts_updated: VecDeque<HostsUpdated>,
     refused: Option<String>,
@@ -133,7 +135,7 @@ pub struct Client {
     ends: (SocketAddr, SocketAddr),
     monitor: Arc<Monitor>,
     writer: Mutex<Writer>,
-    state: Mutex<State>,
+    state: Mutex<ClientState>,
     changed: Condvar,
     reader: Mutex<Option<JoinHandle<()>>>,
 }
@@ -144,7 +146,7 @@ impl Client {
     /// # Errors
     /// [`Error::Rendezvous`] if the job refuses this rank; [`Error::Timeout`] naming the ranks that did not come;
     /// [`Error::PeerFailed`] if one of them departed; [`Error::Interrupted`].
-    pub fn join(options: &Options, join: Join, monitor: Arc<Monitor>) -> Result<(Arc<Self>, Welcome)> {
+    pub fn join(options: &ClientOptions, join: Join, monitor: Arc<Monitor>) -> Result<(Arc<Self>, Welcome)> {
         let start = Instant::now();
         let client = Self::connect(options, monitor, start)?;
         let welcome = client.take_place(join, start, options.deadline)?;
@@ -156,7 +158,7 @@ impl Client {
     ///
     /// # Errors
     /// As [`Client::join`]; [`Error::Removed`] if there is no place any more.
-    pub fn enter(options: &Options, worker: &str, monitor: Arc<Monitor>) -> Result<(Arc<Self>, Seat)> {
+    pub fn enter(options: &ClientOptions, worker: &str, monitor: Arc<Monitor>) -> Result<(Arc<Self>, RankAssignment)> {
         let start = Instant::now();
         let client = Self::connect(options, monitor, start)?;
         client.send(&ToServer::Enter { worker: worker.to_owned() })?;
@@ -179,7 +181,7 @@ impl Client {
         }
     }
 
-    fn connect(options: &Options, monitor: Arc<Monitor>, start: Instant) -> Result<Arc<Self>> {
+    fn connect(options: &ClientOptions, monitor: Arc<Monitor>, start: Instant) -> Result<Arc<Self>> {
         let (stream, keys, address, key) = connect(options, &monitor, start)?;
         let io = |error| Error::io(format!("using the connection to the rendezvous at {address}"), error);
         let reading = stream.try_clone().map_err(io)?;
@@ -324,7 +326,7 @@ impl Client {
         start: Instant,
         deadline: Instant,
         waiting_for: &[usize],
-        mut look: impl FnMut(&mut State) -> Result<T, Departures>,
+        mut look: impl FnMut(&mut ClientState) -> Result<T, Departures>,
     ) -> Result<T> {
         let mut state = self.state.lock();
         loop {
@@ -416,7 +418,7 @@ impl Client {
         match message {
             ToClient::Refused { reason } => state.refused = Some(reason),
             ToClient::Welcome(welcome) => state.welcome = Some(welcome),
-            ToClient::Seat(seat) => state.seat = Some(seat),
+            ToClient::Assignment(seat) => state.seat = Some(seat),
             ToClient::Removed { reason } => state.removed = Some(reason),
             ToClient::HostsUpdated(update) => state.hosts_updated.push_back(update),
             ToClient::Missing { ranks } => state.missing = Some(ranks),
@@ -492,23 +494,23 @@ impl Store for Client {
 type Connected = (TcpStream, SessionKeys, String, JobKey);
 
 /// Goes over the addresses until one proves that it is the job's rendezvous.
-fn connect(options: &Options, monitor: &Monitor, start: Instant) -> Result<Connected> {
+fn connect(options: &ClientOptions, monitor: &Monitor, start: Instant) -> Result<Connected> {
     let mut pause = FIRST_PAUSE;
     let mut connect_time = FIRST_CONNECT_TIME;
     let mut trouble = String::from("nobody listens");
     // Tells more than whatever comes after it.
     let mut refusal = None;
     loop {
-        let candidates = options.whereabouts.candidates().unwrap_or_else(|error| {
+        let candidates = options.location.candidates().unwrap_or_else(|error| {
             trouble = error;
             Vec::new()
         });
         for (address, key) in candidates {
             match try_address(&address, &key, options, connect_time) {
-                Ok(Found::Rendezvous(stream, keys)) => return Ok((stream, keys, address, key)),
-                Ok(Found::Unauthenticated) => trouble = format!("{address} belongs to somebody else"),
-                Ok(Found::OtherSecret) => {
-                    if let Whereabouts::At { addresses, .. } = &options.whereabouts
+                Ok(FoundServer::Rendezvous(stream, keys)) => return Ok((stream, keys, address, key)),
+                Ok(FoundServer::Unauthenticated) => trouble = format!("{address} belongs to somebody else"),
+                Ok(FoundServer::OtherSecret) => {
+                    if let RendezvousLocation::At { addresses, .. } = &options.location
                         && addresses.len() == 1
                     {
                         return Err(Error::Rendezvous(format!(
@@ -529,7 +531,7 @@ fn connect(options: &Options, monitor: &Monitor, start: Instant) -> Result<Conne
         }
         if Instant::now() >= options.deadline {
             let trouble = refusal.unwrap_or(trouble);
-            let during = format!("init(): finding the rendezvous {} ({trouble})", options.whereabouts);
+            let during = format!("init(): finding the rendezvous {} ({trouble})", options.location);
             return Err(Error::Timeout { during, waited: start.elapsed(), missing: vec![0], limit: Limit::Init });
         }
         std::thread::sleep(pause);
@@ -538,7 +540,7 @@ fn connect(options: &Options, monitor: &Monitor, start: Instant) -> Result<Conne
     }
 }
 
-enum Found {
+enum FoundServer {
     /// It shares the secret.
     Rendezvous(TcpStream, SessionKeys),
     /// A rendezvous with another secret.
@@ -548,7 +550,12 @@ enum Found {
 }
 
 /// Who is at `address`.
-fn try_address(address: &str, key: &JobKey, options: &Options, connect_time: Duration) -> std::io::Result<Found> {
+fn try_address(
+    address: &str,
+    key: &JobKey,
+    options: &ClientOptions,
+    connect_time: Duration,
+) -> std::io::Result<FoundServer> {
     let addresses: Vec<SocketAddr> = address.to_socket_addrs()?.collect();
     let mut outcome = Err(std::io::Error::new(ErrorKind::NotFound, "the name has no address"));
     for address in addresses {
@@ -563,15 +570,15 @@ fn try_address(address: &str, key: &JobKey, options: &Options, connect_time: Dur
     stream.set_read_timeout(Some(STEP_TIME))?;
     let mut greeting = [0; GREETING_BYTES];
     stream.read_exact(&mut greeting)?;
-    let Some(answer) = Answer::new(&greeting).map_err(std::io::Error::other)? else {
-        return Ok(Found::Unauthenticated);
+    let Some(answer) = ChallengeResponse::new(&greeting).map_err(std::io::Error::other)? else {
+        return Ok(FoundServer::Unauthenticated);
     };
     stream.write_all(&answer.bytes(key))?;
     let mut proof = [0; PROOF_BYTES];
     stream.read_exact(&mut proof)?;
     let Some(keys) = answer.verify(key, &proof) else {
-        return Ok(if proof == REFUSAL { Found::OtherSecret } else { Found::Unauthenticated });
+        return Ok(if proof == REFUSAL { FoundServer::OtherSecret } else { FoundServer::Unauthenticated });
     };
     stream.set_read_timeout(None)?;
-    Ok(Found::Rendezvous(stream, keys))
+    Ok(FoundServer::Rendezvous(stream, keys))
 }

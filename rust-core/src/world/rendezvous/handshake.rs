@@ -122,12 +122,12 @@ impl Challenge {
 }
 
 /// The client's side.
-pub struct Answer {
+pub struct ChallengeResponse {
     server: [u8; WIDTH],
     client: [u8; WIDTH],
 }
 
-impl Answer {
+impl ChallengeResponse {
     /// Reads a greeting. `None` if it is no greeting of this protocol.
     ///
     /// # Errors
@@ -167,7 +167,7 @@ mod tests {
     fn both_sides_agree_only_on_one_secret() {
         let key = JobKey::new(b"secret");
         let challenge = Challenge::new().unwrap();
-        let answer = Answer::new(&challenge.greeting()).unwrap().unwrap();
+        let answer = ChallengeResponse::new(&challenge.greeting()).unwrap().unwrap();
         let (proof, server) = challenge.verify(&key, &answer.bytes(&key)).unwrap();
         let client = answer.verify(&key, &proof).unwrap();
         assert_eq!(server.send, client.receive);
@@ -183,13 +183,13 @@ mod tests {
     #[test]
     fn an_answer_is_good_for_one_challenge_only() {
         let key = JobKey::new(b"secret");
-        let recorded = Answer::new(&Challenge::new().unwrap().greeting()).unwrap().unwrap().bytes(&key);
+        let recorded = ChallengeResponse::new(&Challenge::new().unwrap().greeting()).unwrap().unwrap().bytes(&key);
         assert!(Challenge::new().unwrap().verify(&key, &recorded).is_none());
     }
 
     #[test]
     fn another_protocol_is_recognised() {
-        assert!(Answer::new(&[b'H'; GREETING_BYTES]).unwrap().is_none());
+        assert!(ChallengeResponse::new(&[b'H'; GREETING_BYTES]).unwrap().is_none());
         let challenge = Challenge::new().unwrap();
         assert!(challenge.verify(&JobKey::new(b""), &[b'G'; ANSWER_BYTES]).is_none());
     }

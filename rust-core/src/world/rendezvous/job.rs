@@ -15,7 +15,9 @@
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
-use super::message::{HostsUpdated, Join, MAX_KEY, MAX_VALUE, Place, Seat, ToClient, ToServer, Welcome, shorten};
+use super::message::{
+    HostsUpdated, Join, MAX_KEY, MAX_VALUE, RankAssignment, RankLocation, ToClient, ToServer, Welcome, shorten,
+};
 use crate::world::Departure;
 
 /// Names a connection; never used twice.
@@ -34,15 +36,15 @@ pub enum Disposition {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Phase {
+enum JobPhase {
     Forming,
     Running,
     /// Somebody departed before all had come: nobody else may join, those who came are told.
     Failed,
 }
 
-struct Session {
-    phase: Phase,
+struct JobSession {
+    phase: JobPhase,
     /// By rank; `None` before it joins and after its connection has ended.
     members: Vec<Option<ConnectionId>>,
     joins: Vec<Option<Join>>,
@@ -56,7 +58,7 @@ struct Session {
 }
 
 /// A connection that ended without a goodbye, while the launcher may still tell why.
-struct Suspect {
+struct SuspectedRank {
     session: u64,
     rank: usize,
     detail: String,
@@ -89,13 +91,13 @@ pub struct Job {
     patience: Duration,
     seed: u64,
     made: u64,
-    sessions: HashMap<u64, Session>,
+    sessions: HashMap<u64, JobSession>,
     /// Session and rank of each connection that has joined.
     connections: HashMap<ConnectionId, (u64, usize)>,
     /// Ranks whose process is known to be gone, and what is known, first death first; a rank that joins again is taken
     /// off.
     gone: Vec<(usize, Departure)>,
-    suspects: Vec<Suspect>,
+    suspects: Vec<SuspectedRank>,
     elastic: Option<Elastic>,
     outbox: Vec<(ConnectionId, ToClient)>,
 }
@@ -141,8 +143,8 @@ impl Job {
                 continue;
             };
             elastic.seated.insert(connection, (id, rank));
-            let seat = Seat { generation: elastic.generation, rank: rank as u32, size: workers.len() as u32 };
-            self.outbox.push((connection, ToClient::Seat(seat)));
+            let seat = RankAssignment { generation: elastic.generation, rank: rank as u32, size: workers.len() as u32 };
+            self.outbox.push((connection, ToClient::Assignment(seat)));
         }
         for rank in absent {
             self.depart(id, rank, Departure::Died { detail: "it left before the session began".to_owned() });
@@ -269,7 +271,7 @@ impl Job {
             _ => format!("process {} on host {} {why}", join.pid, join.hostname),
         };
         self.forget_connection(connection);
-        self.suspects.push(Suspect { session, rank, detail, until: now + self.patience });
+        self.suspects.push(SuspectedRank { session, rank, detail, until: now + self.patience });
         self.tick(now);
     }
 
@@ -316,7 +318,7 @@ impl Job {
     /// Lets time pass: tells of lost connections about which nobody knew better.
     pub fn tick(&mut self, now: Instant) {
         let due = self.suspects.extract_if(.., |suspect| suspect.until <= now).collect::<Vec<_>>();
-        for Suspect { session, rank, detail, .. } in due {
+        for SuspectedRank { session, rank, detail, .. } in due {
             let departure = Departure::Died { detail };
             self.note_gone(rank, &departure);
             self.depart(session, rank, departure);
@@ -342,7 +344,8 @@ impl Job {
             let reason = format!("{place} has version {theirs} of the library, but the rendezvous has {ours}");
             return self.refuse(from, rank, reason, true);
         }
-        let forming = || self.sessions.iter().find(|(_, session)| session.phase == Phase::Forming).map(|(&id, _)| id);
+        let forming =
+            || self.sessions.iter().find(|(_, session)| session.phase == JobPhase::Forming).map(|(&id, _)| id);
         let id = seat.map(|(id, _)| id).or_else(forming);
         let id = id.unwrap_or_else(|| self.new_session(self.size));
         let session = self.sessions.get_mut(&id).expect("it was found or made above");
@@ -370,7 +373,8 @@ impl Job {
     fn refuse(&mut self, from: ConnectionId, rank: usize, reason: String, tell_all: bool) -> Disposition {
         if tell_all {
             // The others would wait for a rank that cannot come.
-            let forming = self.sessions.iter().find(|(_, session)| session.phase == Phase::Forming).map(|(&id, _)| id);
+            let forming =
+                self.sessions.iter().find(|(_, session)| session.phase == JobPhase::Forming).map(|(&id, _)| id);
             if let Some(id) = forming {
                 self.depart(id, rank, Departure::Failed { message: reason.clone() });
             }
@@ -388,8 +392,8 @@ impl Job {
         id = (id ^ (id >> 31)) >> 1;
         self.sessions.insert(
             id,
-            Session {
-                phase: Phase::Forming,
+            JobSession {
+                phase: JobPhase::Forming,
                 members: vec![None; size],
                 joins: vec![None; size],
                 departed: vec![None; size],
@@ -404,10 +408,10 @@ impl Job {
 
     fn start_if_complete(&mut self, id: u64) {
         let session = self.sessions.get_mut(&id).expect("the caller has just used it");
-        if session.phase != Phase::Forming || session.joins.iter().any(Option::is_none) {
+        if session.phase != JobPhase::Forming || session.joins.iter().any(Option::is_none) {
             return;
         }
-        session.phase = Phase::Running;
+        session.phase = JobPhase::Running;
         let joins: Vec<&Join> = session.joins.iter().flatten().collect();
         let (hosts, places) = places(&joins);
         let welcome = Welcome { session: id, hosts, places };
@@ -425,8 +429,8 @@ impl Job {
             }
             *known = Some(departure.clone());
         }
-        if session.phase == Phase::Forming {
-            session.phase = Phase::Failed;
+        if session.phase == JobPhase::Forming {
+            session.phase = JobPhase::Failed;
         }
         for (member, to) in session.members.iter().enumerate() {
             if let (true, &Some(to)) = (member != rank, to) {
@@ -462,7 +466,7 @@ impl Job {
     }
 }
 
-impl Session {
+impl JobSession {
     fn set(&mut self, key: String, value: Vec<u8>, mut send: impl FnMut(ConnectionId, ToClient)) -> Result<(), String> {
         if key.len() > MAX_KEY || value.len() > MAX_VALUE {
             return Err(format!("the store takes keys of {MAX_KEY} and values of {MAX_VALUE} bytes at most"));
@@ -509,7 +513,7 @@ impl Session {
 
 /// The hosts' names in the order of their first ranks, and each rank's place. A host whose ranks were not all told
 /// their local ranks by the launcher gets them in the order of global ranks.
-fn places(joins: &[&Join]) -> (Vec<String>, Vec<Place>) {
+fn places(joins: &[&Join]) -> (Vec<String>, Vec<RankLocation>) {
     let mut index: HashMap<&str, usize> = HashMap::new();
     let mut names = Vec::new();
     let mut on_host: Vec<Vec<usize>> = Vec::new();
@@ -521,13 +525,13 @@ fn places(joins: &[&Join]) -> (Vec<String>, Vec<Place>) {
         });
         on_host[host].push(rank);
     }
-    let mut places = vec![Place { host: 0, local_rank: 0, local_size: 1, pid: 0 }; joins.len()];
+    let mut places = vec![RankLocation { host: 0, local_rank: 0, local_size: 1, pid: 0 }; joins.len()];
     for (host, ranks) in on_host.iter().enumerate() {
         let told = ranks.iter().all(|&rank| joins[rank].local.is_some());
         for (position, &rank) in ranks.iter().enumerate() {
             let counted = (position as u32, ranks.len() as u32);
             let (local_rank, local_size) = joins[rank].local.filter(|_| told).unwrap_or(counted);
-            places[rank] = Place { host: host as u32, local_rank, local_size, pid: joins[rank].pid };
+            places[rank] = RankLocation { host: host as u32, local_rank, local_size, pid: joins[rank].pid };
         }
     }
     (names, places)

@@ -285,7 +285,7 @@ fn places_on_hosts() {
     let joins = [at("b", None), at("a", Some((5, 6))), at("b", Some((0, 2))), at("a", Some((4, 6)))];
     let (names, found) = places(&joins.iter().collect::<Vec<_>>());
     assert_eq!(names, ["name of b", "name of a"]);
-    let place = |host, local_rank, local_size| Place { host, local_rank, local_size, pid: 1 };
+    let place = |host, local_rank, local_size| RankLocation { host, local_rank, local_size, pid: 1 };
     // Not all of host b were told, so they are counted; all of host a were.
     assert_eq!(found, [place(0, 0, 2), place(1, 5, 6), place(0, 1, 2), place(1, 4, 6)]);
 }

@@ -32,7 +32,7 @@ pub struct Join {
 
 /// Where a rank runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Place {
+pub struct RankLocation {
     /// Index into [`Welcome::hosts`].
     pub host: u32,
     /// Place on the host.
@@ -51,12 +51,12 @@ pub struct Welcome {
     /// Names of the hosts, in the order of their first ranks.
     pub hosts: Vec<String>,
     /// Where each rank runs.
-    pub places: Vec<Place>,
+    pub places: Vec<RankLocation>,
 }
 
 /// A rank of an elastic job, for one session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Seat {
+pub struct RankAssignment {
     /// Which session of the job, counted from 1.
     pub generation: u64,
     /// Global rank.
@@ -80,7 +80,7 @@ pub struct HostsUpdated {
 pub enum ToServer {
     /// The first message where the launcher gives out the ranks: asks for one.
     Enter { worker: String },
-    /// The first message, or the answer to [`ToClient::Seat`].
+    /// The first message, or the answer to [`ToClient::Assignment`].
     Join(Join),
     /// Writes a key of the store.
     Set { key: String, value: Vec<u8> },
@@ -107,7 +107,7 @@ pub enum ToClient {
     /// The rank may not join; the connection ends.
     Refused { reason: String },
     /// The answer to [`ToServer::Enter`]: join as this.
-    Seat(Seat),
+    Assignment(RankAssignment),
     /// The other answer to [`ToServer::Enter`]: there is no place any more, for this reason.
     Removed { reason: String },
     /// Hosts have come or gone, as the launcher says.

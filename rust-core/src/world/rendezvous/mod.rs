@@ -30,6 +30,6 @@ pub mod owner_socket;
 pub(crate) mod refusals;
 pub mod server;
 
-pub use client::{Client, Whereabouts};
+pub use client::{Client, RendezvousLocation};
 pub use handshake::JobKey;
-pub use server::{Options, Server};
+pub use server::{Server, ServerOptions};

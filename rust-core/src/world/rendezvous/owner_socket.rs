@@ -50,12 +50,12 @@ pub struct Ticket {
 
 /// A process at the other end of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Owner {
+struct PeerProcess {
     user: u32,
     process: i32,
 }
 
-impl std::fmt::Display for Owner {
+impl std::fmt::Display for PeerProcess {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.process {
             // It lives in another PID namespace.
@@ -232,7 +232,7 @@ fn connect(name: &[u8]) -> std::io::Result<UnixStream> {
 }
 
 /// Who made the other end.
-fn owner(stream: &impl AsFd) -> std::io::Result<Owner> {
+fn owner(stream: &impl AsFd) -> std::io::Result<PeerProcess> {
     let mut found = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut bytes = size_of::<libc::ucred>() as libc::socklen_t;
     // `rustix` has this call too, but cannot express the process id 0 that a peer in another PID namespace has.
@@ -247,7 +247,7 @@ fn owner(stream: &impl AsFd) -> std::io::Result<Owner> {
         )
     };
     match outcome {
-        0 => Ok(Owner { user: found.uid, process: found.pid }),
+        0 => Ok(PeerProcess { user: found.uid, process: found.pid }),
         _ => Err(std::io::Error::last_os_error()),
     }
 }

@@ -23,9 +23,9 @@ use crate::world::{fork, socket};
 /// How long a connection may take to prove itself and join.
 const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
 /// Connections that have not proved themselves, at most.
-const MAX_STRANGERS: usize = 256;
-/// A stranger of this age may be turned away for a new one; a member whom that hits tries again.
-const STRANGER_TIME: Duration = Duration::from_millis(30);
+const MAX_UNAUTHENTICATED: usize = 256;
+/// A unauthenticated of this age may be turned away for a new one; a member whom that hits tries again.
+const UNAUTHENTICATED_TIME: Duration = Duration::from_millis(30);
 /// Connections that wait to be accepted.
 const LISTEN_QUEUE: i32 = 4096;
 /// Connections accepted before members are served again.
@@ -43,7 +43,7 @@ const FIRST_CONNECTION: usize = 2;
 
 /// How to serve.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct ServerOptions {
     /// Who may join.
     pub key: JobKey,
     /// Processes of the job; none: the launcher of an elastic job gives out the ranks.
@@ -57,13 +57,13 @@ pub struct Options {
 enum Command {
     Death { rank: usize, detail: String },
     WorkerDeath { worker: String, detail: String },
-    Seat(Vec<String>),
+    Assignment(Vec<String>),
     Remove { worker: String, reason: String },
     HostsUpdated(HostsUpdated),
     Stop,
 }
 
-struct Shared {
+struct ServerState {
     commands: Mutex<Vec<Command>>,
     connected: Mutex<usize>,
     changed: Condvar,
@@ -75,7 +75,7 @@ struct Shared {
 /// A running rendezvous; dropping it ends it.
 pub struct Server {
     address: SocketAddr,
-    shared: Arc<Shared>,
+    shared: Arc<ServerState>,
     waker: Waker,
     thread: Option<JoinHandle<()>>,
 }
@@ -92,7 +92,7 @@ impl Server {
         let peer_timeout = crate::config::PEER_TIMEOUT_SECONDS.seconds()?;
         Self::serve(
             listener,
-            Options { key: JobKey::new(secret), size: Some(world_size), patience: PATIENCE, peer_timeout },
+            ServerOptions { key: JobKey::new(secret), size: Some(world_size), patience: PATIENCE, peer_timeout },
         )
     }
 
@@ -104,14 +104,14 @@ impl Server {
         let listener =
             TcpListener::bind(bind).map_err(|e| Error::io(format!("binding the rendezvous to {bind}"), e))?;
         let peer_timeout = crate::config::PEER_TIMEOUT_SECONDS.seconds()?;
-        Self::serve(listener, Options { key: JobKey::new(secret), size: None, patience: PATIENCE, peer_timeout })
+        Self::serve(listener, ServerOptions { key: JobKey::new(secret), size: None, patience: PATIENCE, peer_timeout })
     }
 
     /// Serves at `listener`.
     ///
     /// # Errors
     /// [`Error::Io`] if the system refuses the loop's resources.
-    pub fn serve(listener: TcpListener, options: Options) -> Result<Self> {
+    pub fn serve(listener: TcpListener, options: ServerOptions) -> Result<Self> {
         let io = |error| Error::io("starting the rendezvous", error);
         let address = listener.local_addr().map_err(io)?;
         listener.set_nonblocking(true).map_err(io)?;
@@ -123,7 +123,7 @@ impl Server {
         let waker = Waker::new(poll.registry(), WAKER).map_err(io)?;
         let mut seed = [0; 8];
         getrandom::fill(&mut seed).map_err(|error| io(std::io::Error::other(error)))?;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(ServerState {
             commands: Mutex::default(),
             connected: Mutex::default(),
             changed: Condvar::new(),
@@ -178,7 +178,7 @@ impl Server {
 
     /// Begins a session of these workers, in the order of ranks.
     pub fn seat(&self, workers: Vec<String>) {
-        self.command(Command::Seat(workers));
+        self.command(Command::Assignment(workers));
     }
 
     /// Tells a worker that waits for a rank that there is none.
@@ -230,7 +230,7 @@ impl Drop for Server {
     }
 }
 
-enum Stage {
+enum ConnectionStage {
     /// Must prove that it knows the secret.
     Unauthenticated { challenge: Challenge, answer: Vec<u8> },
     /// Has proved it.
@@ -241,7 +241,7 @@ struct Connection {
     _guard: fork::Guard,
     stream: mio::net::TcpStream,
     peer: SocketAddr,
-    stage: Stage,
+    stage: ConnectionStage,
     /// Until when it must have joined.
     deadline: Option<Instant>,
     out: Vec<u8>,
@@ -255,7 +255,7 @@ struct Loop {
     listener: mio::net::TcpListener,
     poll: Poll,
     job: Job,
-    options: Options,
+    options: ServerOptions,
     connections: HashMap<Token, Connection>,
     /// Those that have not joined, oldest first, with the time they came.
     unauthenticated: BTreeMap<Token, Instant>,
@@ -267,7 +267,7 @@ struct Loop {
     /// Connections to close when their last words are sent.
     closing: HashSet<Token>,
     refusals: Refusals,
-    shared: Arc<Shared>,
+    shared: Arc<ServerState>,
 }
 
 impl Loop {
@@ -327,7 +327,7 @@ impl Loop {
             match command {
                 Command::Death { rank, detail } => self.job.report_death(rank, &detail),
                 Command::WorkerDeath { worker, detail } => self.job.report_worker_death(&worker, &detail),
-                Command::Seat(workers) => self.job.seat(&workers),
+                Command::Assignment(workers) => self.job.seat(&workers),
                 Command::Remove { worker, reason } => self.job.remove(&worker, &reason),
                 Command::HostsUpdated(update) => self.job.hosts_updated(update),
                 Command::Stop => return false,
@@ -338,7 +338,7 @@ impl Loop {
 
     fn accept(&mut self) {
         for _ in 0..ACCEPT_BATCH {
-            if self.unauthenticated.len() >= MAX_STRANGERS && !self.evict_oldest() {
+            if self.unauthenticated.len() >= MAX_UNAUTHENTICATED && !self.evict_oldest() {
                 return; // the rest waits in the listen queue
             }
             match self.listener.accept() {
@@ -377,7 +377,7 @@ impl Loop {
             peer,
             out: challenge.greeting().to_vec(),
             sent: 0,
-            stage: Stage::Unauthenticated { challenge, answer: Vec::new() },
+            stage: ConnectionStage::Unauthenticated { challenge, answer: Vec::new() },
             deadline: Some(now + HANDSHAKE_TIME),
             closing: false,
         };
@@ -387,10 +387,10 @@ impl Loop {
         Ok(())
     }
 
-    /// Makes room for a new stranger, if the oldest one had its time.
+    /// Makes room for a new unauthenticated, if the oldest one had its time.
     fn evict_oldest(&mut self) -> bool {
         match self.unauthenticated.first_key_value() {
-            Some((&token, came)) if came.elapsed() >= STRANGER_TIME => {
+            Some((&token, came)) if came.elapsed() >= UNAUTHENTICATED_TIME => {
                 self.drop_connection(token, "made room for others before it proved the job's secret");
                 true
             }
@@ -447,7 +447,7 @@ impl Loop {
         for (to, message) in self.job.take_outbox() {
             let token = Token(to as usize);
             let Some(connection) = self.connections.get_mut(&token) else { continue };
-            if let Stage::Open { sealer, .. } = &mut connection.stage {
+            if let ConnectionStage::Open { sealer, .. } = &mut connection.stage {
                 sealer.seal(&message::encode(&message), &mut connection.out);
                 touched.push(token);
             }
@@ -484,8 +484,10 @@ impl Loop {
 
     /// Ends a connection on which the system reports an error.
     fn lose_connection(&mut self, token: Token, error: &std::io::Error) {
-        let joined =
-            self.connections.get(&token).is_some_and(|it| matches!(it.stage, Stage::Open { .. }) && !it.closing);
+        let joined = self
+            .connections
+            .get(&token)
+            .is_some_and(|it| matches!(it.stage, ConnectionStage::Open { .. }) && !it.closing);
         if joined && socket::is_silence(error.kind()) {
             self.close(token);
             return self.job.host_lost(token.0 as u64, self.options.peer_timeout);
@@ -497,9 +499,9 @@ impl Loop {
     fn drop_connection(&mut self, token: Token, why: &str) {
         let Some(connection) = self.close(token) else { return };
         match connection.stage {
-            Stage::Unauthenticated { .. } => self.refusals.note(Some(connection.peer), why),
-            Stage::Open { .. } if connection.closing => {}
-            Stage::Open { .. } => {
+            ConnectionStage::Unauthenticated { .. } => self.refusals.note(Some(connection.peer), why),
+            ConnectionStage::Open { .. } if connection.closing => {}
+            ConnectionStage::Open { .. } => {
                 tracing::debug!("the connection from {} {why}", connection.peer);
                 self.job.disconnected(token.0 as u64, why, Instant::now());
             }
@@ -533,11 +535,11 @@ impl Loop {
 fn take(
     token: Token,
     connection: &mut Connection,
-    options: &Options,
+    options: &ServerOptions,
     job: &mut Job,
     mut bytes: &[u8],
 ) -> Result<(), String> {
-    if let Stage::Unauthenticated { challenge, answer } = &mut connection.stage {
+    if let ConnectionStage::Unauthenticated { challenge, answer } = &mut connection.stage {
         let (head, rest) = bytes.split_at(bytes.len().min(ANSWER_BYTES - answer.len()));
         answer.extend_from_slice(head);
         let Ok(answer) = <&[u8; ANSWER_BYTES]>::try_from(answer.as_slice()) else { return Ok(()) };
@@ -547,10 +549,10 @@ fn take(
         };
         socket::configure(&connection.stream, options.peer_timeout).map_err(|error| error.report())?;
         connection.out.extend_from_slice(&proof);
-        connection.stage = Stage::Open { sealer: Sealer::new(keys.send), opener: Opener::new(keys.receive) };
+        connection.stage = ConnectionStage::Open { sealer: Sealer::new(keys.send), opener: Opener::new(keys.receive) };
         bytes = rest;
     }
-    let Stage::Open { opener, .. } = &mut connection.stage else { return Ok(()) };
+    let ConnectionStage::Open { opener, .. } = &mut connection.stage else { return Ok(()) };
     opener.feed(bytes);
     loop {
         let payload = match opener.next() {

@@ -18,9 +18,9 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use crate::buffer::DType;
+use crate::buffer::{DType, ReduceOp};
+use crate::collectives::Group;
 use crate::collectives::kernels::{self, Fold, FoldStage, carry_bytes};
-use crate::collectives::{Group, ReduceOp};
 use crate::error::Result;
 use crate::transport::hosts::Hosts;
 use crate::transport::{Backoff, Message, NAP, Tag, cores};
@@ -37,33 +37,33 @@ const TAG_RESULT: Tag = 6 << 40;
 
 /// Who gets a result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum To {
+pub(super) enum ResultRanks {
     All,
     Member(usize),
 }
 
-impl To {
+impl ResultRanks {
     pub(super) fn is_for(self, member: usize) -> bool {
         match self {
-            To::All => true,
-            To::Member(one) => one == member,
+            ResultRanks::All => true,
+            ResultRanks::Member(one) => one == member,
         }
     }
 }
 
 /// A range of the parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Piece {
+pub(super) struct ChainPiece {
     start: usize,
     bytes: usize,
-    to: To,
+    to: ResultRanks,
 }
 
 /// Cuts a range into pieces, the same on all members.
-pub(super) fn pieces(range: Range<usize>, to: To, channels: usize) -> Vec<Piece> {
+pub(super) fn pieces(range: Range<usize>, to: ResultRanks, channels: usize) -> Vec<ChainPiece> {
     let share = range.len().div_ceil(channels.max(1)).next_multiple_of(64);
     let step = share.clamp(SMALL_BYTES, PIECE_BYTES);
-    let piece = |start: usize| Piece { start, bytes: step.min(range.end - start), to };
+    let piece = |start: usize| ChainPiece { start, bytes: step.min(range.end - start), to };
     range.clone().step_by(step).map(piece).collect()
 }
 
@@ -73,16 +73,16 @@ pub(super) struct Chain<'a> {
     pub(super) op: ReduceOp,
     /// Values of each member of this host, by position.
     pub(super) parts: &'a [*mut u8],
-    pub(super) pieces: &'a [Piece],
+    pub(super) pieces: &'a [ChainPiece],
 }
 
 /// What an owner gets, piece by piece: the carry for one of its host's spans, or results.
-struct Stream {
-    kind: Kind,
+struct CarryStream {
+    kind: ChainKind,
     /// From whom; nobody makes a carry for the first span.
     from: Option<usize>,
     tag: Tag,
-    pieces: Vec<Piece>,
+    pieces: Vec<ChainPiece>,
     posted: usize,
     done: usize,
     /// Receives that are open, oldest first, with the memory of carries.
@@ -90,18 +90,18 @@ struct Stream {
 }
 
 #[derive(Clone, Copy)]
-enum Kind {
+enum ChainKind {
     Carry { span: usize },
     Result,
 }
 
 /// An owner at work.
-struct Owner<'a> {
+struct ChannelOwner<'a> {
     chain: &'a Chain<'a>,
     group: &'a Group<'a>,
     hosts: &'a Hosts,
     channel: usize,
-    streams: Vec<Stream>,
+    streams: Vec<CarryStream>,
     /// Sends under way, with the carries that they send.
     sends: Vec<(Message, Vec<u128>)>,
 }
@@ -118,7 +118,7 @@ impl Chain<'_> {
         if channel >= hosts.map.channels() || self.pieces.is_empty() {
             return Ok(());
         }
-        let mut owner = Owner::new(self, group, hosts, channel);
+        let mut owner = ChannelOwner::new(self, group, hosts, channel);
         let outcome = owner.work();
         // After an error nobody may write to memory that this function was lent.
         let open = owner.streams.iter().flat_map(|stream| stream.open.iter().map(|(message, _)| message));
@@ -127,7 +127,7 @@ impl Chain<'_> {
     }
 }
 
-impl<'a> Owner<'a> {
+impl<'a> ChannelOwner<'a> {
     fn new(chain: &'a Chain<'a>, group: &'a Group<'a>, hosts: &'a Hosts, channel: usize) -> Self {
         let map = &hosts.map;
         let host = map.host_of(group.members.me);
@@ -138,16 +138,21 @@ impl<'a> Owner<'a> {
         for (span, _) in spans.iter().enumerate().filter(|(_, span)| span.host == host) {
             let from = span.checked_sub(1).map(|before| map.owner(spans[before].host, channel));
             let tag = TAG_CARRY + span as Tag;
-            streams.push(Stream::new(Kind::Carry { span }, from, tag, every.clone().collect()));
+            streams.push(CarryStream::new(ChainKind::Carry { span }, from, tag, every.clone().collect()));
         }
         // Results for all pass from host to host, those for one member go straight to its host.
         for (to_all, from) in [(true, (host + 1) % map.num_hosts()), (false, last)] {
             let wanted = every.clone().filter(|piece| match piece.to {
-                To::All => to_all,
-                To::Member(member) => !to_all && map.host_of(member) == host,
+                ResultRanks::All => to_all,
+                ResultRanks::Member(member) => !to_all && map.host_of(member) == host,
             });
             if host != last {
-                streams.push(Stream::new(Kind::Result, Some(map.owner(from, channel)), TAG_RESULT, wanted.collect()));
+                streams.push(CarryStream::new(
+                    ChainKind::Result,
+                    Some(map.owner(from, channel)),
+                    TAG_RESULT,
+                    wanted.collect(),
+                ));
             }
         }
         streams.retain(|stream| !stream.pieces.is_empty());
@@ -187,12 +192,12 @@ impl<'a> Owner<'a> {
                 let piece = stream.pieces[stream.posted];
                 let (mut memory, place, bytes);
                 match stream.kind {
-                    Kind::Carry { .. } => {
+                    ChainKind::Carry { .. } => {
                         bytes = chain.elems(piece) * carry_bytes(chain.dtype);
                         memory = vec![0u128; bytes.div_ceil(16)];
                         place = memory.as_mut_ptr().cast();
                     }
-                    Kind::Result => {
+                    ChainKind::Result => {
                         (memory, bytes) = (Vec::new(), piece.bytes);
                         place = chain.first_place(piece, self.hosts);
                     }
@@ -231,8 +236,8 @@ impl<'a> Owner<'a> {
                 stream.done += 1;
                 moved = true;
                 match kind {
-                    Kind::Carry { span } => self.fold(span, piece, carry.as_deref()),
-                    Kind::Result => self.pass_on(piece),
+                    ChainKind::Carry { span } => self.fold(span, piece, carry.as_deref()),
+                    ChainKind::Result => self.pass_on(piece),
                 }
             }
         }
@@ -250,7 +255,7 @@ impl<'a> Owner<'a> {
 
     /// Folds the values of the members of `span` onto the carry, and sends what came of it to the next span, or to those
     /// who want the result.
-    fn fold(&mut self, span: usize, piece: Piece, carry: Option<&[u128]>) {
+    fn fold(&mut self, span: usize, piece: ChainPiece, carry: Option<&[u128]>) {
         let Self { chain, hosts, channel, group, .. } = *self;
         let map = &hosts.map;
         let spans = map.spans();
@@ -279,7 +284,7 @@ impl<'a> Owner<'a> {
             return self.send(next, TAG_CARRY + span as Tag + 1, made, bytes);
         }
         let host = map.host_of(group.members.me);
-        if let To::Member(member) = piece.to
+        if let ResultRanks::Member(member) = piece.to
             && map.host_of(member) != host
         {
             let mut made = vec![0u128; piece.bytes.div_ceil(16)];
@@ -294,7 +299,7 @@ impl<'a> Owner<'a> {
     }
 
     /// A result has come to the first of its places.
-    fn pass_on(&mut self, piece: Piece) {
+    fn pass_on(&mut self, piece: ChainPiece) {
         let [first, rest @ ..] = &self.chain.places(piece, self.hosts)[..] else { return };
         for place in rest {
             // SAFETY: places of different members do not overlap, and are lent to this owner.
@@ -304,11 +309,11 @@ impl<'a> Owner<'a> {
     }
 
     /// Sends a result for all to the host before this one, in a ring that begins at the host of the last span.
-    fn send_on(&mut self, piece: Piece) {
+    fn send_on(&mut self, piece: ChainPiece) {
         let map = &self.hosts.map;
         let (num_hosts, spans) = (map.num_hosts(), map.spans());
         let before = (map.host_of(self.group.members.me) + num_hosts - 1) % num_hosts;
-        if piece.to != To::All || before == spans[spans.len() - 1].host {
+        if piece.to != ResultRanks::All || before == spans[spans.len() - 1].host {
             return;
         }
         let place = self.chain.first_place(piece, self.hosts);
@@ -338,29 +343,29 @@ impl<'a> Owner<'a> {
     }
 }
 
-impl Stream {
-    fn new(kind: Kind, from: Option<usize>, tag: Tag, pieces: Vec<Piece>) -> Self {
+impl CarryStream {
+    fn new(kind: ChainKind, from: Option<usize>, tag: Tag, pieces: Vec<ChainPiece>) -> Self {
         Self { kind, from, tag, pieces, posted: 0, done: 0, open: VecDeque::new() }
     }
 }
 
 impl Chain<'_> {
-    fn elems(&self, piece: Piece) -> usize {
+    fn elems(&self, piece: ChainPiece) -> usize {
         piece.bytes / self.dtype.size()
     }
 
     /// Where the result belongs on this host.
-    fn places(&self, piece: Piece, hosts: &Hosts) -> Vec<*mut u8> {
+    fn places(&self, piece: ChainPiece, hosts: &Hosts) -> Vec<*mut u8> {
         match piece.to {
-            To::All => self.parts.iter().map(|part| part.wrapping_add(piece.start)).collect(),
-            To::Member(_) => vec![self.first_place(piece, hosts)],
+            ResultRanks::All => self.parts.iter().map(|part| part.wrapping_add(piece.start)).collect(),
+            ResultRanks::Member(_) => vec![self.first_place(piece, hosts)],
         }
     }
 
-    fn first_place(&self, piece: Piece, hosts: &Hosts) -> *mut u8 {
+    fn first_place(&self, piece: ChainPiece, hosts: &Hosts) -> *mut u8 {
         let position = match piece.to {
-            To::All => 0,
-            To::Member(member) => hosts.map.position_of(member),
+            ResultRanks::All => 0,
+            ResultRanks::Member(member) => hosts.map.position_of(member),
         };
         self.parts[position].wrapping_add(piece.start)
     }
@@ -374,7 +379,7 @@ mod tests {
     fn pieces_cover_the_range_and_fit_every_element() {
         for bytes in [0, 16, 48, 16 << 10, 100_000, 3 << 20] {
             for channels in [1, 2, 3, 8] {
-                let pieces = pieces(160..160 + bytes, To::All, channels);
+                let pieces = pieces(160..160 + bytes, ResultRanks::All, channels);
                 let mut next = 160;
                 for piece in &pieces {
                     assert_eq!(piece.start, next);

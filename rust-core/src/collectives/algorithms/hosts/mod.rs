@@ -5,9 +5,9 @@
 //! the next operation's first one.
 
 use super::{Algorithm, copy};
-use crate::buffer::TensorView;
+use crate::buffer::{ReduceOp, TensorView};
 use crate::collectives::call::{Call, Kind};
-use crate::collectives::{Group, ReduceOp, Request, agreement};
+use crate::collectives::{Group, Request, agreement};
 use crate::error::Result;
 use crate::transport::hosts::Hosts;
 use crate::transport::shm::layout::ARENA_BYTES;
@@ -17,7 +17,7 @@ mod spread;
 
 pub(super) use spread::Spread;
 
-use chain::{Chain, Piece, To};
+use chain::{Chain, ChainPiece, ResultRanks};
 
 /// All-reduce, reduce and reduce-scatter.
 pub(super) struct Reduction;
@@ -35,13 +35,15 @@ impl Algorithm for Reduction {
         agreement::agree_without_memory(call, group)?;
         match request {
             Request::AllReduce { input, output, op } => {
-                reduce(std::slice::from_ref(input), Some(output), |_| To::All, *op, group)
+                reduce(std::slice::from_ref(input), Some(output), |_| ResultRanks::All, *op, group)
             }
             Request::Reduce { input, output, op, root } => {
                 let output = (*root == group.members.me).then_some(output);
-                reduce(std::slice::from_ref(input), output, |_| To::Member(*root), *op, group)
+                reduce(std::slice::from_ref(input), output, |_| ResultRanks::Member(*root), *op, group)
             }
-            Request::ReduceScatter { inputs, output, op } => reduce(inputs, Some(output), To::Member, *op, group),
+            Request::ReduceScatter { inputs, output, op } => {
+                reduce(inputs, Some(output), ResultRanks::Member, *op, group)
+            }
             Request::AllReduceWindow { window, op, .. } => {
                 let Hosts { map, memory } = group.several_hosts();
                 let (bytes, arrived) = (call.bytes(), memory.phase().wrapping_sub(1));
@@ -51,7 +53,7 @@ impl Algorithm for Reduction {
                     let start = window.peer(*member).expect("a window is visible to the members of one host");
                     parts.push(start.wrapping_add(offset));
                 }
-                let pieces = chain::pieces(0..bytes, To::All, map.channels());
+                let pieces = chain::pieces(0..bytes, ResultRanks::All, map.channels());
                 // SAFETY: the offsets were checked against the window, whose parts are mapped with that size. All members
                 // of this host are between the arrival that compared their calls and the one below.
                 unsafe { Chain { dtype: call.dtype, op: *op, parts: &parts, pieces: &pieces }.run(group)? };
@@ -67,7 +69,7 @@ impl Algorithm for Reduction {
 fn reduce(
     blocks: &[TensorView],
     output: Option<&TensorView>,
-    to: impl Fn(usize) -> To,
+    to: impl Fn(usize) -> ResultRanks,
     op: ReduceOp,
     group: &Group<'_>,
 ) -> Result<()> {
@@ -77,7 +79,7 @@ fn reduce(
     let total: usize = blocks.iter().map(TensorView::bytes).sum();
     for start in (0..total).step_by(ARENA_BYTES) {
         let end = (start + ARENA_BYTES).min(total);
-        let mut pieces: Vec<Piece> = Vec::new();
+        let mut pieces: Vec<ChainPiece> = Vec::new();
         // Where this member's result lies in the arena, and in its output.
         let mut mine = None;
         let mut block_start = 0;

@@ -4,15 +4,15 @@
 use std::ops::RangeInclusive;
 
 use super::kernel_launch::CHUNKS_ABOVE;
-use super::{ALL, HEADER_BYTES, Peers, PeersArgument, Turn, op_name};
-use crate::buffer::DType;
-use crate::collectives::{Overlap, ReduceOp, Request};
-use crate::device::{Context, Grid, Kernel, Source, Stream};
+use super::{ALL, CallState, HEADER_BYTES, Peers, PeersArgument, op_name};
+use crate::buffer::{DType, ReduceOp};
+use crate::collectives::{Overlap, Request};
+use crate::device::{Context, Grid, Kernel, KernelSource, Stream};
 use crate::error::{Error, Result};
 
 /// Kernels for groups of one size.
 struct ChunkLayout {
-    source: &'static Source,
+    source: &'static KernelSource,
     entry: &'static str,
     /// Elements of a chunk.
     chunk_elems: usize,
@@ -22,8 +22,9 @@ struct ChunkLayout {
     more_calls: u32,
 }
 
-static HALVES: Source = Source { name: "chunks.cu", text: include_str!("../../../device/kernels/chunks.cu") };
-static PARTS: Source = Source { name: "parts.cu", text: include_str!("../../../device/kernels/parts.cu") };
+static HALVES: KernelSource =
+    KernelSource { name: "chunks.cu", text: include_str!("../../../device/kernels/chunks.cu") };
+static PARTS: KernelSource = KernelSource { name: "parts.cu", text: include_str!("../../../device/kernels/parts.cu") };
 
 /// Mirrored by chunk.cuh, as are the next two, the structures, and the sizes of the layouts.
 const MAX_TENSORS: usize = 128;
@@ -80,10 +81,10 @@ fn channels(overlap: Overlap) -> usize {
     }
 }
 
-/// `Tensor` of chunk.cuh.
+/// `ChunkTensor` of chunk.cuh.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Tensor {
+struct ChunkTensor {
     input: u64,
     output: u64,
     elems: u64,
@@ -97,7 +98,7 @@ struct ChunksArgument {
     slots: u64,
     rounds: u32,
     count: u32,
-    tensors: [Tensor; MAX_TENSORS],
+    tensors: [ChunkTensor; MAX_TENSORS],
 }
 
 const _: () = assert!(size_of::<ChunksArgument>() <= 4096, "a launch has room for its argument");
@@ -168,7 +169,7 @@ impl Peers {
         let op = operation(requests)
             .ok_or_else(|| Error::Internal("an operation that does not go in chunks was to go in them".into()))?;
         let mut turn = self.turn.lock();
-        let tensors: Vec<Tensor> = requests.iter().filter_map(tensor).collect();
+        let tensors: Vec<ChunkTensor> = requests.iter().filter_map(tensor).collect();
         for tensors in tensors.chunks(MAX_TENSORS) {
             // SAFETY: the caller's promise.
             unsafe { self.launch_chunks(&mut turn, tensors, op, overlap, stream)? };
@@ -180,8 +181,8 @@ impl Peers {
     /// As [`Peers::queue`], for the tensors.
     unsafe fn launch_chunks(
         &self,
-        turn: &mut Turn,
-        tensors: &[Tensor],
+        turn: &mut CallState,
+        tensors: &[ChunkTensor],
         op: ReduceOp,
         overlap: Overlap,
         stream: &Stream,
@@ -197,7 +198,7 @@ impl Peers {
             slots: (HEADER_BYTES + 2 * self.half_bytes) as u64,
             rounds,
             count: tensors.len() as u32,
-            tensors: [Tensor { input: 0, output: 0, elems: 0 }; MAX_TENSORS],
+            tensors: [ChunkTensor { input: 0, output: 0, elems: 0 }; MAX_TENSORS],
         };
         argument.tensors[..tensors.len()].copy_from_slice(tensors);
         let kernel = turn.kernel(layout.entry, DType::Float32, op, || layout.kernel(self.context, op, self.size))?;
@@ -208,10 +209,10 @@ impl Peers {
 }
 
 /// A request's tensor, if it has elements.
-fn tensor(request: &Request) -> Option<Tensor> {
+fn tensor(request: &Request) -> Option<ChunkTensor> {
     match request {
         Request::AllReduce { input, output, .. } if input.elems() > 0 => {
-            Some(Tensor { input: input.ptr() as u64, output: output.ptr() as u64, elems: input.elems() as u64 })
+            Some(ChunkTensor { input: input.ptr() as u64, output: output.ptr() as u64, elems: input.elems() as u64 })
         }
         _ => None,
     }

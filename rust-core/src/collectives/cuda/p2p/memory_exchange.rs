@@ -37,7 +37,7 @@ struct Offer {
 }
 
 /// Memory that all members have mapped.
-pub(super) struct Shared {
+pub(super) struct MappedMemory {
     pub(super) arena: DeviceBuffer,
     pub(super) control: HostMapped,
     /// Of the other members, in their order.
@@ -55,7 +55,7 @@ pub(super) fn share(
     peer_bytes: usize,
     store: &dyn MemberStore,
     ready: impl FnOnce() -> Result<()>,
-) -> Result<Option<Shared>> {
+) -> Result<Option<MappedMemory>> {
     // Every member says something in both rounds, so that none waits for one that gave up.
     let own = ready().and_then(|()| offer(context, peer_bytes, size));
     write(store, "offer", &own.as_ref().map(|(_, _, offer)| offer).map_err(Error::text))?;
@@ -65,7 +65,7 @@ pub(super) fn share(
             offers.iter().map(|offer| offer.as_ref().map_err(String::clone)).collect::<Result<_, _>>()?;
         let mapped = map(context, me, &offers)?;
         let bytes = offers.iter().map(|offer| offer.bytes as usize).min().unwrap_or(0);
-        Ok(Shared { arena, control, mapped, bytes })
+        Ok(MappedMemory { arena, control, mapped, bytes })
     });
     write(store, "mapped", &shared.as_ref().map(drop).map_err(String::clone))?;
     for rank in 0..size {

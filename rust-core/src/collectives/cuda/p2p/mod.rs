@@ -20,18 +20,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 
-use crate::buffer::{DType, TensorView};
-use crate::collectives::{ReduceOp, Request};
+use crate::buffer::{DType, ReduceOp, TensorView};
+use crate::collectives::Request;
 use crate::config;
 use crate::device::{
-    Capture, Context, DeviceBuffer, Event, Grid, HostMapped, Kernel, PeerMemory, Source, Stream, nccl,
+    Capture, Context, DeviceBuffer, Event, Grid, HostMapped, Kernel, KernelSource, PeerMemory, Stream, nccl,
 };
 use crate::error::{Error, Result};
 pub use kernel_launch::KernelTuning;
 use kernel_launch::{KernelLaunch, block_bytes, half_bytes};
 pub use memory_exchange::{MemberStore, read, write};
 
-const SOURCE: Source = Source { name: "reduce.cu", text: include_str!("../../../device/kernels/reduce.cu") };
+const SOURCE: KernelSource =
+    KernelSource { name: "reduce.cu", text: include_str!("../../../device/kernels/reduce.cu") };
 
 /// Most members; mirrored by arena.cuh, as are the next ones.
 const MAX_RANKS: usize = 16;
@@ -92,7 +93,7 @@ pub struct Peers {
     arenas: [u64; MAX_RANKS],
     half_bytes: usize,
     tuning: Mutex<KernelTuning>,
-    turn: Mutex<Turn>,
+    turn: Mutex<CallState>,
     /// Whether there were calls that a CUDA graph repeats.
     captured: AtomicBool,
     /// PEER-8.
@@ -108,29 +109,29 @@ pub struct Mismatch {
     pub call: Option<u32>,
 }
 
-struct Turn {
+struct CallState {
     /// Calls so far, but for those that were captured.
     calls: u32,
     kernels: Vec<(&'static str, DType, ReduceOp, &'static Kernel)>,
     /// PEER-7, for calls that were run.
-    run: Last<usize>,
+    run: LastCall<usize>,
     /// PEER-7, for calls that became parts of a graph.
-    captured: Last<(usize, Capture)>,
+    captured: LastCall<(usize, Capture)>,
 }
 
 /// Where the last call was queued.
-struct Last<T> {
+struct LastCall<T> {
     place: Option<T>,
     done: Event,
 }
 
-impl<T> Last<T> {
+impl<T> LastCall<T> {
     fn new(context: &'static Context) -> Result<Self> {
         Ok(Self { place: None, done: Event::new(context)? })
     }
 }
 
-impl Turn {
+impl CallState {
     /// The kernel of this name and kind; `load` gives one that was not needed before.
     fn kernel(
         &mut self,
@@ -214,7 +215,7 @@ impl Peers {
         let others = (0..size).filter(|rank| *rank != me).zip(&shared.mapped);
         others.for_each(|(rank, memory)| arenas[rank] = memory.ptr());
         arenas[me] = shared.arena.ptr();
-        let turn = Turn { calls: 0, kernels, run: Last::new(context)?, captured: Last::new(context)? };
+        let turn = CallState { calls: 0, kernels, run: LastCall::new(context)?, captured: LastCall::new(context)? };
         Ok(Some(Self {
             context,
             me,
@@ -314,7 +315,7 @@ impl Peers {
     /// As [`Peers::queue`].
     unsafe fn reduce(
         &self,
-        turn: &mut Turn,
+        turn: &mut CallState,
         input: &TensorView,
         output: Option<&TensorView>,
         op: ReduceOp,
@@ -344,7 +345,7 @@ impl Peers {
     /// As [`Peers::queue`].
     unsafe fn reduce_scatter(
         &self,
-        turn: &mut Turn,
+        turn: &mut CallState,
         inputs: &[TensorView],
         output: &TensorView,
         op: ReduceOp,
@@ -400,7 +401,7 @@ impl Peers {
     /// As [`Kernel::launch`].
     unsafe fn launch<T: Copy>(
         &self,
-        turn: &mut Turn,
+        turn: &mut CallState,
         kernel: &Kernel,
         grid: Grid,
         calls: u32,
@@ -529,7 +530,7 @@ mod tests {
                 );
             }
         }
-        let source = Source { name: "reductions.cu", text: text.leak() };
+        let source = KernelSource { name: "reductions.cu", text: text.leak() };
         compile_for_test(&source, &[]);
     }
 

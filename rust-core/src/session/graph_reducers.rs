@@ -9,9 +9,9 @@ use parking_lot::Mutex;
 use super::Session;
 use super::groups::WORLD;
 use crate::error::{Error, Result};
-use crate::negotiation::{Elsewhere, End};
+use crate::negotiation::{OtherWaits, WaitEnd};
 use crate::reducer::arrival::{ArrivalDriver, ReadyGradient};
-use crate::reducer::fingerprint::{self, Description};
+use crate::reducer::fingerprint::{self, ReducerDescription};
 use crate::reducer::op_placement::{Gradient, OpPlacement};
 use crate::reducer::{ParamSpec, Reducer, SlotLease, spec};
 
@@ -24,16 +24,16 @@ const TELLING: Duration = Duration::from_secs(2);
 
 /// By number of the spec.
 #[derive(Default)]
-pub struct Plans {
+pub struct GraphReducers {
     open: Mutex<HashMap<usize, Arc<ArrivalDriver>>>,
-    workshop: Mutex<Workshop>,
+    creation_queue: Mutex<CreationQueue>,
     op_placement: Mutex<OpPlacement>,
 }
 
 /// Reducers to be made, one after the other.
 #[derive(Default)]
-struct Workshop {
-    orders: VecDeque<(usize, Arc<ArrivalDriver>)>,
+struct CreationQueue {
+    waiting: VecDeque<(usize, Arc<ArrivalDriver>)>,
     /// Whether a thread works on them.
     is_open: bool,
     /// How often everything was ended; a thread works for one of these times.
@@ -41,9 +41,9 @@ struct Workshop {
 }
 
 /// Steps that wait, as the negotiation sees them.
-pub struct Steps(Weak<Session>);
+pub struct PendingSteps(Weak<Session>);
 
-impl Steps {
+impl PendingSteps {
     pub fn of(session: &Arc<Session>) -> Self {
         Self(Arc::downgrade(session))
     }
@@ -52,12 +52,13 @@ impl Steps {
     fn of_all_ranks(&self) -> Vec<Arc<ArrivalDriver>> {
         let Some(session) = self.0.upgrade() else { return Vec::new() };
         let is_for_all = |number: usize| spec::get(number).is_ok_and(|spec| spec.ranks.is_none());
-        let open: Vec<_> = session.plans.open.lock().iter().map(|(number, own)| (*number, Arc::clone(own))).collect();
+        let open: Vec<_> =
+            session.graph_reducers.open.lock().iter().map(|(number, own)| (*number, Arc::clone(own))).collect();
         open.into_iter().filter(|(number, _)| is_for_all(*number)).map(|(_, arrivals)| arrivals).collect()
     }
 }
 
-impl Elsewhere for Steps {
+impl OtherWaits for PendingSteps {
     fn waits(&self) -> Vec<String> {
         let mut waits: Vec<_> = self.of_all_ranks().iter().filter_map(|arrivals| arrivals.waits(WAITS_AFTER)).collect();
         waits.sort();
@@ -69,14 +70,14 @@ impl Elsewhere for Steps {
         self.of_all_ranks().iter().any(|arrivals| on_device(arrivals) && arrivals.waits(RESTS_AFTER).is_some())
     }
 
-    fn end(&self, end: End) {
+    fn end(&self, end: WaitEnd) {
         if let Some(session) = self.0.upgrade() {
-            session.end_plans(end);
+            session.end_reducers(end);
         }
     }
 }
 
-impl Plans {
+impl GraphReducers {
     pub fn close(&self) {
         let open = std::mem::take(&mut *self.open.lock());
         // Not under the lock: gradients that wait are answered.
@@ -87,7 +88,7 @@ impl Plans {
 impl Session {
     /// What takes the gradients of a spec, if some have come already.
     pub fn find_arrivals(&self, number: usize) -> Option<Arc<ArrivalDriver>> {
-        self.plans.open.lock().get(&number).cloned()
+        self.graph_reducers.open.lock().get(&number).cloned()
     }
 
     /// A gradient for the reducer of a spec has come. The first one has the reducers of its graph made, by a thread of
@@ -101,7 +102,7 @@ impl Session {
     pub unsafe fn arrive(self: &Arc<Self>, number: usize, arrival: ReadyGradient) -> Result<()> {
         let arrivals = match self.find_arrivals(number) {
             Some(arrivals) => arrivals,
-            None => self.make_plans(number)?,
+            None => self.create_reducers(number)?,
         };
         self.replicas().begin_step_of_plan(number, arrival.execution);
         // SAFETY: the caller's promise.
@@ -113,13 +114,13 @@ impl Session {
     /// gradient ([`crate::reducer::op_placement`]). A caller that gets none reports where the tensor lies
     /// ([`Session::placed_elsewhere`]).
     pub fn place(&self, bytes: usize, op: usize) -> Option<SlotLease> {
-        let Gradient { plan, param } = self.plans.op_placement.lock().request(bytes, op)?;
+        let Gradient { plan, param } = self.graph_reducers.op_placement.lock().request(bytes, op)?;
         self.find_arrivals(plan)?.take_slot(param)
     }
 
     /// See [`Session::place`].
     pub fn placed_elsewhere(&self, bytes: usize, op: usize, ptr: *const u8) {
-        self.plans.op_placement.lock().placed_elsewhere(bytes, op, ptr as usize);
+        self.graph_reducers.op_placement.lock().placed_elsewhere(bytes, op, ptr as usize);
     }
 
     /// A slot for a gradient that was made at `ptr`, if it does not lie in one already and one is free. `learn` says
@@ -130,38 +131,38 @@ impl Session {
             return None;
         }
         if learn {
-            self.plans.op_placement.lock().observe(gradient, bytes, ptr as usize);
+            self.graph_reducers.op_placement.lock().observe(gradient, bytes, ptr as usize);
         }
         arrivals.take_slot(gradient.param)
     }
 
     /// A gradient was made in its slot but must not be changed there: others see it.
     pub fn placed_in_vain(&self, gradient: Gradient, bytes: usize) {
-        self.plans.op_placement.lock().reject(gradient, bytes);
+        self.graph_reducers.op_placement.lock().reject(gradient, bytes);
     }
 
-    fn make_plans(self: &Arc<Self>, number: usize) -> Result<Arc<ArrivalDriver>> {
+    fn create_reducers(self: &Arc<Self>, number: usize) -> Result<Arc<ArrivalDriver>> {
         spec::get(number)?;
-        let mut open = self.plans.open.lock();
+        let mut open = self.graph_reducers.open.lock();
         if let Some(arrivals) = open.get(&number) {
             return Ok(Arc::clone(arrivals));
         }
-        let Workshop { orders, is_open, ended } = &mut *self.plans.workshop.lock();
+        let CreationQueue { waiting, is_open, ended } = &mut *self.graph_reducers.creation_queue.lock();
         for number in spec::made_with(number) {
             let spec = spec::get(number)?;
             open.entry(number).or_insert_with(|| {
                 let arrivals = ArrivalDriver::new(&spec.description);
-                orders.push_back((number, Arc::clone(&arrivals)));
+                waiting.push_back((number, Arc::clone(&arrivals)));
                 arrivals
             });
         }
         if !std::mem::replace(is_open, true) {
             let (session, ended) = (Arc::clone(self), *ended);
-            let make = move || session.make_all(ended);
-            let spawned = std::thread::Builder::new().name("smd-plans".to_owned()).spawn(make);
+            let make = move || session.run_queue(ended);
+            let spawned = std::thread::Builder::new().name("smd-reducers".to_owned()).spawn(make);
             if let Err(source) = spawned {
                 *is_open = false;
-                for (number, _) in orders.drain(..) {
+                for (number, _) in waiting.drain(..) {
                     open.remove(&number);
                 }
                 return Err(Error::io("starting a thread", source));
@@ -172,12 +173,12 @@ impl Session {
 
     /// Ends all steps that are under way: ranks do not agree on whose they are. What comes next begins with new
     /// reducers on every rank, as which of the old ones others still have nobody knows.
-    fn end_plans(self: Arc<Self>, end: End) {
+    fn end_reducers(self: Arc<Self>, end: WaitEnd) {
         let open: Vec<(usize, Arc<ArrivalDriver>)> = {
-            let mut open = self.plans.open.lock();
-            let workshop = &mut *self.plans.workshop.lock();
-            *workshop = Workshop { ended: workshop.ended + 1, ..Workshop::default() };
-            self.groups.restart_plans(end.number);
+            let mut open = self.graph_reducers.open.lock();
+            let creation_queue = &mut *self.graph_reducers.creation_queue.lock();
+            *creation_queue = CreationQueue { ended: creation_queue.ended + 1, ..CreationQueue::default() };
+            self.groups.restart_graph_groups(end.number);
             open.drain().collect()
         };
         let mismatch = |detail| Error::Mismatch { during: "the reduction of gradients".to_owned(), detail };
@@ -205,13 +206,13 @@ impl Session {
                 close(&session, &mismatch(detail));
             }
         };
-        if std::thread::Builder::new().name("smd-plans".to_owned()).spawn(explain).is_err() {
+        if std::thread::Builder::new().name("smd-reducers".to_owned()).spawn(explain).is_err() {
             close(&self, &mismatch(detail));
         }
     }
 
     /// What differs between the gradients that two of the ranks wait for; `own` are this rank's.
-    fn what_differs(&self, end: &End, own: Option<usize>) -> Option<String> {
+    fn what_differs(&self, end: &WaitEnd, own: Option<usize>) -> Option<String> {
         let &first = end.ranks.first()?;
         let &second = end.ranks.iter().find(|&&rank| rank != first)?;
         let store = self.store();
@@ -221,28 +222,30 @@ impl Session {
         {
             store.set(&key(self.rank()), &postcard::to_stdvec(&spec::get(own).ok()?.description).ok()?).ok()?;
         }
-        let of = |rank: usize| -> Option<Description> {
+        let of = |rank: usize| -> Option<ReducerDescription> {
             postcard::from_bytes(&store.get(&key(rank), &[rank], TELLING).ok()?).ok()
         };
         fingerprint::difference(&of(first)?, first, &of(second)?, second)
     }
 
-    fn make_all(self: &Arc<Self>, ended: u64) {
+    fn run_queue(self: &Arc<Self>, ended: u64) {
         loop {
             let (number, arrivals, ranks, group) = {
-                let workshop = &mut *self.plans.workshop.lock();
-                if workshop.ended != ended {
+                let creation_queue = &mut *self.graph_reducers.creation_queue.lock();
+                if creation_queue.ended != ended {
                     return;
                 }
-                let Some((number, arrivals)) = workshop.orders.pop_front() else { return workshop.is_open = false };
+                let Some((number, arrivals)) = creation_queue.waiting.pop_front() else {
+                    return creation_queue.is_open = false;
+                };
                 let named = spec::get(number).ok().and_then(|spec| spec.ranks.clone());
                 let ranks = named.unwrap_or_else(|| (0..self.size()).collect());
                 // Under the lock: who ends everything has groups counted anew.
-                let group = self.next_plan_group(&ranks);
+                let group = self.next_graph_group(&ranks);
                 (number, arrivals, ranks, group)
             };
-            let made = self.make_plan(number, group, &ranks);
-            if self.plans.workshop.lock().ended != ended {
+            let made = self.create_reducer(number, group, &ranks);
+            if self.graph_reducers.creation_queue.lock().ended != ended {
                 // Its gradients have been answered.
                 if let Ok(reducer) = made {
                     let _ = self.remove_group(reducer.communicator().id());
@@ -257,17 +260,19 @@ impl Session {
             match &made {
                 // On devices, gradients are not placed in memory of the core.
                 Ok(reducer) if reducer.arena().is_none() => {}
-                Ok(reducer) => self.plans.op_placement.lock().expect(reducer.params().iter().map(ParamSpec::bytes)),
+                Ok(reducer) => {
+                    self.graph_reducers.op_placement.lock().expect(reducer.params().iter().map(ParamSpec::bytes))
+                }
                 // The next gradient tries again.
-                Err(_) => drop(self.plans.open.lock().remove(&number)),
+                Err(_) => drop(self.graph_reducers.open.lock().remove(&number)),
             }
             arrivals.made(made);
         }
     }
 
-    fn make_plan(&self, number: usize, group: u64, ranks: &[usize]) -> Result<Arc<Reducer>> {
+    fn create_reducer(&self, number: usize, group: u64, ranks: &[usize]) -> Result<Arc<Reducer>> {
         let description = &spec::get(number)?.description;
-        let own = self.make_plan_group(group, ranks)?;
+        let own = self.make_graph_group(group, ranks)?;
         Reducer::new(Arc::clone(&own), description.params.clone(), description.options.clone()).inspect_err(|_| {
             // The reason counts; that the group cannot be removed either adds nothing.
             let _ = self.remove_group(own.id());

@@ -1,17 +1,17 @@
 //! Bodies of the bridge's section on steps of a pipeline.
 
-use smd_core::session::attempt;
+use smd_core::session::step_scope;
 
 use crate::guard::{Report, guard, guard_or};
 
 /// A step that has begun.
-pub struct Attempt(attempt::Attempt);
+pub struct StepScope(step_scope::StepScope);
 
-pub fn begin_step() -> Result<Box<Attempt>, Report> {
-    guard(|| Ok(Box::new(Attempt(attempt::Attempt::begin()?))))
+pub fn begin_step() -> Result<Box<StepScope>, Report> {
+    guard(|| Ok(Box::new(StepScope(step_scope::StepScope::begin()?))))
 }
 
-impl Attempt {
+impl StepScope {
     pub fn end(&self) {
         guard_or((), || self.0.end());
     }

@@ -1,5 +1,5 @@
 // Steps of a pipeline from their beginning to their end. The core hears of both, and of a step that fails in between;
-// what follows from that, it decides (`smd_core::session::attempt`).
+// what follows from that, it decides (`smd_core::session::step_scope`).
 
 #include <memory>
 #include <utility>
@@ -20,14 +20,14 @@ using tensorflow::OpKernel;
 using tensorflow::OpKernelContext;
 
 // A step that TensorFlow runs; it tells of one that fails by cancelling it.
-class Run {
+class StepRun {
  public:
-  static constexpr char kTypeName[] = "smd::Run";
+  static constexpr char kTypeName[] = "smd::StepRun";
 
-  Run(rust::Box<Attempt> attempt, CancellationManager* cancellation)
+  StepRun(rust::Box<StepScope> attempt, CancellationManager* cancellation)
       : attempt_(std::move(attempt)), cancellation_(cancellation) {}
 
-  static void watch(const std::shared_ptr<Run>& run) {
+  static void watch(const std::shared_ptr<StepRun>& run) {
     if (run->cancellation_ == nullptr) return;
     run->token_ = run->cancellation_->get_cancellation_token();
     const auto failed = [run] { run->attempt_->fail(); };
@@ -42,7 +42,7 @@ class Run {
   }
 
  private:
-  rust::Box<Attempt> attempt_;
+  rust::Box<StepScope> attempt_;
   CancellationManager* cancellation_;
   CancellationToken token_ = CancellationManager::kInvalidToken;
 };
@@ -50,7 +50,7 @@ class Run {
 // What the macros name.
 namespace variant_op_registry_fn_registration = tensorflow::variant_op_registry_fn_registration;
 using tensorflow::TypeIndex;
-SMD_HELD_STAYS(Run);
+SMD_HELD_STAYS(StepRun);
 
 class BeginStepKernel final : public OpKernel {
  public:
@@ -59,11 +59,11 @@ class BeginStepKernel final : public OpKernel {
   void Compute(OpKernelContext* context) override {
     tensorflow::Tensor* output = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, tensorflow::TensorShape({}), &output));
-    std::shared_ptr<Run> run;
+    std::shared_ptr<StepRun> run;
     OP_REQUIRES_OK(context,
-                   checked([&] { run = std::make_shared<Run>(begin_step(), context->cancellation_manager()); }));
-    Run::watch(run);
-    output->scalar<tensorflow::Variant>()() = Held<Run>{std::move(run)};
+                   checked([&] { run = std::make_shared<StepRun>(begin_step(), context->cancellation_manager()); }));
+    StepRun::watch(run);
+    output->scalar<tensorflow::Variant>()() = Held<StepRun>{std::move(run)};
   }
 };
 
@@ -72,7 +72,7 @@ class EndStepKernel final : public OpKernel {
   using OpKernel::OpKernel;
 
   void Compute(OpKernelContext* context) override {
-    const auto* held = context->input(0).scalar<tensorflow::Variant>()().get<Held<Run>>();
+    const auto* held = context->input(0).scalar<tensorflow::Variant>()().get<Held<StepRun>>();
     OP_REQUIRES(context, held != nullptr,
                 to_status(absl::StrCat("`", name(), "`: the input is no step [smd:invalid_argument]")));
     held->value->end();

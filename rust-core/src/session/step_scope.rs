@@ -24,14 +24,14 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 const LOOK: Duration = Duration::from_millis(5);
 
 /// A step that has begun. Any thread may say what becomes of it.
-pub struct Attempt {
-    progress: Arc<Progress>,
-    job: Arc<dyn Job>,
+pub struct StepScope {
+    progress: Arc<ScopeProgress>,
+    job: Arc<dyn JobLink>,
     patience: Duration,
 }
 
 /// The job, as a step sees it.
-trait Job: Send + Sync {
+trait JobLink: Send + Sync {
     /// How another rank has failed, if one has.
     fn failure(&self) -> Option<String>;
     /// Whether the others have been told that this rank failed, or cannot be told any more.
@@ -43,20 +43,20 @@ trait Job: Send + Sync {
 }
 
 #[derive(Default)]
-struct Progress {
-    state: Mutex<State>,
+struct ScopeProgress {
+    state: Mutex<ScopeState>,
     changed: Condvar,
 }
 
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
-enum State {
+enum ScopeState {
     #[default]
     UnderWay,
     Failed,
     Ended,
 }
 
-impl Attempt {
+impl StepScope {
     /// A step begins.
     ///
     /// # Errors
@@ -68,7 +68,7 @@ impl Attempt {
 
     /// All that the step had to do here is done, or all ranks know that it will not be.
     pub fn end(&self) {
-        *self.progress.state.lock() = State::Ended;
+        *self.progress.state.lock() = ScopeState::Ended;
         self.progress.changed.notify_all();
     }
 
@@ -76,10 +76,10 @@ impl Attempt {
     pub fn fail(&self) {
         {
             let mut state = self.progress.state.lock();
-            if *state != State::UnderWay {
+            if *state != ScopeState::UnderWay {
                 return;
             }
-            *state = State::Failed;
+            *state = ScopeState::Failed;
         }
         let (progress, job, patience) = (self.progress.clone(), self.job.clone(), self.patience);
         let watch = move || progress.watch(&*job, patience);
@@ -93,7 +93,7 @@ impl Attempt {
 /// What the others are told of a step that fails here first.
 const OWN_FAILURE: &str = "an operation of its step failed";
 
-impl Job for Weak<Session> {
+impl JobLink for Weak<Session> {
     fn failure(&self) -> Option<String> {
         let (rank, how) = self.upgrade()?.monitor.first_failure()?;
         Some(format!("rank {rank} {how}"))
@@ -119,18 +119,18 @@ impl Job for Weak<Session> {
 /// What waits here ends with.
 const REASON: &str = "an operation of this step failed, and the others wait for what comes of it";
 
-impl Progress {
+impl ScopeProgress {
     fn ends_by(&self, deadline: Instant) -> bool {
         let mut state = self.state.lock();
-        while *state != State::Ended {
+        while *state != ScopeState::Ended {
             if self.changed.wait_until(&mut state, deadline).timed_out() {
-                return *state == State::Ended;
+                return *state == ScopeState::Ended;
             }
         }
         true
     }
 
-    fn watch(&self, job: &dyn Job, patience: Duration) {
+    fn watch(&self, job: &dyn JobLink, patience: Duration) {
         let patience = if job.failure().is_some() { Duration::ZERO } else { patience };
         if self.ends_by(Instant::now() + patience) || job.has_told() {
             return;
@@ -153,15 +153,15 @@ mod tests {
 
     /// A job in which others know what it is told.
     #[derive(Default)]
-    struct Mock {
+    struct MockJob {
         failure: Option<String>,
         /// What the script says when its waits end.
-        last_words: Option<String>,
+        last_message: Option<String>,
         told: Mutex<Vec<String>>,
         given_up: Mutex<Option<Instant>>,
     }
 
-    impl Job for Mock {
+    impl JobLink for MockJob {
         fn failure(&self) -> Option<String> {
             self.failure.clone()
         }
@@ -171,7 +171,7 @@ mod tests {
         }
 
         fn end_waits(&self) {
-            self.told.lock().extend(self.last_words.clone());
+            self.told.lock().extend(self.last_message.clone());
         }
 
         fn give_up(&self, message: &str) {
@@ -183,13 +183,13 @@ mod tests {
         }
     }
 
-    fn begin(patience: Duration, job: Mock) -> (Attempt, Arc<Mock>) {
+    fn begin(patience: Duration, job: MockJob) -> (StepScope, Arc<MockJob>) {
         let job = Arc::new(job);
-        (Attempt { progress: Arc::default(), job: job.clone(), patience }, job)
+        (StepScope { progress: Arc::default(), job: job.clone(), patience }, job)
     }
 
     /// Returns when nobody watches any more; how long that took.
-    fn wait(attempt: Attempt, job: &Arc<Mock>) -> Duration {
+    fn wait(attempt: StepScope, job: &Arc<MockJob>) -> Duration {
         let began = Instant::now();
         drop(attempt);
         while Arc::strong_count(job) > 1 {
@@ -201,7 +201,7 @@ mod tests {
 
     #[test]
     fn one_that_fails_is_given_up_once() {
-        let (attempt, job) = begin(SOON, Mock::default());
+        let (attempt, job) = begin(SOON, MockJob::default());
         let began = Instant::now();
         attempt.fail();
         attempt.fail();
@@ -212,13 +212,13 @@ mod tests {
 
     #[test]
     fn the_words_of_the_script_come_first() {
-        let (attempt, job) = begin(SOON, Mock { last_words: Some("too much".to_owned()), ..Mock::default() });
+        let (attempt, job) = begin(SOON, MockJob { last_message: Some("too much".to_owned()), ..MockJob::default() });
         attempt.fail();
         wait(attempt, &job);
         assert!(job.given_up.lock().is_some(), "what waits on devices ends");
         assert_eq!(*job.told.lock(), ["too much"]);
 
-        let (attempt, job) = begin(SOON, Mock::default());
+        let (attempt, job) = begin(SOON, MockJob::default());
         attempt.fail();
         job.told.lock().push("too much".to_owned());
         wait(attempt, &job);
@@ -227,7 +227,7 @@ mod tests {
 
     #[test]
     fn one_that_fails_with_another_rank_is_told_at_once() {
-        let (attempt, job) = begin(LATER, Mock { failure: Some("rank 0 died".to_owned()), ..Mock::default() });
+        let (attempt, job) = begin(LATER, MockJob { failure: Some("rank 0 died".to_owned()), ..MockJob::default() });
         attempt.fail();
         assert!(wait(attempt, &job) < LATER);
         assert_eq!(*job.told.lock(), ["rank 0 died"]);
@@ -235,7 +235,7 @@ mod tests {
 
     #[test]
     fn one_that_ends_is_not() {
-        let (attempt, job) = begin(LATER, Mock::default());
+        let (attempt, job) = begin(LATER, MockJob::default());
         attempt.fail();
         attempt.end();
         attempt.fail();
@@ -246,13 +246,13 @@ mod tests {
 
     #[test]
     fn one_that_nobody_says_anything_of_is_not() {
-        let (attempt, job) = begin(Duration::ZERO, Mock::default());
+        let (attempt, job) = begin(Duration::ZERO, MockJob::default());
         wait(attempt, &job);
         assert!(job.given_up.lock().is_none());
     }
 
     #[test]
     fn there_is_none_without_a_session() {
-        assert_eq!(Attempt::begin().err().map(|error| error.code()), Some(crate::error::Code::NotInitialized));
+        assert_eq!(StepScope::begin().err().map(|error| error.code()), Some(crate::error::Code::NotInitialized));
     }
 }

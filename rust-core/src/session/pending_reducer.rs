@@ -7,15 +7,15 @@ use parking_lot::Mutex;
 
 use super::Session;
 use crate::error::{Error, Result};
-use crate::reducer::{Options, ParamSpec, Reducer};
+use crate::reducer::{ParamSpec, Reducer, ReducerOptions};
 
 /// A reducer that is being made. One that nobody takes goes with this.
-pub struct Making {
+pub struct PendingReducer {
     session: Arc<Session>,
-    state: Arc<Mutex<State>>,
+    state: Arc<Mutex<CreationState>>,
 }
 
-enum State {
+enum CreationState {
     UnderWay,
     Made(Result<Arc<Reducer>>),
     /// Taken, or not wanted any more.
@@ -28,37 +28,37 @@ impl Session {
     ///
     /// # Errors
     /// [`Error::Io`] if there can be no thread.
-    pub fn start_reducer(
+    pub fn create_reducer_async(
         self: &Arc<Self>,
         token: u64,
         ranks: Vec<usize>,
         params: Vec<ParamSpec>,
-        options: Options,
+        options: ReducerOptions,
         order: Vec<usize>,
-    ) -> Result<Making> {
-        let state = Arc::new(Mutex::new(State::UnderWay));
-        let making = Making { session: Arc::clone(self), state: Arc::clone(&state) };
+    ) -> Result<PendingReducer> {
+        let state = Arc::new(Mutex::new(CreationState::UnderWay));
+        let pending = PendingReducer { session: Arc::clone(self), state: Arc::clone(&state) };
         let session = Arc::clone(self);
         let make = move || {
-            let made = session.make_in_order(token, &ranks, params, options, order);
+            let made = session.create_in_order(token, &ranks, params, options, order);
             let mut state = state.lock();
             match (&*state, made) {
-                (State::UnderWay, made) => *state = State::Made(made),
-                (_, Ok(reducer)) => session.drop_reducer(&reducer),
+                (CreationState::UnderWay, made) => *state = CreationState::Made(made),
+                (_, Ok(reducer)) => session.drop_group_of(&reducer),
                 (_, Err(_)) => {}
             }
         };
-        let thread = std::thread::Builder::new().name("smd-making".to_owned()).spawn(make);
+        let thread = std::thread::Builder::new().name("smd-reducer".to_owned()).spawn(make);
         thread.map_err(|source| Error::io("starting a thread", source))?;
-        Ok(making)
+        Ok(pending)
     }
 
-    fn make_in_order(
+    fn create_in_order(
         &self,
         token: u64,
         ranks: &[usize],
         params: Vec<ParamSpec>,
-        options: Options,
+        options: ReducerOptions,
         order: Vec<usize>,
     ) -> Result<Arc<Reducer>> {
         let own = self.make_round_group(token, ranks)?;
@@ -72,16 +72,16 @@ impl Session {
         })
     }
 
-    fn drop_reducer(&self, reducer: &Reducer) {
+    fn drop_group_of(&self, reducer: &Reducer) {
         // The group is gone already after `shutdown()`.
         let _ = self.remove_group(reducer.communicator().id());
     }
 }
 
-impl Making {
-    /// Whether [`Making::take`] has something.
+impl PendingReducer {
+    /// Whether [`PendingReducer::take`] has something.
     pub fn is_done(&self) -> bool {
-        matches!(*self.state.lock(), State::Made(_))
+        matches!(*self.state.lock(), CreationState::Made(_))
     }
 
     /// The reducer, once it is made; who takes it removes its group in the end.
@@ -90,8 +90,8 @@ impl Making {
     /// Why it could not be made; [`Error::Internal`] if it is not done.
     pub fn take(&self) -> Result<Arc<Reducer>> {
         let mut state = self.state.lock();
-        match std::mem::replace(&mut *state, State::Gone) {
-            State::Made(made) => made,
+        match std::mem::replace(&mut *state, CreationState::Gone) {
+            CreationState::Made(made) => made,
             other => {
                 *state = other;
                 Err(Error::Internal("a reducer was taken that is not made yet".to_owned()))
@@ -105,10 +105,10 @@ impl Making {
     }
 }
 
-impl Drop for Making {
+impl Drop for PendingReducer {
     fn drop(&mut self) {
-        if let State::Made(Ok(reducer)) = std::mem::replace(&mut *self.state.lock(), State::Gone) {
-            self.session.drop_reducer(&reducer);
+        if let CreationState::Made(Ok(reducer)) = std::mem::replace(&mut *self.state.lock(), CreationState::Gone) {
+            self.session.drop_group_of(&reducer);
         }
     }
 }

@@ -8,13 +8,15 @@ use clap::Parser;
 use serde::Deserialize;
 
 use crate::error::{Error, Result};
-use crate::pipeline::{Action, Costs, Edge, Graph, Kind, Link, Program, Span, Stage, Timeline, grid, simulate, svg};
+use crate::pipeline::{
+    Action, ActionKind, Costs, Edge, Graph, LinkCost, Program, Stage, TaskSpan, Timeline, grid, simulate, svg,
+};
 use crate::trace::{SYNCHRONOUS, TAKES, TAKES_FROM};
 
 /// Shows a step of a pipeline from a timeline that was written with `SMD_TIMELINE`, beside its simulation.
 #[derive(Debug, Parser)]
 #[command(name = "smdrun report")]
-pub(super) struct Args {
+pub(crate) struct ReportArgs {
     /// The file that `SMD_TIMELINE` named
     trace: PathBuf,
 
@@ -33,7 +35,7 @@ pub(super) struct Args {
 
 /// A line of the trace, as far as it matters here.
 #[derive(Deserialize)]
-struct Line {
+struct TraceLine {
     name: String,
     ph: String,
     pid: usize,
@@ -50,8 +52,8 @@ struct Line {
 
 /// A computation of one rank, in nanoseconds.
 #[derive(Clone, Copy)]
-struct Task {
-    kind: Kind,
+struct RecordedTask {
+    kind: ActionKind,
     stage: u64,
     microbatch: u64,
     start: u64,
@@ -60,29 +62,29 @@ struct Task {
 
 /// What one rank computed in one step.
 #[derive(Default)]
-struct Step {
-    tasks: Vec<Task>,
+struct RecordedStep {
+    tasks: Vec<RecordedTask>,
     /// From which stage values come to which.
     edges: BTreeSet<(u64, u64)>,
 }
 
 /// What a line says of a stage.
-enum Said {
-    Ran(Task),
+enum StageRecord {
+    Ran(RecordedTask),
     Takes { from: u64, at: u64 },
 }
 
-impl Said {
+impl StageRecord {
     fn start(&self) -> u64 {
         match self {
-            Said::Ran(task) => task.start,
-            Said::Takes { at, .. } => *at,
+            StageRecord::Ran(task) => task.start,
+            StageRecord::Takes { at, .. } => *at,
         }
     }
 }
 
 /// What `smdrun report` prints.
-pub(super) fn show(args: &Args) -> Result<String> {
+pub(crate) fn show(args: &ReportArgs) -> Result<String> {
     let text_of_trace = std::fs::read_to_string(&args.trace)
         .map_err(|error| Error::io(format!("reading `{}`", args.trace.display()), error))?;
     let all = steps(&text_of_trace);
@@ -92,7 +94,9 @@ pub(super) fn show(args: &Args) -> Result<String> {
     let whole = whole_steps(&all);
     let count = whole.values().copied().max().unwrap_or(0);
     let trains = |step: usize| {
-        one_pipeline(&all, &whole, step).values().any(|own| own.tasks.iter().any(|task| task.kind != Kind::Forward))
+        one_pipeline(&all, &whole, step)
+            .values()
+            .any(|own| own.tasks.iter().any(|task| task.kind != ActionKind::Forward))
     };
     let step = args.step.or_else(|| (0..count).rev().find(|&step| trains(step))).unwrap_or(count.saturating_sub(1));
     if step >= count {
@@ -102,7 +106,7 @@ pub(super) fn show(args: &Args) -> Result<String> {
         )));
     }
     let ranks = one_pipeline(&all, &whole, step);
-    let step_of: Vec<&Step> = ranks.values().copied().collect();
+    let step_of: Vec<&RecordedStep> = ranks.values().copied().collect();
     let measured = measured(&step_of);
     let simulated = simulated(&step_of)?;
     let mut text = format!("step {step} of {count}, ranks {:?}\n", ranks.keys().collect::<Vec<_>>());
@@ -126,7 +130,7 @@ pub(super) fn show(args: &Args) -> Result<String> {
 fn calls_that_left(text: &str) -> Option<usize> {
     let mut ranks: HashMap<usize, usize> = HashMap::new();
     for line in text.lines() {
-        let Ok(line) = serde_json::from_str::<Line>(line.trim().trim_end_matches(',')) else { continue };
+        let Ok(line) = serde_json::from_str::<TraceLine>(line.trim().trim_end_matches(',')) else { continue };
         if line.name == SYNCHRONOUS && line.ph == "X" {
             *ranks.entry(line.pid).or_default() += 1;
         }
@@ -135,12 +139,12 @@ fn calls_that_left(text: &str) -> Option<usize> {
 }
 
 /// For each rank its steps. A step ends where a rank does the same again.
-fn steps(text: &str) -> BTreeMap<usize, Vec<Step>> {
+fn steps(text: &str) -> BTreeMap<usize, Vec<RecordedStep>> {
     let mut stages: HashMap<(usize, u64), u64> = HashMap::new();
-    let mut said: BTreeMap<usize, Vec<(u64, Said)>> = BTreeMap::new();
+    let mut said: BTreeMap<usize, Vec<(u64, StageRecord)>> = BTreeMap::new();
     for line in text.lines() {
         // Lines of a rank that was killed may be anything; the first is `[`.
-        let Ok(line) = serde_json::from_str::<Line>(line.trim().trim_end_matches(',')) else { continue };
+        let Ok(line) = serde_json::from_str::<TraceLine>(line.trim().trim_end_matches(',')) else { continue };
         if line.name == "thread_name" {
             let name = line.args.get("name").and_then(serde_json::Value::as_str).unwrap_or_default();
             let stage = name.strip_prefix("stage ").and_then(|rest| rest.strip_suffix(" of the pipeline"));
@@ -151,37 +155,37 @@ fn steps(text: &str) -> BTreeMap<usize, Vec<Step>> {
         let number = |key| line.args.get(key).and_then(serde_json::Value::as_u64);
         let (start, end) = ((line.ts * 1e3) as u64, ((line.ts + line.dur) * 1e3) as u64);
         if let (TAKES, Some(from)) = (line.name.as_str(), number(TAKES_FROM)) {
-            said.entry(line.pid).or_default().push((line.tid, Said::Takes { from, at: start }));
+            said.entry(line.pid).or_default().push((line.tid, StageRecord::Takes { from, at: start }));
         }
         let kind = match line.name.as_str() {
-            "forward" => Kind::Forward,
-            "backward" => Kind::Backward,
-            "input" => Kind::Input,
-            "weight" => Kind::Weight,
+            "forward" => ActionKind::Forward,
+            "backward" => ActionKind::Backward,
+            "input" => ActionKind::Input,
+            "weight" => ActionKind::Weight,
             _ => continue,
         };
         if let ("X", Some(microbatch)) = (line.ph.as_str(), number("microbatch")) {
-            let task = Task { kind, stage: 0, microbatch, start, end };
-            said.entry(line.pid).or_default().push((line.tid, Said::Ran(task)));
+            let task = RecordedTask { kind, stage: 0, microbatch, start, end };
+            said.entry(line.pid).or_default().push((line.tid, StageRecord::Ran(task)));
         }
     }
     let mut ranks = BTreeMap::new();
     for (rank, mut list) in said {
         // What a forward takes stands behind it, with its start.
         list.sort_by_key(|(_, said)| said.start());
-        let mut steps = vec![Step::default()];
+        let mut steps = vec![RecordedStep::default()];
         let mut seen = HashSet::new();
         for (track, said) in list {
             let Some(&stage) = stages.get(&(rank, track)) else { continue };
             match said {
-                Said::Ran(task) => {
+                StageRecord::Ran(task) => {
                     if !seen.insert((task.kind, stage, task.microbatch)) {
-                        steps.push(Step::default());
+                        steps.push(RecordedStep::default());
                         seen = HashSet::from([(task.kind, stage, task.microbatch)]);
                     }
-                    steps.last_mut().expect("it begins with one").tasks.push(Task { stage, ..task });
+                    steps.last_mut().expect("it begins with one").tasks.push(RecordedTask { stage, ..task });
                 }
-                Said::Takes { from, .. } => {
+                StageRecord::Takes { from, .. } => {
                     steps.last_mut().expect("it begins with one").edges.insert((from, stage));
                 }
             }
@@ -193,7 +197,7 @@ fn steps(text: &str) -> BTreeMap<usize, Vec<Step>> {
 
 /// For each rank, how many steps all ranks of its pipeline have. Replicas, of which the first step tells, may have different
 /// numbers.
-fn whole_steps(all: &BTreeMap<usize, Vec<Step>>) -> BTreeMap<usize, usize> {
+fn whole_steps(all: &BTreeMap<usize, Vec<RecordedStep>>) -> BTreeMap<usize, usize> {
     let mut pipelines: Vec<(HashSet<u64>, Vec<usize>)> = Vec::new();
     for (&rank, steps) in all {
         let stages = stages_of(&steps[0]);
@@ -209,17 +213,17 @@ fn whole_steps(all: &BTreeMap<usize, Vec<Step>>) -> BTreeMap<usize, usize> {
     pipelines.iter().flat_map(|(_, ranks)| ranks.iter().map(|&rank| (rank, count(ranks)))).collect()
 }
 
-fn stages_of(step: &Step) -> HashSet<u64> {
+fn stages_of(step: &RecordedStep) -> HashSet<u64> {
     step.tasks.iter().map(|task| task.stage).collect()
 }
 
 /// Of replicas that run the same stages in a step and have it as a whole, the one of the lowest ranks. In another step, the same
 /// stage may be another rank's.
 fn one_pipeline<'a>(
-    all: &'a BTreeMap<usize, Vec<Step>>,
+    all: &'a BTreeMap<usize, Vec<RecordedStep>>,
     whole: &BTreeMap<usize, usize>,
     step: usize,
-) -> BTreeMap<usize, &'a Step> {
+) -> BTreeMap<usize, &'a RecordedStep> {
     let mut taken: HashSet<u64> = HashSet::new();
     let mut chosen = BTreeMap::new();
     for (&rank, steps) in all.iter().filter(|(rank, _)| whole[*rank] > step) {
@@ -232,14 +236,15 @@ fn one_pipeline<'a>(
     chosen
 }
 
-fn tasks<'a>(ranks: &'a [&Step]) -> impl Iterator<Item = &'a Task> {
+fn tasks<'a>(ranks: &'a [&RecordedStep]) -> impl Iterator<Item = &'a RecordedTask> {
     ranks.iter().flat_map(|step| &step.tasks)
 }
 
-fn measured(ranks: &[&Step]) -> Timeline {
+fn measured(ranks: &[&RecordedStep]) -> Timeline {
     let all = || tasks(ranks);
     let (start, end) = (all().map(|task| task.start).min().unwrap_or(0), all().map(|task| task.end).max().unwrap_or(0));
-    let span = |task: &Task| Span { action: action(task), start: task.start - start, end: task.end - start };
+    let span =
+        |task: &RecordedTask| TaskSpan { action: action(task), start: task.start - start, end: task.end - start };
     Timeline {
         spans: ranks.iter().map(|step| step.tasks.iter().map(span).collect()).collect(),
         step_time: end - start,
@@ -249,13 +254,13 @@ fn measured(ranks: &[&Step]) -> Timeline {
     }
 }
 
-fn action(task: &Task) -> Action {
+fn action(task: &RecordedTask) -> Action {
     Action::compute(task.kind, task.stage as usize, task.microbatch as usize)
 }
 
 /// The same lists, each task at the mean time of its stage. If the trace does not say what stages take, they follow one
 /// another.
-fn simulated(ranks: &[&Step]) -> Result<Timeline> {
+fn simulated(ranks: &[&RecordedStep]) -> Result<Timeline> {
     let count = tasks(ranks).map(|task| task.stage as usize + 1).max().unwrap_or(0);
     let microbatches = tasks(ranks).map(|task| task.microbatch as usize + 1).max().unwrap_or(0);
     let mut edges: BTreeSet<(u64, u64)> = ranks.iter().flat_map(|step| step.edges.iter().copied()).collect();
@@ -264,7 +269,7 @@ fn simulated(ranks: &[&Step]) -> Result<Timeline> {
     }
     let mut stages: Vec<Stage> = Vec::with_capacity(count);
     for stage in 0..count {
-        let of = |kinds: &'static [Kind]| {
+        let of = |kinds: &'static [ActionKind]| {
             let times: Vec<u64> = tasks(ranks)
                 .filter(|task| task.stage as usize == stage && kinds.contains(&task.kind))
                 .map(|task| task.end - task.start)
@@ -275,7 +280,7 @@ fn simulated(ranks: &[&Step]) -> Result<Timeline> {
         else {
             return Err(Error::InvalidArgument(format!("nobody ran stage {stage} in this step")));
         };
-        let back = of(&[Kind::Backward, Kind::Input]);
+        let back = of(&[ActionKind::Backward, ActionKind::Input]);
         // A stage whose values want no gradient hands on none: an edge from one with a backward would ask for it.
         let hands_on = |from: &usize| *from < stage && (back.is_some() || !stages[*from].backward);
         let takes = edges.iter().filter(|edge| edge.1 == stage as u64).map(|edge| edge.0 as usize).filter(hands_on);
@@ -283,9 +288,9 @@ fn simulated(ranks: &[&Step]) -> Result<Timeline> {
         stages.push(Stage {
             rank,
             costs: Costs {
-                forward: of(&[Kind::Forward]).unwrap_or(0),
+                forward: of(&[ActionKind::Forward]).unwrap_or(0),
                 input: back.unwrap_or(0),
-                weight: of(&[Kind::Weight]).unwrap_or(0),
+                weight: of(&[ActionKind::Weight]).unwrap_or(0),
             },
             activation_bytes: 0,
             waiting_bytes: 0,
@@ -293,7 +298,7 @@ fn simulated(ranks: &[&Step]) -> Result<Timeline> {
             backward: back.is_some(),
         });
     }
-    let graph = Graph::new(ranks.len(), microbatches, stages, Link::default())?;
+    let graph = Graph::new(ranks.len(), microbatches, stages, LinkCost::default())?;
     simulate(&graph, &Program::new(ranks.iter().map(|step| step.tasks.iter().map(action).collect()).collect()))
 }
 
@@ -304,7 +309,7 @@ mod tests {
     fn shown(text: &str, name: &str, words: &[&str]) -> Result<String> {
         let path = std::env::temp_dir().join(format!("smd-report-{}-{name}.json", std::process::id()));
         std::fs::write(&path, text).unwrap();
-        let args = Args::try_parse_from(["report", path.to_str().unwrap()].iter().chain(words));
+        let args = ReportArgs::try_parse_from(["report", path.to_str().unwrap()].iter().chain(words));
         let result = show(&args.expect("the line is valid"));
         std::fs::remove_file(&path).unwrap();
         result

@@ -19,30 +19,30 @@
 //!   this member with the panic's text, and on the others as after [`Communicator::fail_next`].
 
 use std::any::Any;
-use std::collections::VecDeque;
-use std::ops::Range;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::batch::{self, Phase, Step, Watch};
-use super::call::{Call, Kind};
-use super::cuda::{self, Cuda, PendingWork, Side};
-use super::kernels::copy::Publisher;
-use super::point_to_point::PointToPoint;
-use super::window::Window;
-use super::{Group, Overlap, ReduceOp, Request, agreement, algorithms, rows};
-use crate::buffer::{DType, Device, TensorView};
+use crate::buffer::{DType, Device, ReduceOp, TensorView};
+use crate::collectives::batch::PhaseListener;
+use crate::collectives::cuda::{self, Cuda, PendingWork, Side};
+use crate::collectives::point_to_point::PointToPoint;
+use crate::collectives::window::Window;
+use crate::collectives::{Overlap, Request};
 use crate::config;
 use crate::device::nccl::Parent;
 use crate::device::{Context, Stream};
 use crate::error::{Error, Result};
-use crate::transport::{Members, Transport, Wait};
+use crate::streaming_copy::Publisher;
+use crate::transport::{Members, Transport};
 use crate::world::{Monitor, Store};
+
+use self::queue::{QueuedOperation, Turns};
+
+mod execution;
+mod queue;
 
 /// Called once, from the worker thread, when an operation has completed or failed; a receive says which member sent.
 pub type Done = Box<dyn FnOnce(Result<Option<usize>>) + Send>;
@@ -52,12 +52,12 @@ const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 
 /// See the module's text.
 pub struct Communicator {
-    shared: Arc<Shared>,
+    shared: Arc<GroupState>,
     point_to_point: PointToPoint,
 }
 
 /// What the worker thread shares with the callers.
-struct Shared {
+struct GroupState {
     id: u64,
     transport: Arc<dyn Transport>,
     cuda: Arc<Cuda>,
@@ -81,23 +81,6 @@ struct Shared {
     windows: AtomicU64,
 }
 
-#[derive(Default)]
-struct Turns {
-    /// Somebody executes an operation.
-    busy: bool,
-    queue: VecDeque<(Job, Done)>,
-    worker: Option<ThreadId>,
-}
-
-enum Job {
-    Run(Request, Option<Duration>),
-    Batch(Vec<Request>, Option<Duration>, Option<Arc<dyn Watch>>),
-    /// On CUDA tensors.
-    Launch(Vec<Request>, Option<Duration>),
-    Fail(String),
-    Window(usize, Arc<OnceLock<Arc<Window>>>),
-}
-
 impl Communicator {
     /// The communicator over `transport`, which nobody else uses; `id` is the same on all members and unique in the
     /// job.
@@ -107,7 +90,7 @@ impl Communicator {
         let point_to_point =
             PointToPoint::new(id, transport.clone(), monitor.clone(), timeout, closed.clone(), spoiled.clone());
         let cuda = Cuda::new(id, transport.members().clone(), monitor.clone(), timeout, closed.clone());
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(GroupState {
             id,
             transport,
             cuda,
@@ -173,7 +156,9 @@ impl Communicator {
                 self.shared.cuda.run(std::slice::from_ref(request), timeout, Overlap::Unknown)
             }
             Request::Send { .. } | Request::Recv { .. } => self.point_to_point.run(request, timeout),
-            _ => self.shared.run(|| Job::Run(request.clone(), timeout), || self.shared.collective(request, timeout)),
+            _ => self
+                .shared
+                .run(|| QueuedOperation::Run(request.clone(), timeout), || self.shared.collective(request, timeout)),
         }
     }
 
@@ -189,11 +174,11 @@ impl Communicator {
         match request {
             // The worker learns the numbers of rows first.
             Request::AllGatherRows { .. } | Request::AllToAllRows { .. } => {
-                self.shared.queue(Job::Run(request, timeout), done);
+                self.shared.queue(QueuedOperation::Run(request, timeout), done);
             }
             _ if cuda::is_on_device(&request) => self.shared.launch(vec![request], timeout, done),
             Request::Send { .. } | Request::Recv { .. } => self.point_to_point.submit(request, timeout, done),
-            _ => self.shared.queue(Job::Run(request, timeout), done),
+            _ => self.shared.queue(QueuedOperation::Run(request, timeout), done),
         }
     }
 
@@ -220,12 +205,15 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::run`]; [`Error::Internal`] for a message between pairs.
     pub fn run_batch(&self, requests: &[Request], timeout: Option<Duration>) -> Result<()> {
-        self.shared.run(|| Job::Batch(requests.to_vec(), timeout, None), || self.shared.batch(requests, timeout, None))
+        self.shared.run(
+            || QueuedOperation::Batch(requests.to_vec(), timeout, None),
+            || self.shared.batch(requests, timeout, None),
+        )
     }
 
     /// As [`Communicator::run_batch`], on this thread, if the group does nothing else now; None, and nothing done, if it does.
     /// `watch` hears of phases.
-    pub fn try_run_batch(&self, requests: &[Request], watch: Option<&dyn Watch>) -> Option<Result<()>> {
+    pub fn try_run_batch(&self, requests: &[Request], watch: Option<&dyn PhaseListener>) -> Option<Result<()>> {
         let _turn = self.shared.turn_if_idle()?;
         Some(self.shared.attempt(|| self.shared.batch(requests, None, watch)))
     }
@@ -235,21 +223,21 @@ impl Communicator {
     pub fn submit_batch(self: &Arc<Self>, requests: Vec<Request>, timeout: Option<Duration>, done: Done) {
         match requests.iter().any(cuda::is_on_device) {
             true => self.shared.launch(requests, timeout, done),
-            false => self.shared.queue(Job::Batch(requests, timeout, None), done),
+            false => self.shared.queue(QueuedOperation::Batch(requests, timeout, None), done),
         }
     }
 
     /// As [`Communicator::submit_batch`], of collectives on CPU tensors; `watch` hears of phases.
-    pub fn submit_watched(self: &Arc<Self>, requests: Vec<Request>, watch: Arc<dyn Watch>, done: Done) {
-        self.shared.queue(Job::Batch(requests, None, Some(watch)), done);
+    pub fn submit_watched(self: &Arc<Self>, requests: Vec<Request>, watch: Arc<dyn PhaseListener>, done: Done) {
+        self.shared.queue(QueuedOperation::Batch(requests, None, Some(watch)), done);
     }
 
     /// What this group has queued into `stream` so far: its end is told from a thread of the core.
     ///
     /// # Errors
     /// [`Error::Device`].
-    pub(crate) fn flying(&self, during: &str, stream: &Stream) -> Result<PendingWork> {
-        self.shared.cuda.flying(during, stream)
+    pub(crate) fn in_flight(&self, during: &str, stream: &Stream) -> Result<PendingWork> {
+        self.shared.cuda.in_flight(during, stream)
     }
 
     /// Makes ready for operations on a CUDA device, which the first one would do: all members call it.
@@ -337,7 +325,7 @@ impl Communicator {
     /// As [`Communicator::run`]; [`Error::Io`] or [`Error::Unsupported`] when the system refuses the memory.
     pub fn window(&self, bytes: usize) -> Result<Arc<Window>> {
         let made = Arc::new(OnceLock::new());
-        self.shared.run(|| Job::Window(bytes, made.clone()), || self.shared.window(bytes, &made))?;
+        self.shared.run(|| QueuedOperation::Window(bytes, made.clone()), || self.shared.window(bytes, &made))?;
         made.get().cloned().ok_or_else(|| Error::Internal("a window was made and is not there".into()))
     }
 
@@ -345,7 +333,7 @@ impl Communicator {
     /// [`Error::PeerFailed`] carrying `message`. The group stays usable. Where memory is shared, `done` is called
     /// without waiting for the others.
     pub fn fail_next(self: &Arc<Self>, message: String, done: Done) {
-        self.shared.queue(Job::Fail(message), done);
+        self.shared.queue(QueuedOperation::Fail(message), done);
     }
 
     /// Ends the worker thread; queued operations fail with [`Error::Closed`], and so does a running one that waits.
@@ -374,7 +362,7 @@ impl Drop for Communicator {
 }
 
 /// Takes note of a panic in a completion of group `id` (COM-7).
-pub(super) fn spoil(spoiled: &OnceLock<Error>, id: u64, panic: &(dyn Any + Send)) {
+pub(in crate::collectives) fn spoil(spoiled: &OnceLock<Error>, id: u64, panic: &(dyn Any + Send)) {
     let error = match Error::from_panic(panic) {
         Error::Internal(text) => Error::Internal(format!("a completion of group {id} panicked: {text}")),
         other => other,
@@ -387,325 +375,4 @@ pub(super) fn spoil(spoiled: &OnceLock<Error>, id: u64, panic: &(dyn Any + Send)
 fn numbers(values: &mut [i64]) -> Result<TensorView> {
     // SAFETY: callers keep the values, untouched, while `Communicator::run`, which blocks, uses the view.
     unsafe { TensorView::new(values.as_mut_ptr().cast(), values.len(), DType::Int64, Device::Cpu, 0) }
-}
-
-/// Gives the turn back.
-struct Turn<'a>(&'a Shared);
-
-impl Drop for Turn<'_> {
-    fn drop(&mut self) {
-        let mut turns = self.0.turns.lock();
-        turns.busy = false;
-        if !turns.queue.is_empty() || self.0.closed.get().is_some() {
-            self.0.changed.notify_all();
-        }
-    }
-}
-
-impl Shared {
-    /// Runs on this thread if nothing is before it, otherwise queues and waits (COM-1, COM-2).
-    fn run(self: &Arc<Self>, job: impl FnOnce() -> Job, now: impl FnOnce() -> Result<()>) -> Result<()> {
-        if let Some(_turn) = self.turn_if_idle() {
-            return self.attempt(now);
-        }
-        let (sender, receiver) = std::sync::mpsc::channel();
-        // The receiver is there: this function waits for it.
-        self.queue(job(), Box::new(move |result| drop(sender.send(result))));
-        let outcome = receiver.recv();
-        outcome.unwrap_or_else(|_| Err(Error::Internal("the group's worker thread ended early".into()))).map(drop)
-    }
-
-    fn turn_if_idle(&self) -> Option<Turn<'_>> {
-        let mut turns = self.turns.lock();
-        if turns.busy || !turns.queue.is_empty() {
-            return None;
-        }
-        turns.busy = true;
-        Some(Turn(self))
-    }
-
-    fn queue(self: &Arc<Self>, job: Job, done: Done) {
-        let mut turns = self.turns.lock();
-        let refusal = match self.closed.get() {
-            Some(reason) => Some(Error::Closed { reason: reason.clone() }),
-            None if turns.worker.is_none() => {
-                let shared = self.clone();
-                let thread = std::thread::Builder::new().name(format!("smd-group-{}", self.id));
-                match thread.spawn(move || shared.work()) {
-                    Ok(handle) => {
-                        turns.worker = Some(handle.thread().id());
-                        None
-                    }
-                    Err(error) => Some(Error::io("starting the worker thread of a group", error)),
-                }
-            }
-            None => None,
-        };
-        if let Some(error) = refusal {
-            drop(turns);
-            return done(Err(error));
-        }
-        turns.queue.push_back((job, done));
-        self.changed.notify_all();
-    }
-
-    /// The worker thread.
-    fn work(&self) {
-        loop {
-            let mut turns = self.turns.lock();
-            while turns.busy || (turns.queue.is_empty() && self.closed.get().is_none()) {
-                self.changed.wait(&mut turns);
-            }
-            let Some((job, done)) = turns.queue.pop_front() else {
-                turns.worker = None;
-                self.changed.notify_all();
-                return;
-            };
-            turns.busy = true;
-            drop(turns);
-            self.execute(&job, done);
-        }
-    }
-
-    /// Runs a job whose turn it is.
-    fn execute(&self, job: &Job, done: Done) {
-        let turn = Turn(self);
-        let outcome = self.attempt(|| match job {
-            Job::Run(request, timeout) if cuda::is_on_device(request) => {
-                self.rows_on_device(request, *timeout).map(Some)
-            }
-            Job::Run(request, timeout) => self.collective(request, *timeout).map(|()| None),
-            Job::Batch(requests, timeout, watch) => self.batch(requests, *timeout, watch.as_deref()).map(|()| None),
-            Job::Launch(requests, timeout) => self.cuda.launch(requests, *timeout).map(Some),
-            Job::Fail(message) => self.fail(message).map(|()| None),
-            Job::Window(bytes, made) => self.window(*bytes, made).map(|()| None),
-        });
-        drop(turn);
-        match outcome {
-            Ok(None) => self.complete(done, Ok(None)),
-            Ok(Some(flying)) => flying.then(done),
-            Err(error) => self.complete(done, Err(error)),
-        }
-    }
-
-    /// Calls a completion (COM-7).
-    fn complete(&self, done: Done, result: Result<Option<usize>>) {
-        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| done(result))) {
-            spoil(&self.spoiled, self.id, &*panic);
-        }
-    }
-
-    /// What `operation` gives; a panic in it breaks the group (COM-7).
-    fn attempt<T>(&self, operation: impl FnOnce() -> Result<T>) -> Result<T> {
-        catch_unwind(AssertUnwindSafe(operation)).unwrap_or_else(|panic| {
-            let error = Error::from_panic(&*panic);
-            let _ = self.broken.set(error.clone());
-            Err(error)
-        })
-    }
-
-    /// Queues operations on CUDA tensors: on this thread, if nothing is before them (COM-1) and no member is waited for.
-    fn launch(self: &Arc<Self>, requests: Vec<Request>, timeout: Option<Duration>, done: Done) {
-        let ready = self.closed.get().is_none() && self.cuda.has_part(&requests);
-        let job = Job::Launch(requests, timeout);
-        let mut turns = self.turns.lock();
-        if !ready || turns.busy || !turns.queue.is_empty() {
-            drop(turns);
-            return self.queue(job, done);
-        }
-        turns.busy = true;
-        drop(turns);
-        self.execute(&job, done);
-    }
-
-    fn collective(&self, request: &Request, timeout: Option<Duration>) -> Result<()> {
-        let members = self.transport.members();
-        let call = self.check_window(request).and_then(|()| Call::of(request, members.me, members.size()));
-        match call {
-            Ok(Some(call)) if matches!(call.kind, Kind::AllGatherRows | Kind::AllToAllRows) => {
-                self.rows(request, &call, timeout)
-            }
-            Ok(Some(call)) => self.enter(&call, timeout, |group| algorithms::run(request, &call, group)),
-            Ok(None) => Err(Error::Internal("a message between pairs was queued as a collective".into())),
-            Err(error) => {
-                self.fail(&error.to_string())?;
-                Err(error)
-            }
-        }
-    }
-
-    /// ROW-1, ROW-2.
-    fn rows(&self, request: &Request, call: &Call, timeout: Option<Duration>) -> Result<()> {
-        let mut rows = Vec::new();
-        self.enter(call, timeout, |group| {
-            rows = algorithms::sizes::tell(call, group)?;
-            Ok(())
-        })?;
-        match rows::settle(request, &rows) {
-            Ok(settled) => self.collective(&settled, timeout),
-            Err(error) => {
-                self.fail(&error.to_string())?;
-                Err(error)
-            }
-        }
-    }
-
-    /// The same on CUDA tensors: the numbers are told between the CPUs.
-    fn rows_on_device(&self, request: &Request, timeout: Option<Duration>) -> Result<PendingWork> {
-        let members = self.transport.members();
-        let call = match Call::describe(request, members.me, members.size()) {
-            Ok(Some(call)) if matches!(call.kind, Kind::AllGatherRows | Kind::AllToAllRows) => call,
-            Ok(_) => return Err(Error::Internal("an operation on CUDA tensors was queued as one on the CPU".into())),
-            Err(error) => {
-                self.fail(&error.to_string())?;
-                return Err(error);
-            }
-        };
-        let mut rows = Vec::new();
-        self.enter(&call, timeout, |group| {
-            rows = algorithms::sizes::tell(&call, group)?;
-            Ok(())
-        })?;
-        // On devices nobody would hear of a member whose outputs cannot be made (ROW-2).
-        match rows::settle(request, &rows) {
-            Ok(settled) => {
-                self.collective(&Request::Barrier, timeout)?;
-                self.cuda.launch(&[settled], timeout)
-            }
-            Err(error) => {
-                self.fail(&error.to_string())?;
-                Err(error)
-            }
-        }
-    }
-
-    fn batch(&self, requests: &[Request], timeout: Option<Duration>, watch: Option<&dyn Watch>) -> Result<()> {
-        let members = self.transport.members();
-        let enter = |phase, places: &Range<usize>| watch.iter().for_each(|watch| watch.enters(phase, places));
-        for step in batch::plan(requests, members.me, members.size()) {
-            match step {
-                Step::One(at) => {
-                    let places = at..at + 1;
-                    enter(Phase::Run, &places);
-                    let outcome = self.collective(&requests[at], timeout);
-                    enter(Phase::Over, &places);
-                    outcome?;
-                }
-                Step::Together(places) => {
-                    enter(Phase::CopyIn, &places);
-                    let together = batch::Together::new(&requests[places.clone()]);
-                    enter(Phase::Run, &places);
-                    let outcome = self.collective(together.request(), timeout);
-                    if outcome.is_ok() {
-                        enter(Phase::CopyOut, &places);
-                        together.hand_out();
-                    }
-                    enter(Phase::Over, &places);
-                    outcome.map_err(|error| together.explain(error))?;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// A window is memory of one group only.
-    fn check_window(&self, request: &Request) -> Result<()> {
-        match request {
-            Request::AllReduceWindow { window, .. } if window.group() != self.id => Err(Error::InvalidArgument(
-                format!("a window of group {} was passed to an operation of group {}", window.group(), self.id),
-            )),
-            _ => Ok(()),
-        }
-    }
-
-    fn fail(&self, message: &str) -> Result<()> {
-        let call = Call { message: message.to_owned(), ..Call::new(Kind::Poison) };
-        self.enter(&call, None, |group| match group.memory {
-            Some(memory) => {
-                agreement::publish(memory, &call);
-                memory.arrive();
-                memory.reset_regions();
-                self.unsettled.store(true, Ordering::Relaxed);
-                Ok(())
-            }
-            // The verdict is this member's own message.
-            None => agreement::agree_without_memory(&call, group).or_else(|error| match error {
-                Error::PeerFailed { .. } if group.in_step.get() => Ok(()),
-                other => Err(other),
-            }),
-        })
-    }
-
-    fn window(&self, bytes: usize, made: &OnceLock<Arc<Window>>) -> Result<()> {
-        let number = self.windows.fetch_add(1, Ordering::Relaxed);
-        let call = Call { elems: bytes, window: number, ..Call::new(Kind::Window) };
-        self.enter(&call, None, |group| {
-            // A barrier that compares the sizes.
-            algorithms::run(&Request::Barrier, &call, group)?;
-            let window = Window::create(number, bytes, group)?;
-            let _ = made.set(Arc::new(window));
-            Ok(())
-        })
-    }
-
-    /// Runs one operation as the group's next.
-    fn enter(
-        &self,
-        call: &Call,
-        timeout: Option<Duration>,
-        operation: impl FnOnce(&Group<'_>) -> Result<()>,
-    ) -> Result<()> {
-        let members = self.transport.members();
-        if let Some(reason) = self.closed.get() {
-            return Err(Error::Closed { reason: reason.clone() });
-        }
-        match self.broken.get() {
-            None => {}
-            Some(Error::PeerFailed { rank, how, me, .. }) => {
-                return Err(Error::PeerFailed { rank: *rank, how: how.clone(), me: *me, during: call.to_string() });
-            }
-            Some(error) => {
-                return Err(Error::Closed { reason: format!("an earlier operation of the group failed: {error}") });
-            }
-        }
-        if let Some(error) = self.spoiled.get().filter(|_| !matches!(call.kind, Kind::Poison)) {
-            self.fail(&error.to_string())?;
-            return Err(error.clone());
-        }
-        let start = Instant::now();
-        let during = || call.to_string();
-        let wait = Wait {
-            during: &during,
-            start,
-            deadline: start + timeout.unwrap_or(self.timeout),
-            monitor: &self.monitor,
-            members: self.transport.depends_on().unwrap_or(&members.ranks),
-            drain_timeout: self.transport.drain_timeout(),
-            closed: &self.closed,
-        };
-        let group = Group {
-            transport: &*self.transport,
-            memory: self.transport.shared(),
-            hosts: self.transport.hosts(),
-            members,
-            publisher: &self.publisher,
-            wait,
-            id: self.id,
-            operation: self.operations.fetch_add(1, Ordering::Relaxed),
-            in_step: Default::default(),
-        };
-        let entered = start.saturating_duration_since(self.made).as_nanos() as u64 + 1;
-        self.entered.store(entered, Ordering::Relaxed);
-        let outcome = match group.memory.filter(|_| self.unsettled.swap(false, Ordering::Relaxed)) {
-            Some(memory) => memory.await_all(&wait).and_then(|()| operation(&group)),
-            None => operation(&group),
-        };
-        self.entered.store(0, Ordering::Relaxed);
-        if let Err(error) = &outcome
-            && !group.in_step.get()
-        {
-            let _ = self.broken.set(error.clone());
-        }
-        outcome
-    }
 }

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 
 /// What a value may be.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Kind {
+enum ValueKind {
     Bool,
     /// A whole number of at least this much.
     Int(u64),
@@ -23,15 +23,15 @@ enum Kind {
 
 /// A key of the parameters.
 #[derive(Clone, Copy, Debug)]
-struct Key {
+struct ConfigKey {
     name: &'static str,
-    kind: Kind,
+    kind: ValueKind,
     /// What the library takes where nobody says anything.
-    default: Default,
+    default: DefaultValue,
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Default {
+enum DefaultValue {
     /// It follows from other keys, or there is none.
     None,
     Bool(bool),
@@ -40,70 +40,70 @@ enum Default {
     Text(&'static str),
 }
 
-const fn key(name: &'static str, kind: Kind, default: Default) -> Key {
-    Key { name, kind, default }
+const fn key(name: &'static str, kind: ValueKind, default: DefaultValue) -> ConfigKey {
+    ConfigKey { name, kind, default }
 }
 
 /// A switch that is off unless somebody says otherwise.
-const fn switch(name: &'static str) -> Key {
-    key(name, Kind::Bool, Default::Bool(false))
+const fn switch(name: &'static str) -> ConfigKey {
+    key(name, ValueKind::Bool, DefaultValue::Bool(false))
 }
 
 /// Every key, for the launcher and for the library.
-const KEYS: &[Key] = &[
+const KEYS: &[ConfigKey] = &[
     // What a schedule may keep on a rank.
-    key("activation_memory_bytes", Kind::Int(1), Default::None),
-    key("active_microbatches", Kind::Int(1), Default::None),
-    key("activation_loading_horizon", Kind::Int(1), Default::Int(4)),
-    key("auto_partition", Kind::Bool, Default::Bool(true)),
+    key("activation_memory_bytes", ValueKind::Int(1), DefaultValue::None),
+    key("active_microbatches", ValueKind::Int(1), DefaultValue::None),
+    key("activation_loading_horizon", ValueKind::Int(1), DefaultValue::Int(4)),
+    key("auto_partition", ValueKind::Bool, DefaultValue::Bool(true)),
     switch("bf16"),
-    key("contiguous", Kind::Bool, Default::Bool(true)),
+    key("contiguous", ValueKind::Bool, DefaultValue::Bool(true)),
     switch("ddp"),
-    key("ddp_dist_backend", Kind::Choice(&["auto", "nccl"]), Default::Text("auto")),
-    key("ddp_port", Kind::Int(0), Default::None),
-    key("default_partition", Kind::Int(0), Default::None),
+    key("ddp_dist_backend", ValueKind::Choice(&["auto", "nccl"]), DefaultValue::Text("auto")),
+    key("ddp_port", ValueKind::Int(0), DefaultValue::None),
+    key("default_partition", ValueKind::Int(0), DefaultValue::None),
     switch("delayed_parameter_initialization"),
     switch("deterministic_server"),
     switch("fast_mode"),
     switch("fp16"),
     switch("fp16_params"),
     switch("horovod"),
-    key("load_partition", Kind::Bool, Default::None),
-    key("memory_weight", Kind::Float(0.0, 1.0), Default::None),
-    key("microbatches", Kind::Int(1), Default::Int(1)),
+    key("load_partition", ValueKind::Bool, DefaultValue::None),
+    key("memory_weight", ValueKind::Float(0.0, 1.0), DefaultValue::None),
+    key("microbatches", ValueKind::Int(1), DefaultValue::Int(1)),
     switch("offload_activations"),
-    key("optimize", Kind::Choice(&["memory", "speed"]), Default::Text("memory")),
-    key("partition_file", Kind::Text, Default::None),
+    key("optimize", ValueKind::Choice(&["memory", "speed"]), DefaultValue::Text("memory")),
+    key("partition_file", ValueKind::Text, DefaultValue::None),
     // Two names of one number.
-    key("partitions", Kind::Int(1), Default::None),
-    key("pipeline_parallel_degree", Kind::Int(1), Default::Int(1)),
+    key("partitions", ValueKind::Int(1), DefaultValue::None),
+    key("pipeline_parallel_degree", ValueKind::Int(1), DefaultValue::Int(1)),
     key(
         "pipeline",
-        Kind::Choice(&["interleaved", "simple", "zero_bubble", "_only_forward"]),
-        Default::Text("interleaved"),
+        ValueKind::Choice(&["interleaved", "simple", "zero_bubble", "_only_forward"]),
+        DefaultValue::Text("interleaved"),
     ),
-    key("placement_strategy", Kind::Placement, Default::Text("cluster")),
+    key("placement_strategy", ValueKind::Placement, DefaultValue::Text("cluster")),
     switch("prescaled_batch"),
-    key("sdp_gradient_clipping", Kind::Float(0.0, f64::MAX), Default::Float(1.0)),
-    key("sdp_hierarchical_allgather", Kind::Bool, Default::Bool(true)),
-    key("sdp_max_live_parameters", Kind::Int(1), Default::Int(1_000_000_000)),
-    key("sdp_param_persistence_threshold", Kind::Int(0), Default::Int(1_000_000)),
-    key("sdp_reduce_bucket_size", Kind::Int(1), Default::Int(500_000_000)),
-    key("sharded_data_parallel_degree", Kind::Int(1), Default::Int(1)),
+    key("sdp_gradient_clipping", ValueKind::Float(0.0, f64::MAX), DefaultValue::Float(1.0)),
+    key("sdp_hierarchical_allgather", ValueKind::Bool, DefaultValue::Bool(true)),
+    key("sdp_max_live_parameters", ValueKind::Int(1), DefaultValue::Int(1_000_000_000)),
+    key("sdp_param_persistence_threshold", ValueKind::Int(0), DefaultValue::Int(1_000_000)),
+    key("sdp_reduce_bucket_size", ValueKind::Int(1), DefaultValue::Int(500_000_000)),
+    key("sharded_data_parallel_degree", ValueKind::Int(1), DefaultValue::Int(1)),
     switch("shard_optimizer_state"),
     switch("skip_tracing"),
     switch("static_mode"),
-    key("tensor_parallel_degree", Kind::Int(1), Default::Int(1)),
+    key("tensor_parallel_degree", ValueKind::Int(1), DefaultValue::Int(1)),
 ];
 
 /// Every key but `partitions`, whose other name is there, with its default; null where there is none, or it follows from others.
 pub fn defaults() -> Map<String, Value> {
     let value = |default| match default {
-        Default::None => Value::Null,
-        Default::Bool(value) => value.into(),
-        Default::Int(value) => value.into(),
-        Default::Float(value) => value.into(),
-        Default::Text(value) => value.into(),
+        DefaultValue::None => Value::Null,
+        DefaultValue::Bool(value) => value.into(),
+        DefaultValue::Int(value) => value.into(),
+        DefaultValue::Float(value) => value.into(),
+        DefaultValue::Text(value) => value.into(),
     };
     let keys = KEYS.iter().filter(|key| key.name != "partitions");
     keys.map(|key| (key.name.to_owned(), value(key.default))).collect()
@@ -118,7 +118,7 @@ pub fn checked(parameters: Map<String, Value>, warnings: &mut Vec<String>) -> Re
     let mut given = Map::new();
     for (name, value) in parameters {
         match KEYS.iter().find(|key| key.name == name) {
-            Some(Key { default: Default::None, .. }) if value.is_null() => {}
+            Some(ConfigKey { default: DefaultValue::None, .. }) if value.is_null() => {}
             Some(key) => {
                 let value = check(&name, key.kind, value)?;
                 given.insert(name, value);
@@ -272,31 +272,31 @@ impl ModelParallel {
 }
 
 /// The value if it is of this kind, in its normal form.
-fn check(key: &str, kind: Kind, value: Value) -> Result<Value> {
+fn check(key: &str, kind: ValueKind, value: Value) -> Result<Value> {
     let expected = match kind {
-        Kind::Bool if value.is_boolean() => return Ok(value),
-        Kind::Bool => "true or false".to_owned(),
-        Kind::Int(least) if value.as_u64().is_some_and(|number| number >= least) => return Ok(value),
+        ValueKind::Bool if value.is_boolean() => return Ok(value),
+        ValueKind::Bool => "true or false".to_owned(),
+        ValueKind::Int(least) if value.as_u64().is_some_and(|number| number >= least) => return Ok(value),
         // A configuration may spell a large count as 5e8.
-        Kind::Int(least) => match value.as_f64() {
+        ValueKind::Int(least) => match value.as_f64() {
             Some(number) if number.fract() == 0.0 && number >= least as f64 && number < 9.0e15 => {
                 return Ok((number as u64).into());
             }
             _ => format!("a whole number of at least {least}"),
         },
-        Kind::Float(low, high) if value.as_f64().is_some_and(|number| (low..=high).contains(&number)) => {
+        ValueKind::Float(low, high) if value.as_f64().is_some_and(|number| (low..=high).contains(&number)) => {
             return Ok(value);
         }
-        Kind::Float(low, f64::MAX) => format!("a number of at least {low}"),
-        Kind::Float(low, high) => format!("a number from {low} to {high}"),
-        Kind::Text if value.is_string() => return Ok(value),
-        Kind::Text => "a text".to_owned(),
-        Kind::Choice(names) if value.as_str().is_some_and(|text| names.contains(&text)) => return Ok(value),
-        Kind::Choice(names) => {
+        ValueKind::Float(low, f64::MAX) => format!("a number of at least {low}"),
+        ValueKind::Float(low, high) => format!("a number from {low} to {high}"),
+        ValueKind::Text if value.is_string() => return Ok(value),
+        ValueKind::Text => "a text".to_owned(),
+        ValueKind::Choice(names) if value.as_str().is_some_and(|text| names.contains(&text)) => return Ok(value),
+        ValueKind::Choice(names) => {
             let public: Vec<_> = names.iter().filter(|name| !name.starts_with('_')).collect();
             format!("one of {public:?}")
         }
-        Kind::Placement => match value.as_str().and_then(placement) {
+        ValueKind::Placement => match value.as_str().and_then(placement) {
             Some(strategy) => return Ok(strategy.into()),
             None => "\"cluster\", \"spread\" or the letters D, P and T in any order".to_owned(),
         },

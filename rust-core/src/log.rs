@@ -26,7 +26,7 @@ pub fn start(rank: Option<usize>) {
         let subscriber = tracing_subscriber::fmt()
             .with_max_level(level.unwrap_or(LevelFilter::WARN))
             .with_writer(std::io::stderr)
-            .event_format(Line);
+            .event_format(LogLine);
         let hides_time = config::LOG_HIDE_TIME.flag();
         SHOWS_TIME.store(hides_time.as_ref().is_ok_and(|hides| !hides), Ordering::Relaxed);
         let _ = tracing::subscriber::set_global_default(subscriber.finish());
@@ -66,9 +66,9 @@ fn letter(level: Level) -> char {
     }
 }
 
-struct Line;
+struct LogLine;
 
-impl<S, N> FormatEvent<S, N> for Line
+impl<S, N> FormatEvent<S, N> for LogLine
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
     N: for<'a> FormatFields<'a> + 'static,

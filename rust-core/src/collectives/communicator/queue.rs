@@ -1,0 +1,166 @@
+//! The order of a group's operations: a queue, and the worker thread that empties it (COM-1, COM-2).
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, OnceLock};
+use std::thread::ThreadId;
+use std::time::Duration;
+
+use super::{Done, GroupState, spoil};
+use crate::collectives::batch::PhaseListener;
+use crate::collectives::window::Window;
+use crate::collectives::{Request, cuda};
+use crate::error::{Error, Result};
+
+#[derive(Default)]
+pub(super) struct Turns {
+    /// Somebody executes an operation.
+    pub(super) busy: bool,
+    pub(super) queue: VecDeque<(QueuedOperation, Done)>,
+    pub(super) worker: Option<ThreadId>,
+}
+
+pub(super) enum QueuedOperation {
+    Run(Request, Option<Duration>),
+    Batch(Vec<Request>, Option<Duration>, Option<Arc<dyn PhaseListener>>),
+    /// On CUDA tensors.
+    Launch(Vec<Request>, Option<Duration>),
+    Fail(String),
+    Window(usize, Arc<OnceLock<Arc<Window>>>),
+}
+
+/// Gives the turn back.
+pub(super) struct Turn<'a>(&'a GroupState);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        let mut turns = self.0.turns.lock();
+        turns.busy = false;
+        if !turns.queue.is_empty() || self.0.closed.get().is_some() {
+            self.0.changed.notify_all();
+        }
+    }
+}
+
+impl GroupState {
+    /// Runs on this thread if nothing is before it, otherwise queues and waits (COM-1, COM-2).
+    pub(super) fn run(
+        self: &Arc<Self>,
+        job: impl FnOnce() -> QueuedOperation,
+        now: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        if let Some(_turn) = self.turn_if_idle() {
+            return self.attempt(now);
+        }
+        let (sender, receiver) = std::sync::mpsc::channel();
+        // The receiver is there: this function waits for it.
+        self.queue(job(), Box::new(move |result| drop(sender.send(result))));
+        let outcome = receiver.recv();
+        outcome.unwrap_or_else(|_| Err(Error::Internal("the group's worker thread ended early".into()))).map(drop)
+    }
+
+    pub(super) fn turn_if_idle(&self) -> Option<Turn<'_>> {
+        let mut turns = self.turns.lock();
+        if turns.busy || !turns.queue.is_empty() {
+            return None;
+        }
+        turns.busy = true;
+        Some(Turn(self))
+    }
+
+    pub(super) fn queue(self: &Arc<Self>, job: QueuedOperation, done: Done) {
+        let mut turns = self.turns.lock();
+        let refusal = match self.closed.get() {
+            Some(reason) => Some(Error::Closed { reason: reason.clone() }),
+            None if turns.worker.is_none() => {
+                let shared = self.clone();
+                let thread = std::thread::Builder::new().name(format!("smd-group-{}", self.id));
+                match thread.spawn(move || shared.work()) {
+                    Ok(handle) => {
+                        turns.worker = Some(handle.thread().id());
+                        None
+                    }
+                    Err(error) => Some(Error::io("starting the worker thread of a group", error)),
+                }
+            }
+            None => None,
+        };
+        if let Some(error) = refusal {
+            drop(turns);
+            return done(Err(error));
+        }
+        turns.queue.push_back((job, done));
+        self.changed.notify_all();
+    }
+
+    /// The worker thread.
+    pub(super) fn work(&self) {
+        loop {
+            let mut turns = self.turns.lock();
+            while turns.busy || (turns.queue.is_empty() && self.closed.get().is_none()) {
+                self.changed.wait(&mut turns);
+            }
+            let Some((job, done)) = turns.queue.pop_front() else {
+                turns.worker = None;
+                self.changed.notify_all();
+                return;
+            };
+            turns.busy = true;
+            drop(turns);
+            self.execute(&job, done);
+        }
+    }
+
+    /// Runs a job whose turn it is.
+    pub(super) fn execute(&self, job: &QueuedOperation, done: Done) {
+        let turn = Turn(self);
+        let outcome = self.attempt(|| match job {
+            QueuedOperation::Run(request, timeout) if cuda::is_on_device(request) => {
+                self.rows_on_device(request, *timeout).map(Some)
+            }
+            QueuedOperation::Run(request, timeout) => self.collective(request, *timeout).map(|()| None),
+            QueuedOperation::Batch(requests, timeout, watch) => {
+                self.batch(requests, *timeout, watch.as_deref()).map(|()| None)
+            }
+            QueuedOperation::Launch(requests, timeout) => self.cuda.launch(requests, *timeout).map(Some),
+            QueuedOperation::Fail(message) => self.fail(message).map(|()| None),
+            QueuedOperation::Window(bytes, made) => self.window(*bytes, made).map(|()| None),
+        });
+        drop(turn);
+        match outcome {
+            Ok(None) => self.complete(done, Ok(None)),
+            Ok(Some(in_flight)) => in_flight.then(done),
+            Err(error) => self.complete(done, Err(error)),
+        }
+    }
+
+    /// Calls a completion (COM-7).
+    pub(super) fn complete(&self, done: Done, result: Result<Option<usize>>) {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| done(result))) {
+            spoil(&self.spoiled, self.id, &*panic);
+        }
+    }
+
+    /// What `operation` gives; a panic in it breaks the group (COM-7).
+    pub(super) fn attempt<T>(&self, operation: impl FnOnce() -> Result<T>) -> Result<T> {
+        catch_unwind(AssertUnwindSafe(operation)).unwrap_or_else(|panic| {
+            let error = Error::from_panic(&*panic);
+            let _ = self.broken.set(error.clone());
+            Err(error)
+        })
+    }
+
+    /// Queues operations on CUDA tensors: on this thread, if nothing is before them (COM-1) and no member is waited for.
+    pub(super) fn launch(self: &Arc<Self>, requests: Vec<Request>, timeout: Option<Duration>, done: Done) {
+        let ready = self.closed.get().is_none() && self.cuda.has_part(&requests);
+        let job = QueuedOperation::Launch(requests, timeout);
+        let mut turns = self.turns.lock();
+        if !ready || turns.busy || !turns.queue.is_empty() {
+            drop(turns);
+            return self.queue(job, done);
+        }
+        turns.busy = true;
+        drop(turns);
+        self.execute(&job, done);
+    }
+}

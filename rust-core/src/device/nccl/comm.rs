@@ -1,0 +1,156 @@
+//! Communicators that run operations: how they are opened, watched, aborted and closed.
+
+use std::cell::Cell;
+use std::ffi::c_int;
+
+use cudarc::nccl::sys::ncclComm_t;
+use parking_lot::ReentrantMutex;
+
+use super::library::{Functions, nccl};
+use super::parent::{Config, Handle, POLL_NAP, Parent, call, free, state};
+use crate::device::driver::{Context, relaxed};
+use crate::error::{Error, Result};
+
+/// This process's member of a group, which runs operations. Dropped without [`Comm::close`] or [`Comm::abort`] it stays until
+/// the process ends: both may wait, which a drop must not.
+#[derive(Debug)]
+pub struct Comm {
+    /// Reentrant, since [`Comm::group`] holds it while its body calls operations.
+    operations: ReentrantMutex<Handle>,
+    /// Shares its abort flag with `operations` (NCL-4).
+    stop: Parent,
+    /// What other groups are made out of.
+    parent: Parent,
+    context: &'static Context,
+}
+
+impl Comm {
+    /// The communicator for the operations of the group that `parent` has joined as its member `rank`. All members call it. Waits
+    /// for them until `check` fails.
+    ///
+    /// # Errors
+    /// [`Error::Device`], or that of `check`, with what is left to abort.
+    pub fn open(
+        parent: Parent,
+        rank: usize,
+        mut check: impl FnMut() -> Result<()>,
+    ) -> std::result::Result<Self, (Vec<Parent>, Error)> {
+        let context = parent.context;
+        let lost = || Error::Internal("NCCL made no communicator for the operations of a group".into());
+        let place = Some((0, rank));
+        let shared = parent.divide(place, Config::SHARED, &mut check).and_then(|raw| raw.ok_or_else(lost));
+        let stop = match shared {
+            Ok(raw) => Parent::new(raw, context),
+            Err(error) => return Err((vec![parent], error)),
+        };
+        let joined = stop.settle("joining a group", &mut check);
+        let made = joined.and_then(|()| stop.divide(place, Config::BLOCKING, &mut check));
+        match made.and_then(|raw| raw.ok_or_else(lost)) {
+            Ok(raw) => Ok(Self { operations: ReentrantMutex::new(Handle(Cell::new(raw))), stop, parent, context }),
+            Err(error) => Err((vec![stop, parent], error)),
+        }
+    }
+
+    /// The device's context.
+    pub fn context(&self) -> &'static Context {
+        self.context
+    }
+
+    /// See [`Parent::split`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn split(
+        &self,
+        color_and_key: Option<(usize, usize)>,
+        check: impl FnMut() -> Result<()>,
+    ) -> Result<Option<Parent>> {
+        self.parent.split(color_and_key, check)
+    }
+
+    /// What has gone wrong behind the back of the calls, if something has. Nothing is known while a call is under way.
+    pub fn async_error(&self) -> Option<Error> {
+        let handle = self.operations.try_lock()?;
+        // A communicator that another thread ends has no error of its own.
+        state(&handle, self.context, "communicating").err().filter(|error| !matches!(error, Error::Closed { .. }))
+    }
+
+    /// Runs `body`, whose calls may stay inside of NCCL for as long as a member does not come, on a thread of its own. When `check`
+    /// fails, the communicator is aborted, which brings `body` back.
+    ///
+    /// # Errors
+    /// Those of `check` and `body`.
+    pub fn interruptible<T: Send>(
+        &self,
+        mut check: impl FnMut() -> Result<()>,
+        body: impl FnOnce() -> Result<T> + Send,
+    ) -> Result<T> {
+        std::thread::scope(|scope| {
+            let body = || {
+                let _entered = self.context.enter()?;
+                body()
+            };
+            let thread = std::thread::Builder::new().name("smd-cuda-call".into()).spawn_scoped(scope, body);
+            let thread = thread.map_err(|error| Error::io("starting a thread for NCCL", error))?;
+            while !thread.is_finished() {
+                check().inspect_err(|_| self.abort())?;
+                std::thread::sleep(POLL_NAP);
+            }
+            thread.join().unwrap_or_else(|_| Err(Error::Internal("a thread that calls NCCL panicked".into())))
+        })
+    }
+
+    /// Ends every operation, here and on the device, and frees the communicator, whatever another thread does with it (NCL-4).
+    /// Waits for the device to stop. Does nothing the second time.
+    pub fn abort(&self) {
+        self.stop.abort();
+        free(&self.operations.lock(), self.context, |functions| functions.ncclCommAbort);
+        self.parent.abort();
+    }
+
+    /// Frees the communicator when its operations are done and NCCL has sent all of their data. The other members do the
+    /// same at about the same time. Where `check` ends that wait, the communicator is aborted. Does nothing the second time,
+    /// or after [`Comm::abort`].
+    ///
+    /// # Errors
+    /// What ended the wait.
+    pub fn close(&self, check: impl FnMut() -> Result<()>) -> Result<()> {
+        // SAFETY: the communicator exists.
+        let finalize = |nccl: &Functions, comm| relaxed(|| unsafe { (nccl.ncclCommFinalize)(comm) });
+        match self.interruptible(check, || self.call("closing a group", finalize)) {
+            Ok(()) => {
+                free(&self.operations.lock(), self.context, |functions| functions.ncclCommDestroy);
+                // These have run nothing that others wait for.
+                self.stop.abort();
+                self.parent.abort();
+            }
+            Err(Error::Closed { .. }) => {}
+            Err(error) => {
+                self.abort();
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs `body`, whose operations become one: they start together and may depend on each other.
+    ///
+    /// # Errors
+    /// Those of `body`, [`Error::Device`].
+    pub fn group(&self, body: impl FnOnce() -> Result<()>) -> Result<()> {
+        let nccl = nccl()?;
+        // Held until the group's end: NCCL refers to the communicator until then (NCL-2).
+        let handle = self.operations.lock();
+        // SAFETY: no preconditions.
+        let answer = unsafe { (nccl.functions.ncclGroupStart)() };
+        nccl.check(answer, handle.0.get(), || "starting a group of operations".into())?;
+        let outcome = body();
+        // SAFETY: ends what was started above, on the same thread.
+        let answer = unsafe { (nccl.functions.ncclGroupEnd)() };
+        outcome.and_then(|()| nccl.check(answer, handle.0.get(), || "starting operations of a group".into()))
+    }
+
+    pub(super) fn call(&self, name: &str, function: impl FnOnce(&Functions, ncclComm_t) -> c_int) -> Result<()> {
+        call(&self.operations.lock(), self.context, name, function)
+    }
+}

@@ -1,0 +1,262 @@
+//! The end of a step: all buckets are reduced, or the step is abandoned (RED-4); and the plan that follows the first one.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::MutexGuard;
+
+use super::Reducer;
+use crate::buffer::{DType, Device, ReduceOp, TensorView};
+use crate::collectives::Request;
+use crate::error::{Error, Result};
+use crate::reducer::fingerprint::view;
+use crate::reducer::state::{PlannedBuckets, ReducerAction};
+use crate::reducer::{BucketPlan, BucketReduction, ReducerEvent};
+use crate::world::monitor::interrupt_pending;
+
+/// Ctrl-C ends the wait for the end of a step.
+const LOOK_FOR_SIGNALS: Duration = Duration::from_millis(50);
+
+impl Reducer {
+    /// At the end of a backward: the parameters of [`Reducer::missing`] in the order in which the caller marks them
+    /// ready, with the gradient that they have or with a stand-in. `frozen` are those of them that require none by now.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] naming the parameters that should have got a gradient, on every member.
+    pub fn unused_parameters(self: &Arc<Self>, frozen: &[usize]) -> Result<Vec<usize>> {
+        let (without, order) = {
+            let state = self.state.lock();
+            let Some(active) = &state.active else { return Ok(Vec::new()) };
+            let missing = active.step.missing();
+            match &state.history {
+                Some(history) if !history.is_learned() => (Vec::new(), history.order()),
+                Some(history) => (history.incomplete(&missing), missing),
+                None if state.options.find_unused_parameters => (Vec::new(), missing),
+                None => {
+                    let without = missing.iter().copied().filter(|&param| !self.params[param].delayed).collect();
+                    (without, missing)
+                }
+            }
+        };
+        if without.is_empty() { Ok(order) } else { Err(self.give_up(self.unused_message(&without, frozen))) }
+    }
+
+    /// Ends a backward: waits until every bucket is reduced. Returns which parameters got a gradient on any rank if
+    /// they need not get one, and nothing otherwise.
+    ///
+    /// # Errors
+    /// What the communicator reports; of a round that began with a vote, also that others do not come to its end.
+    /// [`Reducer::abandon`] follows.
+    pub fn finish(self: &Arc<Self>) -> Result<Option<Vec<bool>>> {
+        let missing = self.missing();
+        if !missing.is_empty() {
+            // The caller has not asked for `unused_parameters`: the wait would not end.
+            return Err(self.give_up(self.unused_message(&missing, &[])));
+        }
+        self.request_end();
+        let state = &mut self.state.lock();
+        let mut interrupted = false;
+        let (result, layout, order) = loop {
+            let Some(active) = state.active.as_ref().filter(|active| !active.abandoned) else {
+                return Err(Error::Internal("a backward ended that had not begun".to_owned()));
+            };
+            let ended = active.error.clone().map_or_else(
+                || (active.reduced == state.layout.plan.buckets().len()).then_some(Ok(())),
+                |error| Some(Err(error)),
+            );
+            if let Some(result) = ended {
+                break (result, state.layout.clone(), active.step.observed_order());
+            }
+            if let Some(error) = &active.called_off {
+                // What is under way is settled by `abandon`.
+                return Err(error.clone());
+            }
+            // To look for signals may take the lock of an interpreter: not while others may need this one.
+            if self.changed.wait_for(state, LOOK_FOR_SIGNALS).timed_out()
+                && MutexGuard::unlocked(state, interrupt_pending)
+            {
+                interrupted = true;
+                break (Ok(()), state.layout.clone(), Vec::new());
+            }
+        };
+        if interrupted {
+            MutexGuard::unlocked(state, || self.abandon("it was interrupted", false));
+            return Err(Error::Interrupted { during: "the reduction of gradients".to_owned() });
+        }
+        let communication = state.active.take().map_or(0..0, |active| active.communication);
+        result?;
+        state.record.order.clone_from(&order);
+        state.record.communication_start = communication.start;
+        state.record.communication_end = communication.end;
+        if let Some(history) = &mut state.history
+            && !history.is_learned()
+            && history.is_begun()
+        {
+            history.learn();
+        }
+        let used_always = state.used_always.clone();
+        let ask = state.options.may_leave_unused() && used_always.is_none();
+        let mine = ask.then(|| {
+            let unknown = vec![0; self.params.len()];
+            std::mem::replace(&mut state.used, unknown)
+        });
+        let (rebuild, is_static) = (!state.rebuilt, state.options.static_graph);
+        let used = MutexGuard::unlocked(state, || {
+            let used = mine.map(|mine| self.used_anywhere(mine)).transpose()?;
+            if rebuild {
+                self.rebuild(&layout, order)?;
+            }
+            Ok::<_, Error>(used.or(used_always))
+        })?;
+        if is_static {
+            state.used_always.clone_from(&used);
+        }
+        state.record.rebuilt = state.rebuilt;
+        state.record.unused_bytes = used
+            .iter()
+            .flatten()
+            .zip(&self.params[..])
+            .filter(|(used, _)| !**used)
+            .map(|(_, param)| param.bytes())
+            .sum();
+        Ok(used)
+    }
+
+    /// Makes the plan anew for gradients that come in the order of the first member, instead of after the first step. Those that
+    /// `order` does not have come last. Between steps; collective.
+    ///
+    /// # Errors
+    /// What the communicator reports.
+    pub fn follow_order(&self, mut order: Vec<usize>) -> Result<()> {
+        let layout = self.settle()?.layout.clone();
+        let mut rest: Vec<bool> = vec![true; self.params.len()];
+        order.retain(|&param| rest.get_mut(param).is_some_and(std::mem::take));
+        order.extend((0..rest.len()).filter(|&param| rest[param]));
+        self.rebuild(&layout, order)
+    }
+
+    fn used_anywhere(&self, mut used: Vec<u8>) -> Result<Vec<bool>> {
+        let data = view(&mut used)?;
+        self.communicator.run(&Request::AllReduce { input: data, output: data, op: ReduceOp::BitOr })?;
+        Ok(used.into_iter().map(|used| used != 0).collect())
+    }
+
+    /// Makes the plan anew in the order that rank 0 observed (RED-5). Gradients in slots of the old window stay
+    /// valid, since their leases keep it; they move when they next become ready.
+    fn rebuild(&self, layout: &PlannedBuckets, order: Vec<usize>) -> Result<()> {
+        let mut order: Vec<u64> = order.into_iter().map(|param| param as u64).collect();
+        // SAFETY: `order` lives, untouched, until `run`, which blocks, has returned.
+        let data = unsafe { TensorView::new(order.as_mut_ptr().cast(), order.len(), DType::Int64, Device::Cpu, 0) }?;
+        self.communicator.run(&Request::Broadcast { data, root: 0 })?;
+        let order: Vec<usize> = order.into_iter().map(|param| param as usize).collect();
+        let plan = BucketPlan::new(&self.params, &order, &self.options());
+        let layout = if plan == *layout.plan {
+            layout.clone()
+        } else {
+            tracing::debug!(
+                "gradient plan in observed order:\n{}",
+                crate::reducer::plan::describe(&plan, &self.params)
+            );
+            PlannedBuckets::new(&self.communicator, plan, self.options().on_device)?
+        };
+        let state = &mut *self.state.lock();
+        state.layout = layout;
+        state.rebuilt = true;
+        Ok(())
+    }
+
+    fn unused_message(&self, missing: &[usize], frozen: &[usize]) -> String {
+        const NAMED: usize = 20;
+        let mut names: Vec<String> =
+            missing.iter().take(NAMED).map(|&param| format!("`{}`", self.params[param].name)).collect();
+        if missing.len() > NAMED {
+            names.push(format!("{} more", missing.len() - NAMED));
+        }
+        let cause = if missing.iter().all(|param| frozen.contains(param)) {
+            "they were frozen (`requires_grad_(False)`) after DistributedDataParallel wrapped them: freeze before \
+             wrapping, wrap again, or pass `find_unused_parameters=True`"
+        } else if self.options().static_graph {
+            "the first backward gave them one, so the graph is not static: pass `static_graph=False` and, if the loss \
+             does not always depend on them, `find_unused_parameters=True` to DistributedDataParallel"
+        } else {
+            "if the loss does not depend on them, pass `find_unused_parameters=True` to DistributedDataParallel or \
+             freeze them with `requires_grad_(False)` before wrapping"
+        };
+        format!(
+            "{} of {} parameters got no gradient in this backward on rank {}: {}; {cause}",
+            missing.len(),
+            self.params.len(),
+            self.my_rank(),
+            names.join(", ")
+        )
+    }
+
+    /// Ends the step with an error that the other members get too, and waits until they have it. Returns the error.
+    fn give_up(self: &Arc<Self>, message: String) -> Error {
+        let error = Error::InvalidArgument(message.clone());
+        self.abandon(&message, false);
+        let mut state = self.state.lock();
+        while state.active.as_ref().is_some_and(|active| active.abandoned) {
+            self.changed.wait(&mut state);
+        }
+        error
+    }
+
+    /// Ends a backward that cannot go on, without waiting; the other members' step ends with an error that carries
+    /// `message`. `more_follows` says whether the caller would have run more on the communicator after
+    /// [`Reducer::finish`], as the others will: it counts also after a `finish` that has abandoned the backward by
+    /// itself. Otherwise this does nothing if no backward is under way.
+    pub fn abandon(self: &Arc<Self>, message: &str, more_follows: bool) {
+        // The others do.
+        self.request_end();
+        if let Some(device_queue) = self.device_queue.get() {
+            // Buckets may be gone as soon as this function returns.
+            device_queue.settle();
+        }
+        let mut settled = false;
+        let action = 'decided: {
+            let state = &mut *self.state.lock();
+            let Some(active) = state.active.as_mut() else {
+                let untold = state.untold.take().filter(|_| more_follows);
+                break 'decided untold
+                    .map_or(ReducerAction::Nothing, |(id, message)| ReducerAction::GiveUp(id, message));
+            };
+            if active.abandoned {
+                active.more_follows |= more_follows;
+                return;
+            }
+            if active.refused {
+                state.active = None;
+                self.changed.notify_all();
+                settled = true;
+                break 'decided ReducerAction::Nothing;
+            }
+            active.abandoned = true;
+            // Their gradients may be gone as soon as this function returns.
+            active.queue.clear();
+            active.more_follows |= more_follows;
+            let own = state.options.on_device && state.options.reduction != BucketReduction::ByCaller;
+            if own && active.reduced < state.layout.plan.buckets().len() && self.communicator.members().size() > 1 {
+                // RED-7.
+                self.communicator.end_devices(Error::InvalidArgument(format!(
+                    "an earlier backward of rank {} ended before its gradients were reduced ({message}), so the ranks' \
+                     reductions no longer fit together: wrap the model in a new DistributedDataParallel on all of them, or, with TensorFlow, start the job \
+                     again",
+                    self.my_rank()
+                )));
+            }
+            // After an error the others' steps have ended already: `next` tells them nothing.
+            if self.communicator.members().size() > 1 {
+                active.giving_up = Some(message.to_owned());
+            }
+            let action = state.next();
+            settled = state.end_if_over(&action);
+            self.changed.notify_all();
+            action
+        };
+        if let (true, Some(listener)) = (settled, self.listener.get()) {
+            listener.note(ReducerEvent::Settled);
+        }
+        self.perform(action);
+    }
+}
