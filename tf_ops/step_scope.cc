@@ -24,25 +24,25 @@ class StepRun {
  public:
   static constexpr char kTypeName[] = "smd::StepRun";
 
-  StepRun(rust::Box<StepScope> attempt, CancellationManager* cancellation)
-      : attempt_(std::move(attempt)), cancellation_(cancellation) {}
+  StepRun(rust::Box<StepScope> scope, CancellationManager* cancellation)
+      : scope_(std::move(scope)), cancellation_(cancellation) {}
 
   static void watch(const std::shared_ptr<StepRun>& run) {
     if (run->cancellation_ == nullptr) return;
     run->token_ = run->cancellation_->get_cancellation_token();
-    const auto failed = [run] { run->attempt_->fail(); };
+    const auto failed = [run] { run->scope_->fail(); };
     if (!run->cancellation_->RegisterCallback(run->token_, failed)) failed();
   }
 
   // While the step runs.
   void end() const {
-    attempt_->end();
+    scope_->end();
     // Not the call that waits: this may run inside of the callback.
     if (cancellation_ != nullptr) cancellation_->TryDeregisterCallback(token_);
   }
 
  private:
-  rust::Box<StepScope> attempt_;
+  rust::Box<StepScope> scope_;
   CancellationManager* cancellation_;
   CancellationToken token_ = CancellationManager::kInvalidToken;
 };

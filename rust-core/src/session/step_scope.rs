@@ -189,9 +189,9 @@ mod tests {
     }
 
     /// Returns when nobody watches any more; how long that took.
-    fn wait(attempt: StepScope, job: &Arc<MockJob>) -> Duration {
+    fn wait(scope: StepScope, job: &Arc<MockJob>) -> Duration {
         let began = Instant::now();
-        drop(attempt);
+        drop(scope);
         while Arc::strong_count(job) > 1 {
             assert!(began.elapsed() < LATER, "it is watched for ever");
             thread::sleep(LOOK);
@@ -201,53 +201,53 @@ mod tests {
 
     #[test]
     fn one_that_fails_is_given_up_once() {
-        let (attempt, job) = begin(SOON, MockJob::default());
+        let (scope, job) = begin(SOON, MockJob::default());
         let began = Instant::now();
-        attempt.fail();
-        attempt.fail();
-        wait(attempt, &job);
+        scope.fail();
+        scope.fail();
+        wait(scope, &job);
         assert!(job.given_up.lock().is_some_and(|at| at >= began + SOON + LAST_WORDS));
         assert_eq!(*job.told.lock(), [OWN_FAILURE]);
     }
 
     #[test]
     fn the_words_of_the_script_come_first() {
-        let (attempt, job) = begin(SOON, MockJob { last_message: Some("too much".to_owned()), ..MockJob::default() });
-        attempt.fail();
-        wait(attempt, &job);
+        let (scope, job) = begin(SOON, MockJob { last_message: Some("too much".to_owned()), ..MockJob::default() });
+        scope.fail();
+        wait(scope, &job);
         assert!(job.given_up.lock().is_some(), "what waits on devices ends");
         assert_eq!(*job.told.lock(), ["too much"]);
 
-        let (attempt, job) = begin(SOON, MockJob::default());
-        attempt.fail();
+        let (scope, job) = begin(SOON, MockJob::default());
+        scope.fail();
         job.told.lock().push("too much".to_owned());
-        wait(attempt, &job);
+        wait(scope, &job);
         assert!(job.given_up.lock().is_none(), "the others end what waits here");
     }
 
     #[test]
     fn one_that_fails_with_another_rank_is_told_at_once() {
-        let (attempt, job) = begin(LATER, MockJob { failure: Some("rank 0 died".to_owned()), ..MockJob::default() });
-        attempt.fail();
-        assert!(wait(attempt, &job) < LATER);
+        let (scope, job) = begin(LATER, MockJob { failure: Some("rank 0 died".to_owned()), ..MockJob::default() });
+        scope.fail();
+        assert!(wait(scope, &job) < LATER);
         assert_eq!(*job.told.lock(), ["rank 0 died"]);
     }
 
     #[test]
     fn one_that_ends_is_not() {
-        let (attempt, job) = begin(LATER, MockJob::default());
-        attempt.fail();
-        attempt.end();
-        attempt.fail();
+        let (scope, job) = begin(LATER, MockJob::default());
+        scope.fail();
+        scope.end();
+        scope.fail();
         // The watch ends with the step, long before the patience does.
-        assert!(wait(attempt, &job) < LATER);
+        assert!(wait(scope, &job) < LATER);
         assert!(job.given_up.lock().is_none() && job.told.lock().is_empty());
     }
 
     #[test]
     fn one_that_nobody_says_anything_of_is_not() {
-        let (attempt, job) = begin(Duration::ZERO, MockJob::default());
-        wait(attempt, &job);
+        let (scope, job) = begin(Duration::ZERO, MockJob::default());
+        wait(scope, &job);
         assert!(job.given_up.lock().is_none());
     }
 
