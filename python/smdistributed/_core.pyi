@@ -331,6 +331,35 @@ class StepPlacement:
         and microbatch), results that pass between ranks, which of them anchored segments make and in which order (number and
         microbatch), segments whose effects others are told of, and a line for everything that must be the same on all ranks."""
 
+class ParallelTopology:
+    """The pipeline, tensor and data parallel coordinates of all ranks of a job."""
+
+    def __init__(self, size: int, pp: int, tp: int, placement: str) -> None:
+        """Lays ranks out.
+
+        Args:
+            size: Ranks of the job.
+            pp: Pipeline stages.
+            tp: Tensor-parallel parts; the rest of the ranks are replicas.
+            placement: ``"cluster"``, ``"spread"``, or the letters D, P and T in the order in which ranks are counted: the last one varies fastest.
+
+        Raises:
+            ConfigError: ``size`` is no multiple of ``pp * tp``, or the placement is unknown.
+        """
+
+    @property
+    def size(self) -> int:
+        """Ranks of the job."""
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """Pipeline stage, tensor part and replica of a rank."""
+
+    def group(self, kind: str, rank: int) -> list[int]:
+        """Global ranks, ascending, of the group that ``rank`` is in; ``kind`` is ``"pp"``, ``"tp"``, ``"rdp"``, ``"mp"`` or ``"dp"``."""
+
+    def groups(self, kind: str) -> list[list[int]]:
+        """All groups of a kind, by their first ranks."""
+
 class PipelineLayout:
     """The stages of a microbatch: tasks that one rank does without waiting for another."""
 

@@ -20,6 +20,7 @@ mod pipeline;
 mod process_sets;
 mod session;
 mod shims;
+mod topology;
 
 /// `smdistributed._core`
 #[pymodule]
@@ -44,6 +45,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<operations::StepOperations>()?;
     module.add_class::<operations::StepPlacement>()?;
     module.add_class::<pipeline::PipelineLayout>()?;
+    module.add_class::<topology::ParallelTopology>()?;
     module.add_function(wrap_pyfunction!(launch::is_this_host, module)?)?;
     module.add_function(wrap_pyfunction!(launch::parameter_defaults, module)?)?;
     module.add_function(wrap_pyfunction!(launch::check_parameters, module)?)?;

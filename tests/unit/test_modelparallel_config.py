@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from smdistributed import _core
+from smdistributed._common.errors import ConfigError, InvalidArgumentError
 from smdistributed.modelparallel import config
 from smdistributed.modelparallel.exceptions import SMPConfigError, SMPUnsupportedError
-from smdistributed.modelparallel.topology import Topology
 
 
 @pytest.fixture(autouse=True)
@@ -126,16 +127,22 @@ def test_broken_channels_are_named(monkeypatch):
 
 
 def test_groups_are_those_of_the_published_tables():
-    cluster, spread = (Topology.of(8, 2, 1, name) for name in ("cluster", "spread"))
+    cluster, spread = (_core.ParallelTopology(8, 2, 1, name) for name in ("cluster", "spread"))
     assert cluster.groups("mp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert cluster.groups("dp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert spread.groups("mp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert spread.groups("dp") == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert Topology.of(8, 4, 1, "spread").groups("pp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    both = Topology.of(8, 2, 2, "DPT")
-    places = [tuple(both.coordinates(rank)[letter] for letter in "PTD") for rank in range(8)]
+    assert _core.ParallelTopology(8, 4, 1, "spread").groups("pp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    both = _core.ParallelTopology(8, 2, 2, "DPT")
+    places = [both.coordinates(rank) for rank in range(8)]
     assert places == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1)]
     assert [both.group("dp", rank).index(rank) for rank in range(8)] == [0, 1, 0, 1, 2, 3, 2, 3]
     assert both.groups("rdp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    with pytest.raises(SMPConfigError, match="6 processes"):
-        Topology.of(6, 4, 1, "cluster")
+    with pytest.raises(ConfigError, match="6 processes"):
+        _core.ParallelTopology(6, 4, 1, "cluster")
+    with pytest.raises(InvalidArgumentError, match="no kind of group"):
+        both.group("zp", 0)
+    with pytest.raises(InvalidArgumentError, match="rank 8 is not below 8"):
+        both.coordinates(8)
+    large = _core.ParallelTopology(4096, 8, 1, "cluster")
+    assert [len(large.groups(kind)) for kind in ("pp", "dp", "rdp")] == [512, 8, 8]

@@ -6,7 +6,10 @@ from typing import Generic, TypeVar
 
 from smdistributed import _core
 from smdistributed.modelparallel.config import Config
-from smdistributed.modelparallel.topology import GROUPS, Topology
+
+#: Kinds of groups: the stages of a pipeline, the parts of a tensor, the replicas of a part, a model, and all that see different data for one
+#: stage.
+GROUPS = ("pp", "tp", "rdp", "mp", "dp")
 
 #: What a framework has for a group of the core.
 Group = TypeVar("Group")
@@ -25,10 +28,11 @@ class Groups(Generic[Group]):
 
     def __init__(self, cfg: Config) -> None:
         self.rank = _core.rank()
-        self.topology = Topology.of(
+        self.topology = _core.ParallelTopology(
             _core.size(), cfg.pipeline_parallel_degree, cfg.tensor_parallel_degree, cfg.placement_strategy
         )
-        self.members = {name: self.topology.group(name, self.rank) for name in ("world", *GROUPS)}
+        self.members = {"world": list(range(self.topology.size))}
+        self.members |= {name: self.topology.group(name, self.rank) for name in GROUPS}
         self.pp_group = self._make("pp")
         self.dp_group = self._make("dp")
         # Of the communication API: kinds with the same members share one.

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from smdistributed import _core
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.config import Config
 from smdistributed.modelparallel.exceptions import SMPConfigError, SMPUsageError
-from smdistributed.modelparallel.groups import Groups
-from smdistributed.modelparallel.topology import GROUPS, Topology
+from smdistributed.modelparallel.groups import GROUPS, Groups
 from smdistributed.modelparallel.torch.state import state
 
 
@@ -45,7 +45,7 @@ class TorchGroups(Groups[dist.ProcessGroup]):
         return self._process_groups[name]
 
 
-def _init_torch_distributed(cfg: Config, topology: Topology, rank: int) -> None:
+def _init_torch_distributed(cfg: Config, topology: _core.ParallelTopology, rank: int) -> None:
     """The default group: its backend is what `ddp_dist_backend` says, its store where `ddp_port` does."""
     # Registers the backend `smddp`.
     import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
@@ -60,7 +60,7 @@ def _init_torch_distributed(cfg: Config, topology: Topology, rank: int) -> None:
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=topology.size)
 
 
-def _process_groups(cfg: Config, topology: Topology, rank: int) -> dict[str, Any]:
+def _process_groups(cfg: Config, topology: _core.ParallelTopology, rank: int) -> dict[str, Any]:
     if not torch.distributed.is_initialized():
         _init_torch_distributed(cfg, topology, rank)
     elif (torch.distributed.get_rank(), torch.distributed.get_world_size()) != (rank, topology.size):
