@@ -7,7 +7,8 @@
 namespace smd::tf_ops {
 namespace {
 
-// The ops' schemas admit these types only; those that the core lacks are for operations that move bytes.
+// The operations' schemas allow these types only. Types that the core lacks occur in operations that move bytes without
+// computing.
 DType dtype_of(const tensorflow::Tensor& tensor) {
   switch (tensor.dtype()) {
     case tensorflow::DT_UINT8:
@@ -51,7 +52,7 @@ std::vector<TensorView> split(const tensorflow::Tensor& tensor, const std::vecto
   std::size_t start = 0;
   for (std::size_t i = 0; i < rows.size(); ++i) {
     blocks[i].elems = rows[i] * elems;
-    // A tensor without elements has no memory.
+    // A tensor without elements has a null pointer, to which nothing may be added.
     if (blocks[i].ptr != nullptr) blocks[i].ptr += start * elem_bytes;
     start += blocks[i].elems;
   }
@@ -64,7 +65,7 @@ Place place_of(tensorflow::OpKernelContext* context) {
   auto* device = context->op_device_context();
   auto* stream = device == nullptr ? nullptr : device->stream();
   if (stream == nullptr) return {};
-  // The platform's numbers, which CUDA_VISIBLE_DEVICES rules, and not those of TensorFlow's visible devices.
+  // The ordinal of the CUDA platform, which follows CUDA_VISIBLE_DEVICES, and not TensorFlow's virtual device number.
   const auto index = static_cast<std::uint16_t>(stream->parent()->device_ordinal());
   return {DeviceKind::Cuda, index, reinterpret_cast<std::size_t>(stream->platform_specific_handle().stream)};
 }

@@ -1,4 +1,4 @@
-// TensorFlow's tensors as the core's views. The only place that looks inside a tensor.
+// Converts TensorFlow's tensors to the core's views. No other file looks inside a tensor.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,9 @@
 
 namespace smd::tf_ops {
 
-// Where the tensors of a kernel lie: on the CPU, or on the GPU whose compute stream makes and uses them. A library for
-// TensorFlow's CPU builds registers kernels for GPUs as well: it takes no more of CUDA than the stream's handle.
+// The device on which a kernel's tensors lie: the CPU, or a GPU with the compute stream that produces and consumes
+// them. A library built for TensorFlow's CPU package registers GPU kernels too, because it needs no more of CUDA than
+// the stream's handle.
 struct Place {
   DeviceKind device = DeviceKind::Cpu;
   std::uint16_t index = 0;
@@ -20,24 +21,25 @@ struct Place {
 
 Place place_of(tensorflow::OpKernelContext* context);
 
-// Tensors of TensorFlow are dense. The core writes to outputs only.
+// Describes a tensor, which TensorFlow keeps dense. The core writes to outputs only.
 TensorView describe(const tensorflow::Tensor& tensor, const Place& place);
 
-// An operation on tensors: the core's description, and what must live until the operation is complete.
+// An operation on tensors: the core's description, and the tensors that must stay alive until the operation completes.
 class TensorOperation {
  public:
   TensorOperation(Collective collective, std::int64_t group, const Place& place);
 
   void write(const tensorflow::Tensor& tensor);
   void read(const tensorflow::Tensor& tensor);
-  // An output of no elements, for ranks that receive nothing.
+  // Adds an output without elements, for ranks that receive nothing.
   void write_nothing(const tensorflow::Tensor& like);
 
-  // As `write` and `read`, one block a rank: `rows[i]` rows of dimension 0 for rank i. They add up to the tensor.
+  // As `write` and `read`, with one block for each rank: `rows[i]` rows of dimension 0 for rank i. The sum of `rows` is
+  // the size of dimension 0.
   void write_rows(const tensorflow::Tensor& tensor, const std::vector<std::size_t>& rows);
   void read_rows(const tensorflow::Tensor& tensor, const std::vector<std::size_t>& rows);
 
-  // Lets go of the tensors, so that who gets them next may find them unshared.
+  // Drops the references to the tensors, so that the next owner may find them unshared and reuse their memory.
   void release() { kept_.clear(); }
 
   const Place& place() const { return place_; }
@@ -49,7 +51,7 @@ class TensorOperation {
   std::vector<tensorflow::Tensor> kept_;
 };
 
-// Elements of one row of dimension 0, also of a tensor that has none.
+// The number of elements in one row of dimension 0; also right for a shape with no rows.
 std::size_t row_elems(const tensorflow::TensorShape& shape);
 
 }  // namespace smd::tf_ops

@@ -1,4 +1,4 @@
-// What all kernels of collectives share.
+// The base class of the kernels of collectives.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace smd::tf_ops {
 
-// Their attributes, and how they refuse what does not fit.
+// Reads the attributes that all collectives have, and reports invalid calls.
 class CollectiveKernel : public tensorflow::AsyncOpKernel {
  public:
   explicit CollectiveKernel(tensorflow::OpKernelConstruction* construction) : AsyncOpKernel(construction) {
@@ -32,12 +32,13 @@ class CollectiveKernel : public tensorflow::AsyncOpKernel {
   std::uint64_t group() const { return static_cast<std::uint64_t>(group_); }
   std::int64_t root() const { return root_; }
 
-  // Fails the operation, which does not fit; names the node.
+  // Fails an operation whose arguments are invalid, with a message that names the node.
   void refuse(tensorflow::OpKernelContext* context, const DoneCallback& done, const std::string& why) const {
     holds(context, done, to_status(absl::StrCat("`", name(), "`: ", why, " [smd:invalid_argument]")));
   }
 
-  // False if `status` says that the operation cannot go on, which it and the other members then hear.
+  // Returns whether `status` is OK. If not, the operation fails with it, and the other members' next operation fails
+  // too.
   bool holds(tensorflow::OpKernelContext* context, const DoneCallback& done, const absl::Status& status) const {
     if (!status.ok()) smd::tf_ops::refuse(context, done, group_, status);
     return status.ok();
@@ -49,7 +50,7 @@ class CollectiveKernel : public tensorflow::AsyncOpKernel {
   std::int64_t group_ = 0;
 };
 
-// Copies a tensor, unless it has become the other.
+// Copies `from` to `to`, unless TensorFlow has forwarded the input's buffer to the output.
 inline absl::Status copied(const tensorflow::Tensor& from, const tensorflow::Tensor& to, const Place& place) {
   if (from.data() == to.data()) return absl::OkStatus();
   return checked([&] { copy(describe(from, place), describe(to, place)); });

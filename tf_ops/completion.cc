@@ -67,7 +67,7 @@ class RowsCompletion final : public KernelCompletion {
   TensorShape shape_;
 };
 
-// Submits what a completion keeps.
+// Submits the operation that a completion owns.
 template <class Submit>
 void submit(OpKernelContext* context, const AsyncOpKernel::DoneCallback& done, std::uint64_t group, Submit&& submit) {
   const absl::Status status = checked(submit);
@@ -77,9 +77,9 @@ void submit(OpKernelContext* context, const AsyncOpKernel::DoneCallback& done, s
 }  // namespace
 
 void finish(OpKernelContext* context, AsyncOpKernel::DoneCallback done) {
-  // The context may be gone once the callback has been called.
+  // `done` may destroy the context.
   if (context->run_all_kernels_inline()) {
-    // What comes next would run on this thread, which the group's next operation needs.
+    // `done` would run the next kernels on this thread, which belongs to the group and must run its next operation.
     context->device()->tensorflow_cpu_worker_threads()->workers->Schedule(std::move(done));
   } else {
     done();
@@ -87,7 +87,7 @@ void finish(OpKernelContext* context, AsyncOpKernel::DoneCallback done) {
 }
 
 void start(OpKernelContext* context, AsyncOpKernel::DoneCallback done, TensorOperation operation) {
-  // `submit` reads the description while the completion already owns the operation.
+  // `submit` reads the description after the operation has moved into the completion.
   const Operation core = operation.core;
   std::vector<TensorOperation> operations;
   operations.push_back(std::move(operation));
@@ -132,7 +132,7 @@ void refuse(OpKernelContext* context, const AsyncOpKernel::DoneCallback& done, s
             const absl::Status& status) {
   std::string text(status.message());
   text.resize(std::min(text.size(), text.rfind(" [smd:")));
-  // Without a session there is no group, and nobody who waits.
+  // Without a session there is no group, and no other member waits; the error is ignored.
   (void)checked([&] { fail_next(static_cast<std::uint64_t>(group), text); });
   context->CtxFailure(status);
   done();

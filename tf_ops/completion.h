@@ -1,4 +1,4 @@
-// Completion of asynchronous kernels.
+// Completes asynchronous kernels.
 #pragma once
 
 #include <cstdint>
@@ -10,36 +10,37 @@
 
 namespace smd::tf_ops {
 
-// Hands `operation`, and with it the memory it works on, to the core; `done` is called when it is complete. No
+// Submits `operation` to the core, which keeps the tensors alive. `done` is called when the operation is complete; no
 // thread of TensorFlow waits.
 //
-// A step that fails or is cancelled in the meantime keeps the context until `done`, and the operation is not withdrawn:
-// the other members count on it. It ends as every operation does, with them, with a departure, at the time limit or
-// with the session.
+// If the step fails or is cancelled before that, the kernel's context stays until `done`. The operation is not
+// withdrawn, because the other members take part in it. It ends as every operation does: with theirs, when a rank
+// departs, at the timeout, or with the session.
 //
-// This is a C++ kernel and not one of TensorFlow's C API, whose asynchronous kernels get a pointer to a callback
-// that lives only as long as the compute call.
+// The kernel is written in C++ and not against TensorFlow's C API, where an asynchronous kernel gets a pointer to a
+// callback that is valid only during the compute call.
 void start(tensorflow::OpKernelContext* context, tensorflow::AsyncOpKernel::DoneCallback done,
            TensorOperation operation);
 
-// As `start`, several collectives of one group as one.
+// As `start`, for several collectives of one group that run as one batch.
 void start_batch(tensorflow::OpKernelContext* context, tensorflow::AsyncOpKernel::DoneCallback done,
                  std::vector<TensorOperation> operations);
 
-// As `start`, for operations on rows: output 0 has the shape of `like` but for the number of rows, which comes from
-// the other members; output 1 is how many come from each.
+// As `start`, for operations on rows. Output 0 has the shape of `like` except for the number of rows, which the other
+// members determine. Output 1 is the number of rows from each member.
 void start_rows(tensorflow::OpKernelContext* context, tensorflow::AsyncOpKernel::DoneCallback done,
                 TensorOperation operation, const tensorflow::TensorShape& like);
 
-// For an operation of `group` that this member cannot even describe: it fails with `status`, and so does the other
-// members' next one instead of waiting for this one.
+// Fails an operation of `group` that this member cannot describe. The kernel fails with `status`; the other members'
+// next operation fails instead of waiting for this one.
 void refuse(tensorflow::OpKernelContext* context, const tensorflow::AsyncOpKernel::DoneCallback& done,
             std::int64_t group, const absl::Status& status);
 
-// Calls `done`, from the core's `Completion::done`, for a kernel whose context has its outputs and its status.
+// Calls `done` for a kernel whose context has its outputs and status. Called in the core's `Completion::done`.
 void finish(tensorflow::OpKernelContext* context, tensorflow::AsyncOpKernel::DoneCallback done);
 
-// As `start`, for an operation that every rank names alike and calls in any order; `shape` is its tensor's.
+// As `start`, for an operation that all ranks submit under one name, in any order. `shape` is the tensor's shape, which
+// ranks compare.
 void start_named(tensorflow::OpKernelContext* context, tensorflow::AsyncOpKernel::DoneCallback done,
                  TensorOperation operation, const std::string& name, const tensorflow::TensorShape& shape,
                  bool blocking);

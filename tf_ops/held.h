@@ -1,4 +1,4 @@
-// Values of this process as elements of tensors: what one operation of a graph hands to another.
+// Objects of this process as elements of variant tensors, which pass them from one operation of a graph to another.
 #pragma once
 
 #include <memory>
@@ -15,14 +15,14 @@ template <class T>
 struct Held {
   std::shared_ptr<T> value;
 
-  // For `Variant`, which asks for all of these: it stays in its process.
+  // `Variant` requires these functions. The object never leaves its process, so it is not serialized.
   static std::string TypeName() { return T::kTypeName; }
   static std::string DebugString() { return T::kTypeName; }
   static void Encode(tensorflow::VariantTensorData*) {}
   static bool Decode(const tensorflow::VariantTensorData&) { return false; }
 };
 
-// TensorFlow takes the elements of a variant to where its tensor is. What is held stays where it is.
+// TensorFlow copies the elements of a variant tensor between devices. The object itself stays on the host.
 template <class T>
 absl::Status stays(const Held<T>& from, Held<T>* to,
                    const tensorflow::UnaryVariantOpRegistry::AsyncTensorDeviceCopyFn&) {
@@ -32,7 +32,7 @@ absl::Status stays(const Held<T>& from, Held<T>* to,
 
 }  // namespace smd::tf_ops
 
-// Lets `Held<T>` be in graphs that devices run; inside of `smd::tf_ops`.
+// Registers `Held<T>` for graphs with devices. Use it inside of `smd::tf_ops`.
 #define SMD_HELD_STAYS(T)                                                         \
   INTERNAL_REGISTER_UNARY_VARIANT_DEVICE_COPY_FUNCTION(                           \
       Held<T>, tensorflow::VariantDeviceCopyDirection::HOST_TO_DEVICE, stays<T>); \

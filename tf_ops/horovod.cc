@@ -1,7 +1,7 @@
-// Bodies of Horovod's ops: describe the tensors, ask for the collectives by name, complete.
+// Kernels of Horovod's operations. Each describes its tensors, submits the collectives by name, and completes.
 //
-// - HVD-1: a call that this rank cannot make fails at once, and the others do not hear of it; what fails later fails on
-// all ranks. Either way the name is free again.
+// - HVD-1: a call that this rank cannot make fails at once, and the other ranks are not told. A call that fails later
+//   fails on all ranks. In both cases the name may be used again.
 
 #include <algorithm>
 #include <cstdint>
@@ -31,7 +31,7 @@ using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 using tensorflow::TensorShape;
 
-// Why a call cannot be made.
+// Thrown where a call is invalid.
 struct Refusal {
   absl::Status status;
 };
@@ -44,7 +44,7 @@ static void must(bool holds, const std::string& otherwise) {
   if (!holds) throw Refusal{absl::InvalidArgumentError(otherwise)};
 }
 
-// The outcome of `body`, which calls the core and `must`.
+// Runs `body`, which may call the core and `must`, and returns its status.
 template <class Body>
 absl::Status attempted(Body&& body) {
   try {
@@ -57,16 +57,16 @@ absl::Status attempted(Body&& body) {
   }
 }
 
-// Collectives in the making, and what their results become.
+// The collectives of one call, and what becomes of their results.
 struct Group {
   std::vector<TensorOperation> operations;
-  // Of each tensor: what the ranks compare.
+  // The shape of each tensor; ranks compare them.
   std::vector<std::vector<std::uint64_t>> shapes;
-  // Of each operation on rows: the output's shape but for their number.
+  // For each operation on rows: the output's shape, except for the number of rows.
   std::vector<TensorShape> likes;
-  // The numbers of rows that came are an output, too.
+  // Whether the numbers of received rows are an output, too.
   bool tells_rows = false;
-  // What remains to be done if all went well.
+  // Runs after success, before the kernel completes.
   std::function<void()> finish = [] {};
 
   void add(TensorOperation operation, const TensorShape& shape) {
@@ -91,7 +91,7 @@ class GroupCompletion : public Completion {
     finish(context_, std::move(done_));
   }
 
-  // The core makes the outputs of one operation after the other.
+  // The core calls this for one operation after the other, in their order.
   void make_outputs(rust::Slice<const std::size_t> rows, rust::Vec<TensorView>& outputs) override {
     if (next_ >= group_.likes.size()) throw std::logic_error("more outputs than operations were asked for");
     TensorShape& shape = group_.likes[next_];
@@ -125,7 +125,7 @@ class GroupCompletion : public Completion {
   std::size_t next_ = 0;
 };
 
-// The core's name of a reduction.
+// The core's name of the reduction with Horovod's number `number`.
 static std::string reduction(int number) {
   static const char* const kNames[] = {"average", "sum", "adasum", "min", "max", "product"};
   must(number >= 0 && number < 6,
@@ -133,7 +133,7 @@ static std::string reduction(int number) {
   return kNames[number];
 }
 
-// What has a name: that of the node, or the caller's, who is blocked then.
+// A kernel with a name: the node's, or one that an eager caller gives, who is blocked until completion.
 class NamedKernel : public AsyncOpKernel {
  public:
   explicit NamedKernel(OpKernelConstruction* construction) : AsyncOpKernel(construction) {
@@ -158,7 +158,7 @@ class NamedKernel : public AsyncOpKernel {
   std::string name_;
 };
 
-// What all collectives share: their attributes, and how they begin.
+// The base class of the collectives: reads their attributes and submits them.
 class CollectiveKernel : public NamedKernel {
  public:
   explicit CollectiveKernel(OpKernelConstruction* construction) : NamedKernel(construction) {
@@ -186,16 +186,16 @@ class CollectiveKernel : public NamedKernel {
   }
 
  protected:
-  // Describes the collectives; may throw what `attempted` knows.
+  // Adds the collectives to `operations`. May throw what `attempted` catches.
   virtual void fill(OpKernelContext* context, std::int64_t group, Group& operations) = 0;
 
   int reduce_op() const { return reduce_op_; }
-  // The root's place in the group.
+  // The root's rank inside the group.
   std::int64_t root() const { return static_cast<std::int64_t>(process_set_root(process_set(), root_)); }
 
  private:
   void ask_for(OpKernelContext* context, const DoneCallback& done, Group group) const {
-    // `ask` reads the descriptions while the completion already owns the operations.
+    // The core reads the descriptions after the operations have moved into the completion.
     std::vector<Operation> cores;
     std::vector<std::size_t> num_dims;
     std::vector<std::uint64_t> dims;
@@ -225,7 +225,7 @@ class CollectiveKernel : public NamedKernel {
   bool is_scaled_ = false;
 };
 
-// Of one tensor or several.
+// All-reduces one tensor or several.
 class AllreduceKernel final : public CollectiveKernel {
  public:
   using CollectiveKernel::CollectiveKernel;
@@ -282,7 +282,8 @@ class BroadcastKernel final : public CollectiveKernel {
   }
 };
 
-// Of variables that are resources. Their tensors may be shared with whoever has read them, so others get new ones.
+// Broadcasts resource variables. A reader may share a variable's tensor, so the variable gets a new tensor instead of
+// new contents.
 class BroadcastInplaceResourceKernel final : public CollectiveKernel {
  public:
   using CollectiveKernel::CollectiveKernel;
@@ -308,7 +309,7 @@ class BroadcastInplaceResourceKernel final : public CollectiveKernel {
       operations.add(std::move(operation), values.shape());
       if (!is_root) received.emplace_back(std::move(variable), std::move(values));
     }
-    // A function that can be copied cannot own what cannot.
+    // `std::function` must be copyable, and the tensors' owner is not.
     auto assigned = std::make_shared<decltype(received)>(std::move(received));
     operations.finish = [assigned] {
       for (auto& [variable, values] : *assigned) {
@@ -319,7 +320,7 @@ class BroadcastInplaceResourceKernel final : public CollectiveKernel {
   }
 };
 
-// Of variables of TensorFlow 1, which are memory.
+// Broadcasts reference variables of TensorFlow 1 in place.
 class BroadcastInplaceKernel final : public CollectiveKernel {
  public:
   using CollectiveKernel::CollectiveKernel;
@@ -359,7 +360,7 @@ class AlltoallKernel final : public CollectiveKernel {
   }
 
  private:
-  // Rows for each rank.
+  // The number of rows for each rank.
   std::vector<std::size_t> rows_of(const Tensor& splits, std::int64_t height, std::size_t num_ranks) const {
     const auto ranks = static_cast<std::int64_t>(num_ranks);
     must(splits.dims() == 1, absl::StrCat("`", name(), "`: alltoall expects a 1D splits tensor, not one of ",
@@ -384,7 +385,8 @@ class AlltoallKernel final : public CollectiveKernel {
   }
 };
 
-// Of one tensor or several. Rows are shared out evenly, and the first ranks get one more of the rest.
+// Reduce-scatters one tensor or several. Rows are divided evenly; the first ranks get one more row each where the
+// division leaves a remainder.
 class ReducescatterKernel final : public CollectiveKernel {
  public:
   using CollectiveKernel::CollectiveKernel;
@@ -501,7 +503,7 @@ class JoinKernel final : public AsyncOpKernel {
   }
 };
 
-// A number that is asked for when the op runs: a job may get others later.
+// Returns a number such as the rank or size, read when the operation runs, because an elastic job may change it.
 template <auto ask>
 class NumberKernel final : public OpKernel {
  public:
@@ -534,14 +536,14 @@ static std::size_t local_rank(std::int64_t) { return world_place().local_rank; }
 static std::size_t local_size(std::int64_t) { return world_place().local_size; }
 
 #define SMD_CPU_KERNEL(name, ...) REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_CPU), __VA_ARGS__)
-// What follows `Device` says which of the tensors are the host's.
+// Registers a kernel for the CPU and the GPU. `on_host` lists the arguments that lie in host memory on a GPU.
 #define SMD_KERNEL(name, on_host, ...) \
   SMD_CPU_KERNEL(name, __VA_ARGS__);   \
   REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_GPU) on_host, __VA_ARGS__)
 
 SMD_KERNEL("HorovodAllreduce", , AllreduceKernel);
 SMD_KERNEL("HorovodGroupedAllreduce", , AllreduceKernel);
-// The core exchanges rows by name in the host's memory only.
+// The core exchanges rows by name only between tensors in host memory.
 SMD_KERNEL("HorovodAllgather", .HostMemory("tensor").HostMemory("output"), AllgatherKernel);
 SMD_KERNEL("HorovodGroupedAllgather", .HostMemory("tensors").HostMemory("outputs"), AllgatherKernel);
 SMD_KERNEL("HorovodBroadcast", , BroadcastKernel);

@@ -1,4 +1,4 @@
-// Bodies of the ops: describe the tensors, call the core, complete.
+// Kernels of the operations. Each describes its tensors, calls the core, and completes.
 
 #include <algorithm>
 #include <string>
@@ -22,7 +22,7 @@ using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 using tensorflow::TensorShape;
 
-// A number that the session knows of a group.
+// Returns a number that the session has for a group: this process's rank in it, or its size.
 template <auto ask>
 class GroupKernel final : public OpKernel {
  public:
@@ -145,8 +145,8 @@ class AllGatherKernel final : public CollectiveKernel {
   }
 };
 
-// Dimension 0 in blocks, one a rank: as many rows as `given` says, or equal parts if it is empty. Says what does not
-// fit.
+// Divides dimension 0 into blocks, one for each rank: the sizes in `given`, or equal blocks if it is empty. Returns an
+// error text if they do not fit.
 std::string blocks(const Tensor& tensor, const Tensor& given, std::size_t ranks, std::vector<std::size_t>& rows) {
   if (tensor.dims() == 0) return "a scalar has no rows to share out";
   const std::int64_t all = tensor.dim_size(0);
@@ -160,7 +160,7 @@ std::string blocks(const Tensor& tensor, const Tensor& given, std::size_t ranks,
   const absl::Span<const std::int64_t> span(sizes.data(), static_cast<std::size_t>(sizes.size()));
   const std::string list = absl::StrCat("blocks of [", absl::StrJoin(span, ", "), "] rows");
   if (span.size() != ranks) return absl::StrCat(list, " for ", members, " ranks: expected one for each");
-  // Against wrapping, one by one.
+  // Subtracts sizes one by one, because their sum could overflow.
   std::int64_t left = all;
   for (const std::int64_t size : span) {
     if (size < 0) return absl::StrCat(list, ": no block has less than none");
@@ -216,7 +216,7 @@ class AllToAllKernel final : public CollectiveKernel {
   }
 
  private:
-  // Nobody need ask what comes.
+  // Blocks are equal on all ranks, so the output's size is known without an exchange of sizes.
   void equal(OpKernelContext* context, DoneCallback done, const std::vector<std::size_t>& rows) const {
     const Tensor& input = context->input(0);
     Tensor* output = nullptr;
@@ -244,7 +244,7 @@ class BarrierKernel final : public CollectiveKernel {
 }  // namespace
 
 #define SMD_CPU_KERNEL(name, ...) REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_CPU), __VA_ARGS__)
-// What follows `Device` says which of the tensors are the host's.
+// Registers a kernel for the CPU and the GPU. `on_host` lists the arguments that lie in host memory on a GPU.
 #define SMD_KERNEL(name, on_host, ...) \
   SMD_CPU_KERNEL(name, __VA_ARGS__);   \
   REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_GPU) on_host, __VA_ARGS__)

@@ -1,7 +1,7 @@
-// Messages between two members.
+// Point-to-point messages between two members.
 //
-// A send is two operations, since a graph has to know when it began, which lets what is longer follow without delaying
-// the message, and when it ended: SmdSend begins it and gives what SmdSent waits for.
+// A send is two operations. SmdSend starts the message and returns a handle; SmdSent waits for its end. Between the
+// two, a graph can run longer operations without delaying the message.
 
 #include <cstdint>
 #include <functional>
@@ -30,7 +30,7 @@ using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 using tensorflow::TensorShape;
 
-// How a message that was sent fares.
+// The state of a message that was sent: under way, or ended with a status.
 class Delivery {
  public:
   static constexpr char kTypeName[] = "smd::Delivery";
@@ -48,7 +48,7 @@ class Delivery {
     for (const auto& each : listeners) each(status);
   }
 
-  // Calls `listener` once, now if the message has ended.
+  // Calls `listener` once: when the message ends, or now if it has ended.
   void when_ended(Listener listener) {
     {
       absl::MutexLock lock(&mutex_);
@@ -63,12 +63,12 @@ class Delivery {
  private:
   absl::Mutex mutex_;
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;
-  // Changes no more once the message has ended.
+  // Does not change after the message has ended.
   absl::Status status_;
   std::vector<Listener> listeners_ ABSL_GUARDED_BY(mutex_);
 };
 
-// What the macros name.
+// Namespaces that TensorFlow's macros refer to.
 namespace variant_op_registry_fn_registration = tensorflow::variant_op_registry_fn_registration;
 using tensorflow::TypeIndex;
 using Message = Held<Delivery>;
@@ -89,7 +89,7 @@ class DeliveryCompletion final : public Completion {
   TensorOperation operation_;
 };
 
-// Who it is to or from, and under which tag.
+// The peer and the tag of a message.
 class Address {
  public:
   explicit Address(OpKernelConstruction* construction) {
@@ -128,7 +128,7 @@ class SendKernel final : public OpKernel {
     auto delivery = std::make_shared<Delivery>();
     output->scalar<tensorflow::Variant>()() = Message{delivery};
     const Tensor& input = context->input(0);
-    // The other member knows as much.
+    // An empty tensor is not sent: the receiver knows from the shape that nothing comes.
     if (input.NumElements() == 0) return delivery->end(absl::OkStatus());
     TensorOperation call = address_.message(context, Collective::Send);
     call.read(input);
@@ -158,7 +158,7 @@ class SentKernel final : public AsyncOpKernel {
   }
 
  private:
-  // Finishes the kernel when nobody refers to it any more: when all messages have ended.
+  // Completes the kernel in its destructor, after the last message has ended.
   class Wait {
    public:
     Wait(OpKernelContext* context, DoneCallback done) : context_(context), done_(std::move(done)) {}
@@ -170,7 +170,7 @@ class SentKernel final : public AsyncOpKernel {
       finish(context_, std::move(done_));
     }
 
-    // Messages may end on several threads.
+    // Takes the end of one message. Several threads may call it at the same time.
     void hear(const absl::Status& status) {
       absl::MutexLock lock(&mutex_);
       status_.Update(status);

@@ -1,4 +1,4 @@
-// Bodies of the collectives that ranks name alike and call in any order.
+// Kernels of the collectives that ranks submit by name, in any order.
 
 #include <string>
 #include <utility>
@@ -15,8 +15,8 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
-// What they share. Nobody else's call waits for one that cannot be made, so there
-// is nothing to tell the others before the session ends.
+// The base class of the collectives by name. If a call is invalid, the other ranks need not be told: none of their
+// operations waits for it before the session ends.
 class NamedKernel : public CollectiveKernel {
  public:
   explicit NamedKernel(OpKernelConstruction* construction) : CollectiveKernel(construction) {
@@ -58,7 +58,7 @@ class NamedBroadcastKernel final : public NamedKernel {
     Tensor* output = nullptr;
     OP_REQUIRES_OK_ASYNC(context, context->forward_input_or_allocate_output({0}, 0, input.shape(), &output), done);
     TensorOperation call = operation(context, Collective::Broadcast);
-    // The core broadcasts in place. A root that is not there is an error that the core tells all ranks.
+    // The core broadcasts in place. It reports a root outside of the group on all ranks.
     OP_REQUIRES_OK_ASYNC(context, copied(input, *output, call.place()), done);
     call.write(*output);
     start(context, std::move(done), std::move(call));

@@ -1,4 +1,5 @@
-// The list of what exists. Bodies are in kernels.cc, and in the file of a kind (named.cc ..), under the same names.
+// All operations of this library. Their kernels are in kernels.cc, or in a file for their kind such as named.cc, under
+// the same names.
 //
 // `group` is a communicator of the core, 0 the world; `root` is a rank inside it. Every member of a group calls the
 // same operations in the same order.
@@ -31,15 +32,15 @@ using tensorflow::shape_inference::ScalarShape;
 using tensorflow::shape_inference::ShapeHandle;
 using tensorflow::shape_inference::UnchangedShape;
 
-// Types that values can be combined in.
+// Element types that can be reduced.
 #define SMD_NUMBERS "uint8, int8, int16, int32, int64, half, bfloat16, float, double, bool, complex64, complex128"
-// What only moves may be of any type whose elements are plain bytes.
+// Element types that can be moved: all whose elements are plain bytes.
 #define SMD_TYPES "{" SMD_NUMBERS ", uint16, uint32, uint64}"
 
 constexpr char kNumber[] = "T: {" SMD_NUMBERS "}";
 constexpr char kNumbers[] = "T: list({" SMD_NUMBERS "}) >= 1";
 constexpr char kType[] = "T: " SMD_TYPES;
-// Those of a named collective; the same with the types that Horovod reduces.
+// Element types of a collective by name; without bool, which Horovod does not reduce.
 #define SMD_REDUCIBLE "uint8, int8, int16, int32, int64, half, bfloat16, float, double, complex64, complex128"
 constexpr char kReducible[] = "T: {" SMD_REDUCIBLE "}";
 constexpr char kReducibles[] = "T: list({" SMD_REDUCIBLE "}) >= 1";
@@ -50,7 +51,7 @@ constexpr char kReduction[] = "op: {'sum', 'average', 'min', 'max', 'product', '
 #undef SMD_TYPES
 #undef SMD_NUMBERS
 
-// The first output has the rows of the first input but for their number.
+// The first output has the shape of the first input, with another number of rows.
 absl::Status rows_shape(InferenceContext* context, DimensionHandle rows) {
   ShapeHandle input;
   TF_RETURN_IF_ERROR(context->WithRankAtLeast(context->input(0), 1, &input));
@@ -60,7 +61,7 @@ absl::Status rows_shape(InferenceContext* context, DimensionHandle rows) {
   return absl::OkStatus();
 }
 
-// How many rows there are in all depends on the number of ranks, which a graph does not fix.
+// The number of rows in all depends on the number of ranks, which a graph does not fix.
 absl::Status all_gather_shape(InferenceContext* context) {
   context->set_output(1, context->Vector(InferenceContext::kUnknownDim));
   return rows_shape(context, context->UnknownDim());
@@ -77,13 +78,13 @@ absl::Status all_to_all_shape(InferenceContext* context) {
   TF_RETURN_IF_ERROR(context->WithRank(context->input(1), 1, &splits));
   const bool equal = context->Value(context->Dim(splits, 0)) == 0;
   context->set_output(1, context->Vector(equal ? context->UnknownDim() : context->Dim(splits, 0)));
-  // As many come as go.
+  // With equal blocks, a rank receives as many rows as it sends.
   return rows_shape(context, equal && context->RankKnown(context->input(0)) && context->Rank(context->input(0)) > 0
                                  ? context->Dim(context->input(0), 0)
                                  : context->UnknownDim());
 }
 
-// Row 0 of each output is unknown, all else as in the inputs.
+// Dimension 0 of each output is unknown; the others are as in the inputs.
 absl::Status gathered_shapes(InferenceContext* context) {
   for (int i = 0; i < context->num_inputs(); ++i) {
     ShapeHandle input;
@@ -95,7 +96,7 @@ absl::Status gathered_shapes(InferenceContext* context) {
   return absl::OkStatus();
 }
 
-// This rank's rows of each output, as soon as it knows its rank.
+// The outputs' rows for this rank, if the process knows its rank already.
 absl::Status scattered_shapes(InferenceContext* context) {
   std::int64_t process_set = 0;
   TF_RETURN_IF_ERROR(context->GetAttr("process_set_id", &process_set));
@@ -291,7 +292,8 @@ REGISTER_OP("SmdBarrier")
     .SetShapeFn(NoOutputs)
     .Doc("Completes when every member has called it.");
 
-// What the core hears of a step: with these around it, the others hear when it fails here alone.
+// SmdBeginStep and SmdEndStep enclose a step. If the step fails on this rank alone in between, the core tells the other
+// ranks.
 
 REGISTER_OP("SmdBeginStep").Output("step: variant").SetIsStateful().SetShapeFn(ScalarShape).Doc(R"(
 Before anything for which other ranks wait.
@@ -305,8 +307,9 @@ REGISTER_OP("SmdEndStep")
     .SetShapeFn(NoOutputs)
     .Doc("After all of the step, or when all ranks know that there will be no more of it.");
 
-// Messages between two members. They have no order with collectives nor among themselves: what was sent to a member
-// under a tag is received under it, in order. Stateful, so that nothing removes one; graphs order them by values.
+// Point-to-point messages between two members. They are not ordered with collectives. Messages to one member under one
+// tag arrive in the order in which they were sent. The operations are stateful, so that TensorFlow removes none; a
+// graph orders them by data dependencies.
 
 REGISTER_OP("SmdSend")
     .Attr(kType)
@@ -371,10 +374,10 @@ params: The gradients' places in the plan.
 whole: Whether these are all gradients of the plan.
 )");
 
-// Ranks call the ops below in any order, and find each other's by `tensor_name`. They are not stateful, so that
-// TensorFlow runs them whenever their tensors are there. `anchors` are outputs of stateful ops, in a graph: with them,
-// TensorFlow does not compute the result once and for all, should the tensor be a constant. `blocking` says that this
-// process does nothing else until the op has ended.
+// Ranks call the operations below in any order and match them by `tensor_name`. They are not stateful, so TensorFlow
+// runs them as soon as their inputs are ready. In a graph, `anchors` are outputs of stateful operations: they keep
+// TensorFlow from folding the result into a constant where the input is one. `blocking` says that this process does
+// nothing else until the operation ends.
 
 REGISTER_OP("SmdNamedAllReduce")
     .Attr(kNumber)
@@ -412,10 +415,10 @@ output = root's tensor, once every rank has called it under the same name.
 tensor: Same shape and type on all ranks.
 )");
 
-// The operations of Horovod's API. Ranks of a process set find each other's by name: that of the node in the graph, or
-// what follows its last slash if `ignore_name_scope`; or `tensor_name`, which says that the caller is blocked, as eager
-// callers are. Of a group, all run together or none does. `reduce_op` is Horovod's number, and ranks are those of its
-// world.
+// Horovod's operations. The ranks of a process set match them by name: `tensor_name` if it is given, which also says
+// that the caller is blocked, as eager callers are; otherwise the node's name, or its part after the last slash with
+// `ignore_name_scope`. The operations of one call run together or not at all. `reduce_op` is Horovod's number of the
+// reduction. Ranks are those of Horovod's world.
 
 REGISTER_OP("HorovodAllreduce")
     .Attr(kReducible)

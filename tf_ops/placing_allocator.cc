@@ -21,19 +21,20 @@
 namespace smd::tf_ops {
 namespace {
 
-// Above TensorFlow's own, which are 60 and, in GPU builds, 70.
+// Higher than the priorities of TensorFlow's own device factories: 60, and 70 in GPU builds.
 constexpr int kPriority = 75;
 
-// TensorFlow's CPU allocator, except that an operation which is likely to make a gradient gets that gradient's slot.
-// Whatever becomes of such a tensor, it is memory like any other: the slot is taken until the last reference is gone,
-// and if something else becomes the gradient, that is copied.
+// TensorFlow's CPU allocator, except that an allocation which is predicted to become a gradient gets that gradient's
+// slot. Such a tensor is valid whatever it becomes. The slot stays taken until its last reference is gone; if another
+// tensor becomes the gradient, that one is copied to the slot.
 //
-// This saves a pass over all gradients per step (docs/performance.md).
+// This saves one pass over all gradients in each step (docs/performance.md).
 class PlacingAllocator final : public tsl::AllocatorWrapper {
  public:
   using AllocatorWrapper::AllocatorWrapper;
 
-  // One for each of TensorFlow's; they live as long as the process, as TensorFlow's do.
+  // Returns the allocator over `base`. There is one for each of TensorFlow's allocators, and they live as long as the
+  // process, as TensorFlow's do.
   static PlacingAllocator* over(tsl::Allocator* base) {
     static auto* mutex = new std::mutex;
     static auto* made = new std::unordered_map<tsl::Allocator*, PlacingAllocator*>;
@@ -66,7 +67,7 @@ class PlacingAllocator final : public tsl::AllocatorWrapper {
     if (!slots_.give_back(data)) compat::deallocate(*wrapped(), data, alignment, num_bytes, compat::Preferred());
   }
 
-  // Of slots, TensorFlow's knows nothing; an allocator need not track sizes.
+  // TensorFlow's allocator does not know the slots, so it cannot report their sizes; tracking sizes is optional.
   bool TracksAllocationSizes() const override { return false; }
   std::size_t AllocatedSizeSlow(const void* data) const override {
     return slots_.has(data) ? 0 : wrapped()->AllocatedSizeSlow(data);
@@ -76,8 +77,8 @@ class PlacingAllocator final : public tsl::AllocatorWrapper {
   bool ClearStats() override { return wrapped()->ClearStats(); }
 
  private:
-  // The name of the operation that runs on this thread, which lies in its kernel: so its address tells kernels apart.
-  // 0 outside of operations.
+  // Identifies the kernel that runs on this thread by the address of its operation's name, which the kernel owns.
+  // Returns 0 outside of kernels.
   static std::size_t current_operation() {
     return compat::address_of(tsl::profiler::ScopedMemoryDebugAnnotation::CurrentAnnotation().pending_op_name);
   }
@@ -85,8 +86,8 @@ class PlacingAllocator final : public tsl::AllocatorWrapper {
   PlacedSlots slots_;
 };
 
-// GPU builds have CPU devices that give GPUs memory which they can reach. Where there are GPUs, these stay, and so do
-// gradients on CPUs where they are made.
+// Where TensorFlow has GPUs, its GPU-aware CPU devices stay, whose host memory GPUs can access. Gradients on the CPU
+// are not placed then.
 bool registered = [] {
   const bool gpus = access("/proc/driver/nvidia/version", F_OK) == 0 || access("/dev/kfd", F_OK) == 0;
   if (!gpus) {
@@ -116,7 +117,7 @@ absl::Status PlacingDeviceFactory::CreateDevices(const tensorflow::SessionOption
       node = i % tensorflow::port::NUMANumNodes();
       locality.set_numa_node(node);
     }
-    // The size is for information only, and TensorFlow's.
+    // TensorFlow's default memory limit, which is informational for CPU devices.
     devices->push_back(std::make_unique<tensorflow::ThreadPoolDevice>(
         options, absl::StrCat(name_prefix, "/device:CPU:", i), tensorflow::Bytes(256 << 20), locality,
         PlacingAllocator::over(tensorflow::ProcessState::singleton()->GetCPUAllocator(node))));

@@ -1,4 +1,4 @@
-// Allocates gradients in the memory in which they are reduced.
+// Allocates gradients directly in the memory in which they are reduced.
 #pragma once
 
 #include <memory>
@@ -9,8 +9,9 @@
 
 namespace smd::tf_ops {
 
-// Makes CPU devices whose allocator places predicted gradients in their slots, and that are TensorFlow's own in all
-// other respects. Devices that exist when this library is loaded stay as they are: then gradients are copied.
+// Creates CPU devices whose allocator returns the slot of a gradient where it predicts one. They are TensorFlow's own
+// devices in all other respects. Devices that exist before this library is loaded keep their allocator; their gradients
+// are copied.
 class PlacingDeviceFactory final : public tensorflow::DeviceFactory {
  public:
   absl::Status ListPhysicalDevices(std::vector<std::string>* devices) override;

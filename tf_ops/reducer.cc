@@ -17,7 +17,7 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
-// A tensor's memory that is a slot of a reducer: taken until the last reference to the tensor is gone.
+// A tensor's buffer that is a reducer's slot. The slot is taken until the last reference to the tensor is gone.
 class SlotBuffer final : public tensorflow::TensorBuffer {
  public:
   SlotBuffer(rust::Box<SlotLease> lease, std::size_t bytes)
@@ -50,7 +50,8 @@ GradientCall::GradientCall(OpKernelContext* context, AsyncOpKernel::DoneCallback
 bool GradientCall::watch() {
   if (cancellation_ == nullptr) return true;
   token_ = cancellation_->get_cancellation_token();
-  // Not this object: the callback may run when the execution, and with it the context, is gone.
+  // The callback captures the plan and not this object, because it may run after the execution and its context are
+  // gone.
   auto plan = std::make_shared<rust::Box<GradientPlan>>(plan_.share());
   return cancellation_->RegisterCallback(token_, [plan, ended = ended_, execution = execution_] {
     ended->store(true);
@@ -62,17 +63,18 @@ void GradientCall::give(std::size_t position, std::size_t param) {
   const auto index = static_cast<int>(position);
   const Tensor& input = context_->input(index);
   const auto* made = static_cast<const std::uint8_t*>(input.data());
-  // Outside of a graph no operation is the same from step to step, and others see what goes in here.
+  // Outside of a graph, no operation recurs from step to step, and the script may hold the inputs; nothing is predicted
+  // then.
   auto lease = plan_.take_slot(param, made, !whole_);
   TensorView gradient = describe(input, place_);
-  // A gradient that a plan for the CPU finds on a device is an error that the core tells.
+  // The core reports a gradient on a device that belongs to a plan for the CPU.
   if (place_.device == DeviceKind::Cpu && lease->ptr() != nullptr && input.NumElements() > 0) {
     gradient.ptr = lease->ptr();
     const auto filled = checked([&] { lease->fill(made); });
     if (!filled.ok()) return answer(position, filled, nullptr);
   } else {
-    // It lies in a slot, somebody still holds the last gradients, there is no reducer yet, or it is on a device, where
-    // it is reduced where it lies.
+    // The gradient is used where it is: it lies in its slot, all slots are taken, the reducer does not exist yet, or it
+    // is on a device and reduced in place.
     Tensor* output = nullptr;
     auto status = context_->forward_input_or_allocate_output({index}, index, input.shape(), &output);
     if (status.ok() && output->data() != input.data()) {
@@ -82,7 +84,8 @@ void GradientCall::give(std::size_t position, std::size_t param) {
     }
     if (!status.ok()) return answer(position, status, nullptr);
   }
-  // The core may answer, and the kernel end, before this returns.
+  // Keeps this object alive: the core may complete the call, and TensorFlow may destroy the kernel's context, before
+  // `arrive` returns.
   const auto self = shared_from_this();
   const auto status = checked([&] { plan_.arrive(param, gradient, std::move(lease), execution_, self, position); });
   if (!status.ok()) answer(position, status, nullptr);
@@ -99,7 +102,7 @@ std::uint8_t* GradientCall::allocate(std::size_t, std::size_t bytes) const {
 
 void GradientCall::reduced(std::size_t position, rust::Str error, rust::Box<SlotLease> lease) const noexcept {
   auto status = to_status({error.data(), error.size()});
-  // What TensorFlow knows as a consequence of another error.
+  // The execution ended with another error. TensorFlow reports that one if this status is CANCELLED.
   if (!status.ok() && ended_->load()) status = absl::CancelledError(status.message());
   if (!status.ok() || lease->ptr() == nullptr) return answer(position, status, nullptr);
   const auto index = static_cast<int>(position);
@@ -111,7 +114,7 @@ void GradientCall::reduced(std::size_t position, rust::Str error, rust::Box<Slot
 }
 
 void GradientCall::release() const noexcept {
-  // Not the call that waits: this may run inside the callback.
+  // `DeregisterCallback` would wait for the callback, in which this may run.
   if (cancellation_ != nullptr) cancellation_->TryDeregisterCallback(token_);
 }
 
@@ -123,7 +126,7 @@ void GradientCall::answer(std::size_t position, const absl::Status& status, Tens
     if (--pending_ > 0) return;
     held_tensors_.clear();
   }
-  // The context may be gone once the callback has been called.
+  // `done_` may destroy the context.
   done_();
 }
 
@@ -155,12 +158,14 @@ class ReduceGradientsKernel final : public AsyncOpKernel {
     }
     const auto call = std::make_shared<GradientCall>(context, done, **plan_, execution(context), whole_);
     OP_REQUIRES_ASYNC(context, call->watch(), absl::CancelledError("the execution has ended"), done);
-    // Gradients are expected in about this order, so the first bucket is reduced while others are copied.
+    // Backward usually produces gradients in reverse order of the parameters. In this order, the first bucket is
+    // reduced while other gradients are still copied.
     for (std::size_t left = params_.size(); left > 0; --left) call->give(left - 1, params_[left - 1]);
   }
 
  private:
-  // Calls that give all gradients of a step at once may be made by several threads in one execution.
+  // Identifies the execution. Several threads may call an operation with all gradients of a step in one execution, so
+  // each call gets a number of its own.
   Execution execution(OpKernelContext* context) const {
     static std::atomic<std::int64_t> calls{0};
     if (whole_) return {++calls, UINT64_MAX, 0};

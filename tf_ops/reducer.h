@@ -1,4 +1,4 @@
-// Reduces gradients as a graph makes them.
+// Reduces gradients while a graph computes them.
 #pragma once
 
 #include <cstddef>
@@ -14,20 +14,20 @@
 
 namespace smd::tf_ops {
 
-// One execution of an operation that gives gradients to a plan's reducer and gets them back, as its outputs. The
-// kernel's `done` is called when the last one is back; no thread of TensorFlow waits.
+// One execution of an operation whose inputs are gradients for a plan's reducer and whose outputs are the reduced
+// gradients. The kernel's `done` is called with the last reduced gradient; no thread of TensorFlow waits.
 class GradientCall final : public GradientOwner, public std::enable_shared_from_this<GradientCall> {
  public:
-  // `whole`: it gives all gradients of a step, which was made outside of a graph.
+  // `whole` says that the operation has all gradients of a step and runs outside of a graph.
   GradientCall(tensorflow::OpKernelContext* context, tensorflow::AsyncOpKernel::DoneCallback done,
                const GradientPlan& plan, const Execution& execution, bool whole);
 
-  // From now on the plan hears if the execution ends before the step; false if it has ended. The callback outlives this
-  // call if the step does: other gradients of it may never come.
+  // Tells the plan if the execution ends before the step does. Returns false if the execution has ended already. The
+  // callback may outlive this call, because other gradients of the step may never arrive.
   bool watch();
 
-  // Puts input `position` where the core can reduce it, and tells the core. The kernel's context may be gone
-  // afterwards, if it was the last one.
+  // Copies input `position` to where the core can reduce it, if necessary, and reports it as ready. After the last
+  // input the kernel's context may be gone when this returns.
   void give(std::size_t position, std::size_t param);
 
   void reduced(std::size_t position, rust::Str error, rust::Box<SlotLease> lease) const noexcept override;
@@ -46,10 +46,10 @@ class GradientCall final : public GradientOwner, public std::enable_shared_from_
   tensorflow::CancellationManager* cancellation_;
   tensorflow::CancellationToken token_ = tensorflow::CancellationManager::kInvalidToken;
   std::shared_ptr<std::atomic<bool>> ended_ = std::make_shared<std::atomic<bool>>(false);
-  // Guards the context and what follows.
+  // Guards the context and the members below.
   mutable std::mutex mutex_;
   mutable std::size_t pending_;
-  // What the core uses on a device until this call ends.
+  // Device memory that the core uses until this call ends.
   mutable std::vector<tensorflow::Tensor> held_tensors_;
 };
 

@@ -1,4 +1,4 @@
-// Errors of the core as TensorFlow's.
+// Converts errors of the core to TensorFlow's.
 #pragma once
 
 #include <string_view>
@@ -8,14 +8,15 @@
 
 namespace smd::tf_ops {
 
-// The status that fits the code of `report`; its message is the report, unchanged. Empty text is success.
+// The status for the error code in `report`; the message is the unchanged report. An empty report is success.
 absl::Status to_status(std::string_view report);
 
-// The same for Horovod's operations, in the classes and with the texts that its scripts look for; without the code.
-// `submitted`: all ranks hear of it. Otherwise this rank could not make its call, and the others have not heard of it.
+// The same for Horovod's operations, with the classes and texts that Horovod's scripts look for, and without the code.
+// `submitted` says that all ranks see this error. Otherwise this rank could not submit its call, and the other ranks do
+// not know of it.
 absl::Status to_horovod_status(std::string_view report, bool submitted);
 
-// Runs `body`, which calls the core; every kernel passes through here.
+// Runs `body` and converts what it throws. Every call from a kernel to the core goes through here.
 template <class Body>
 absl::Status checked(Body&& body) {
   try {

@@ -1,5 +1,5 @@
-// Steps of a pipeline from their beginning to their end. The core hears of both, and of a step that fails in between;
-// what follows from that, it decides (`smd_core::session::step_scope`).
+// Reports the beginning, the end and a failure of a pipeline step to the core, which decides what follows
+// (`smd_core::session::step_scope`).
 
 #include <memory>
 #include <utility>
@@ -19,7 +19,7 @@ using tensorflow::CancellationToken;
 using tensorflow::OpKernel;
 using tensorflow::OpKernelContext;
 
-// A step that TensorFlow runs; it tells of one that fails by cancelling it.
+// A step that TensorFlow runs. TensorFlow cancels the step if one of its operations fails.
 class StepRun {
  public:
   static constexpr char kTypeName[] = "smd::StepRun";
@@ -34,10 +34,10 @@ class StepRun {
     if (!run->cancellation_->RegisterCallback(run->token_, failed)) failed();
   }
 
-  // While the step runs.
+  // Ends the scope. Called while the step runs.
   void end() const {
     scope_->end();
-    // Not the call that waits: this may run inside of the callback.
+    // `DeregisterCallback` would wait for the callback, in which this may run.
     if (cancellation_ != nullptr) cancellation_->TryDeregisterCallback(token_);
   }
 
@@ -47,7 +47,7 @@ class StepRun {
   CancellationToken token_ = CancellationManager::kInvalidToken;
 };
 
-// What the macros name.
+// Namespaces that TensorFlow's macros refer to.
 namespace variant_op_registry_fn_registration = tensorflow::variant_op_registry_fn_registration;
 using tensorflow::TypeIndex;
 SMD_HELD_STAYS(StepRun);
