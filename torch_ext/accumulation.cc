@@ -1,13 +1,14 @@
-// Gradients of parameters that autocast has cast, added up in one pass.
+// Accumulates the gradients of parameters that autocast has cast, in one pass.
 //
-// The gradient of a cast parameter comes in the narrow type, once for each microbatch. PyTorch widens it in memory of
-// its own and adds that to `.grad`; here it is added as it is. Widening is exact, so the sum has the same bits, for
-// about half of the memory traffic, and on devices by a kernel of the core's that takes whole vectors of both types.
+// The gradient of a cast parameter has the narrow type, and there is one for each microbatch. PyTorch widens it into
+// temporary memory and adds that to `.grad`. Here the narrow gradient is added directly. Widening is exact, so the sum
+// has the same bits, with about half of the memory traffic. On devices a kernel of the core loads whole vectors of both
+// types.
 //
-// - ACC-1: casts are found in the first microbatch's graph of a stage. The other microbatches have the same ones
-// (EXE-4);
-//   what is cast anew for each of them, outside of autocast or in a recomputed forward, is added up as PyTorch does.
-// - ACC-2: a parameter with hooks on its gradient keeps PyTorch's way, since a hook is to see each gradient.
+// - ACC-1: casts are found in the graph of a stage's first microbatch. The other microbatches have the same casts
+//   (EXE-4). Parameters that each microbatch casts anew, outside of autocast or in a recomputed forward, accumulate as
+//   in PyTorch.
+// - ACC-2: a parameter with hooks on its gradient accumulates as in PyTorch, because a hook must see each gradient.
 
 #include "accumulation.h"
 
@@ -30,10 +31,10 @@ namespace {
 
 using torch::autograd::variable_list;
 
-// Elements from which on it pays: for smaller ones, the launches are what takes time.
+// The smallest gradient, in elements, for which this pays. For smaller ones the kernel launches dominate.
 constexpr int64_t kLeastElems = 1 << 16;
 
-// Whether the core's kernel adds `addend` to `total`.
+// Whether the core has a kernel that adds `addend` to `total`.
 bool has_kernel(const at::Tensor& total, const at::Tensor& addend) {
   const auto type = addend.scalar_type();
   return total.is_cuda() && total.layout() == at::kStrided && total.scalar_type() == at::kFloat &&
@@ -42,7 +43,7 @@ bool has_kernel(const at::Tensor& total, const at::Tensor& addend) {
          total.is_non_overlapping_and_dense() && !addend.is_neg() && !total.is_neg();
 }
 
-// Runs before a cast's backward, which gets no gradient if the hook has taken it.
+// Runs before the backward of a cast. If the hook has added the gradient itself, the cast gets none.
 class Sum final : public torch::autograd::FunctionPreHook {
  public:
   explicit Sum(at::Tensor parameter) : parameter_(std::move(parameter)) {}
@@ -50,10 +51,10 @@ class Sum final : public torch::autograd::FunctionPreHook {
   variable_list operator()(const variable_list& gradients) override {
     const auto& gradient = gradients.at(0);
     const auto& total = parameter_.grad();
-    // The first one becomes `.grad`. Graphs of gradients are PyTorch's to make.
+    // The first gradient becomes `.grad`. With `create_graph`, PyTorch must accumulate.
     if (!total.defined() || !gradient.defined() || at::GradMode::is_enabled()) return gradients;
     if (total.layout() != at::kStrided || gradient.layout() != at::kStrided) return gradients;
-    // What has moved it to another device takes its gradient back.
+    // The parameter was moved to another device in the forward; the backward moves its gradient back.
     if (total.device() != gradient.device()) return gradients;
     if (at::promote_types(total.scalar_type(), gradient.scalar_type()) != total.scalar_type()) return gradients;
     add_to(total, gradient);
@@ -64,7 +65,7 @@ class Sum final : public torch::autograd::FunctionPreHook {
   at::Tensor parameter_;
 };
 
-// The parameter that `node` casts, if its gradients are to be added up here.
+// Returns the parameter that `node` casts, if its gradients can be accumulated here.
 at::Tensor cast_parameter(const torch::autograd::Node& node) {
   if (node.num_outputs() != 1) return {};
   const auto* accumulator = dynamic_cast<torch::autograd::AccumulateGrad*>(node.next_edge(0).function.get());
@@ -75,7 +76,7 @@ at::Tensor cast_parameter(const torch::autograd::Node& node) {
   return parameter.numel() >= kLeastElems && !hooked ? parameter : at::Tensor();
 }
 
-// From the second backward through a cast of a parameter before `roots` on, its gradients are added up in one pass.
+// Installs the hook on the casts of parameters that `roots` depend on. It acts from the second backward on.
 void add_up_casts(const std::vector<at::Tensor>& roots) {
   std::vector<torch::autograd::Node*> stack;
   std::unordered_set<torch::autograd::Node*> known;

@@ -1,4 +1,4 @@
-// Gradients of parameters that autocast casts, added up.
+// Accumulates the gradients of parameters that autocast casts.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -6,10 +6,10 @@
 
 namespace smd::torch_ext {
 
-// Adds `addend` to the gradient `total`, in one pass also where that is wider.
+// Adds `addend` to the gradient `total` in one pass, also where `total` has a wider element type.
 void add_to(const at::Tensor& total, const at::Tensor& addend);
 
-// Whether a hook is one of these, which adds up the gradients of a cast.
+// Whether `hook` is the hook that accumulates the gradients of a cast.
 bool adds_up(const torch::autograd::FunctionPreHook& hook);
 
 }  // namespace smd::torch_ext

@@ -56,16 +56,16 @@ DeviceKind device_kind_of(const at::Tensor& tensor) {
   }
 }
 
-// Memory that stands for `tensor`'s elements in order. A conjugate or negative view is lazy: its memory holds
-// other values.
+// Whether the memory holds `tensor`'s elements in order. A conjugate or negative view is lazy: its memory holds other
+// values.
 bool is_dense(const at::Tensor& tensor) {
   TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, "a tensor of layout ", tensor.layout(),
                    " cannot be sent: make it dense first (`tensor.to_dense()`)");
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
-// Whether all ranks must take these for one piece of memory: how such blocks travel on a device depends on it, and the
-// ranks do not know how they lie elsewhere.
+// Whether the tensors must form one contiguous block. The answer depends only on sizes, which all ranks know: on a
+// device it determines how blocks travel, and ranks do not know each other's addresses.
 bool make_a_row(at::TensorList tensors) {
   if (tensors.size() < 2 || !tensors[0].is_cuda()) return false;
   const auto like = [&](const at::Tensor& tensor) {
@@ -183,14 +183,14 @@ at::Tensor TensorOperation::dense_output(const at::Tensor& tensor) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   at::Tensor dense = tensor;
   if (!is_dense(tensor)) {
-    // Expanded memory: several elements would have to become one.
+    // Rejects expanded tensors, where several elements share one address.
     at::assert_no_internal_overlap(tensor);
     dense = at::empty(tensor.sizes(), tensor.options());
-    // An alias of its own, since the user's tensor belongs to Python.
+    // Holds an alias, because the user's tensor belongs to Python.
     copies_.emplace_back(at::alias(tensor), dense);
     kept_.push_back(tensor.storage());
   }
-  // Autograd must notice that the values changed; inference tensors have no count of versions.
+  // Autograd must notice that the values have changed. Inference tensors have no version counter.
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
   written_.emplace_back(begin(dense), begin(dense) + dense.nbytes());
   kept_.push_back(dense.storage());
@@ -215,7 +215,7 @@ at::Tensor TensorOperation::dense_input(const at::Tensor& tensor) {
 std::vector<TensorView> TensorOperation::split(const at::Tensor& dense, at::IntArrayRef rows, const char* what) const {
   const int64_t parts = static_cast<int64_t>(group_size(core.group));
   TORCH_CHECK_VALUE(dense.dim() > 0, "the ", what, " has no dimension 0 to split into ", parts, " parts");
-  // SyncBatchNorm's have a dimension of size 1 in front.
+  // SyncBatchNorm's tensors have a leading dimension of size 1.
   int64_t first = 0;
   while (rows.empty() && first + 1 < dense.dim() && dense.size(first) == 1) ++first;
   const int64_t height = dense.size(first);

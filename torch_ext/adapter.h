@@ -1,4 +1,4 @@
-// PyTorch's tensors as the core's views. The only place that looks inside a tensor.
+// Converts PyTorch's tensors to the core's views. No other file looks inside a tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,10 +11,10 @@
 
 namespace smd::torch_ext {
 
-// An operation on tensors: the core's description, and what must live until the operation is complete.
+// An operation on tensors: the core's description, and the memory that must stay alive until the operation completes.
 //
-// The core works on dense memory. A tensor that is dense is used where it lies; another one (strided, conjugated)
-// gets a dense stand-in, and `finish` copies the stand-in of an output back.
+// The core works on dense memory. A dense tensor is used where it lies. Any other tensor (strided, conjugated) gets a
+// dense copy, and `finish` copies the results back.
 class TensorOperation {
  public:
   TensorOperation(Collective collective, int64_t group);
@@ -22,29 +22,29 @@ class TensorOperation {
   // Describe the arguments, outputs first: an input that shares memory with an output is copied.
   void write(const at::Tensor& tensor);
   void read(const at::Tensor& tensor);
-  // As `write` and `read`, one tensor a rank. On a device, blocks of equal size are made to lie side by side.
+  // As `write` and `read`, with one tensor for each rank. On a device, blocks of equal size are made adjacent.
   void write_blocks(at::TensorList tensors);
   void read_blocks(at::TensorList tensors);
-  // In place: the same memory is input and output.
+  // Adds a tensor that is input and output.
   void update(const at::Tensor& tensor);
-  // An output of no elements, for ranks that receive nothing.
+  // Adds an output without elements, for ranks that receive nothing.
   void write_nothing(const at::Tensor& like);
 
-  // As `write` and `read`, one block a rank: `rows[i]` rows of dimension 0 for rank i, or equal parts if `rows` is
-  // empty.
+  // As `write` and `read`, with one block for each rank: `rows[i]` rows of dimension 0 for rank i, or equal blocks if
+  // `rows` is empty.
   void write_rows(const at::Tensor& tensor, at::IntArrayRef rows);
   void read_rows(const at::Tensor& tensor, at::IntArrayRef rows);
 
-  // Called once, after the core is done and before anybody looks at the outputs. Of an operation on a device: after it
-  // was queued, with its stream being the current one.
+  // Copies results back. Call it once, after the core has completed the operation and before the outputs are read. For
+  // an operation on a device: after it is queued, with its stream as the current one.
   void finish() const;
 
-  // The CUDA device that it works on; nothing if it works on the CPU, or on no tensor at all.
+  // The CUDA device of the operation's tensors; none if they are on the CPU or there are none.
   std::optional<c10::Device> device() const;
-  // The stream into which an operation on a device is queued; the one that was current when the tensors were described,
-  // unless it is changed here.
+  // Sets the stream into which an operation on a device is queued. The default is the stream that was current when the
+  // tensors were described.
   void set_stream(std::size_t handle);
-  // Memory that the operation reads or writes.
+  // The memory that the operation reads or writes.
   const std::vector<c10::Storage>& storages() const { return kept_; }
 
   Operation core;
@@ -54,15 +54,15 @@ class TensorOperation {
   at::Tensor dense_input(const at::Tensor& tensor);
   std::vector<TensorView> split(const at::Tensor& dense, at::IntArrayRef rows, const char* what) const;
 
-  // Storages, not tensors: to let go of a tensor on a thread of the core could take Python's lock.
+  // Storages and not tensors: a tensor that a thread of the core releases could take Python's lock.
   std::vector<c10::Storage> kept_;
-  // First byte and end of every output.
+  // The first byte and the end of every output.
   std::vector<std::pair<const char*, const char*>> written_;
-  // An output and its stand-in.
+  // Each output that is not dense, with its dense copy.
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
 };
 
-// Throws PyTorch's type error for a tensor that the core has no description for.
+// Throws PyTorch's type error for an element type or device that the core does not support.
 TensorView describe(const at::Tensor& dense);
 
 }  // namespace smd::torch_ext

@@ -21,7 +21,7 @@ using c10d::kUnsetTimeout;
 using c10d::OpType;
 using Milliseconds = std::chrono::milliseconds;
 
-// c10's errors carry a C++ stack trace in their usual text.
+// Runs `body` and removes the C++ stack trace that c10's errors have in `what()`.
 template <class Body>
 auto plainly(Body&& body) {
   try {
@@ -90,7 +90,7 @@ std::string name_of(const c10d::ReduceOp& op) {
   }
 }
 
-// What a rank contributes: for PREMUL_SUM the product with its factor.
+// The tensor that a rank contributes: for PREMUL_SUM the product with its factor, otherwise the tensor itself.
 at::Tensor contribution(const at::Tensor& tensor, const c10d::ReduceOp& op) {
   if (op != c10d::ReduceOp::PREMUL_SUM) return tensor;
   const auto& factor = static_cast<const c10d::NCCLPreMulSumSupplement&>(*op.supplement_);
@@ -110,7 +110,7 @@ const at::Tensor& contribute(const at::Tensor& tensor, const c10d::ReduceOp& op)
 
 }  // namespace
 
-// How an operation is to be run.
+// How an operation is issued: its type, its title in profiles, its timeout, and whether it is asynchronous.
 struct Backend::Issue {
   OpType type;
   const char* title;
@@ -176,7 +176,7 @@ Backend::Works Backend::issue(const Issue& what, std::vector<TensorOperation> op
     TORCH_CHECK_VALUE(on_device == static_cast<bool>(batch_->device_work),
                       "operations on CPU and CUDA tensors cannot be coalesced");
     std::move(operations.begin(), operations.end(), std::back_inserter(batch_->operations));
-    // Torch waits for what is not asynchronous.
+    // Torch would wait for the work of a synchronous operation, which starts only when the block ends.
     if (!what.async) return nullptr;
     if (on_device) return batch_->device_work;
     return batch_->work;
@@ -206,8 +206,8 @@ Backend::Works Backend::issue(const Issue& what, TensorOperation operation, cons
   return issue(what, std::move(operations), inputs, outputs);
 }
 
-// A collective that this rank cannot even describe (an element type that the core does not know) still takes its place
-// in the group's order: the others hear of it instead of waiting.
+// Runs `body`, which describes and issues a collective. A collective that this rank cannot describe, such as one with
+// an unknown element type, still takes its place in the group's order: the other ranks get an error instead of waiting.
 template <class Body>
 Backend::Works Backend::in_turn(const Tensors& tensors, Body&& body) {
   const bool on_device = !tensors.empty() && tensors[0].is_cuda();
@@ -223,16 +223,16 @@ Backend::Works Backend::in_turn(const Tensors& tensors, Body&& body) {
 }
 
 void Backend::give_up(const std::string& message, bool on_device) noexcept {
-  // What the core says of an operation, all have heard.
+  // An error with a code comes from the core, which has told the other ranks.
   if (!report_code(message).empty()) return;
-  // Torch does not end what an exception has left: all operations that were being coalesced fail with this one.
+  // Torch does not call `endCoalescing` after an exception. All operations of the block fail with this one.
   batch_.reset();
-  // Streams have an order of their own; who waits there compares the ranks' calls.
+  // On devices, ranks that wait compare their calls, so the others need not be told.
   if (on_device) return;
   try {
     fail_next(static_cast<std::uint64_t>(group_), message);
   } catch (const rust::Error&) {
-    // The group is closed: nobody waits.
+    // The group is closed: no rank waits.
   }
 }
 
@@ -430,8 +430,8 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_al
   }
 }
 
-// Each rank's entries, gathered; the sum of entries at one place is what coalescing means. Several collectives that
-// depend on each other: complete when it returns.
+// Gathers the entries of all ranks; coalescing then sums entries with equal indices. The operation consists of several
+// dependent collectives and is complete when this returns.
 Backend::Works Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
   return in_turn(tensors, [&] {
     const auto& tensor = only(tensors, "all_reduce");
@@ -466,7 +466,7 @@ Backend::Works Backend::allreduce_sparse(Tensors& tensors, const c10d::Allreduce
 }
 
 void Backend::startCoalescing() {
-  // An exception inside of torch's `_coalescing_manager` leaves one behind, which no rank must wait for.
+  // An exception inside of torch's `_coalescing_manager` leaves its operations behind. No rank may wait for them.
   if (batch_ && !batch_->operations.empty()) {
     give_up("the operations that were being coalesced were not ended", static_cast<bool>(batch_->device_work));
   }
@@ -521,7 +521,7 @@ void Backend::shutdown() { membership_->close(); }
 
 namespace {
 
-// That of ours in a process group, or null.
+// The `smddp` backend of a process group, or null.
 const Backend* ours(c10d::ProcessGroup& group) {
   for (const auto& device : group.getDeviceTypes()) {
     if (const auto* backend = dynamic_cast<const Backend*>(group.getBackend(device.type()).get())) return backend;
@@ -533,8 +533,8 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 }  // namespace
 
-// Python has no other way to a class that it does not know: a process group goes in and has the backend when it comes
-// back. The group's store is where the ranks meet.
+// Python cannot get an object of a C++ class that it does not know. So the function takes a process group and sets the
+// backend in it. The group's store serves as the rendezvous.
 TORCH_LIBRARY_FRAGMENT(smd, m) {
   m.def(
       "add_backend(__torch__.torch.classes.c10d.ProcessGroup group, int[] ranks, int timeout_ms, "

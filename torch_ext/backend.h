@@ -1,4 +1,4 @@
-// The c10d backend `smddp`: what torch.distributed's process groups call.
+// The c10d backend `smddp`, which process groups of torch.distributed call.
 #pragma once
 
 #include <atomic>
@@ -17,19 +17,19 @@
 
 namespace smd::torch_ext {
 
-// A process group's part that does the work, over a communicator of its own.
+// The backend of one process group, over a communicator of its own.
 //
-// Collectives that the caller does not want to be asynchronous run on the caller's thread and are complete when the
-// function returns; their errors wait in the work that it returns. On CUDA tensors they are in the current stream then,
-// asynchronous ones in the group's communication stream. Where torch passes lists of one tensor a device,
-// there is one.
+// A synchronous collective on the CPU runs on the caller's thread and is complete when the function returns; its error
+// is in the returned work. On CUDA tensors, a synchronous collective is queued into the current stream and an
+// asynchronous one into the group's communication stream. Where torch passes a list of tensors, one for each device of
+// this process, the list has one tensor.
 class Backend final : public c10d::Backend {
  public:
   using Works = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
 
-  // The group of all ranks if `ranks` is empty, else of these global ranks. Collective. With a parent, the group is
-  // made out of it: all of the parent's ranks call this or `stay_out_of_split`.
+  // Makes the group of the global ranks in `ranks`, or of all ranks if it is empty. Collective. With a parent, the
+  // group is split from it: all ranks of the parent call this function or `stay_out_of_split`.
   static c10::intrusive_ptr<Backend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                           const std::vector<int64_t>& ranks, std::chrono::milliseconds timeout,
                                           const Backend* parent = nullptr);
@@ -70,18 +70,19 @@ class Backend final : public c10d::Backend {
   Works barrier(const c10d::BarrierOptions& options) override;
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
 
-  // Operations between the two become one.
+  // Operations between `startCoalescing` and `endCoalescing` become one operation.
   void startCoalescing() override;
   Works endCoalescing() override;
 
-  // Collectives so far, for torch's checks that ranks do not diverge.
+  // The number of collectives so far. Torch's debug mode compares it between ranks.
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
 
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<Options>& options) override;
   void stay_out_of_split() const;
-  // What `init_process_group(device_id=...)` asks for: the first operation on the device would do it otherwise.
+  // Connects the device, as `init_process_group(device_id=...)` requests. Without this call, the first operation on the
+  // device does it.
   void eagerConnectSingleDevice(at::Device device) override;
   void abort() override;
   void shutdown() override;
@@ -89,7 +90,7 @@ class Backend final : public c10d::Backend {
  private:
   struct Issue;
   struct Batch {
-    // Made with the first operation, which says on which device.
+    // Made with the first operation, whose tensors say which device it is.
     c10::intrusive_ptr<GroupWork> work;
     c10::intrusive_ptr<DeviceWork> device_work;
     std::vector<TensorOperation> operations;

@@ -1,4 +1,4 @@
-// Reductions that are backwards: what autograd tells a reducer of them.
+// Backward passes that are reduced: how autograd reports them to a reducer.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
@@ -17,7 +17,7 @@ namespace smd::torch_ext {
 
 using torch::autograd::variable_list;
 
-// Runs after a parameter's gradient was accumulated.
+// Runs after autograd has accumulated a parameter's gradient.
 struct Reducer::Hook final : torch::autograd::FunctionPostHook {
   Hook(const c10::intrusive_ptr<Reducer>& reducer, std::size_t index) : reducer_(reducer), index_(index) {}
 
@@ -31,7 +31,7 @@ struct Reducer::Hook final : torch::autograd::FunctionPostHook {
   std::size_t index_;
 };
 
-// Runs before the node of an output.
+// Runs before the autograd node of a model output, that is, at the start of backward.
 struct Reducer::Entry final : torch::autograd::FunctionPreHook {
   Entry(const c10::intrusive_ptr<Reducer>& reducer, bool sync) : reducer_(reducer), sync_(sync) {}
 
@@ -48,8 +48,8 @@ struct Reducer::Entry final : torch::autograd::FunctionPreHook {
   bool sync_;
 };
 
-// Belongs to the callback at the end of a backward. Autograd drops callbacks of a backward that fails without calling
-// them, which is how this one learns of it.
+// Owned by the callback at the end of a backward. If the backward fails, autograd destroys the callback without calling
+// it, and the destructor reports the failure.
 class Reducer::Backward {
  public:
   explicit Backward(c10::intrusive_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {}
@@ -59,7 +59,7 @@ class Reducer::Backward {
     if (!finished_) reducer_->leave(false);
   }
 
-  // Leaves at once: on a device's thread this object may outlive the call of `backward`, into the next step.
+  // Releases the reducer at once. On a device's thread, this object may outlive `backward` and live into the next step.
   void finish() {
     reducer_->finish();
     finished_ = true;
@@ -96,7 +96,7 @@ void Reducer::watch(const std::vector<at::Tensor>& outputs, bool sync, int64_t s
   sync_ = sync;
   if (sync) times_.forward_started(started);
   for (const auto& watched : watched_) {
-    // Data of another type or device gets another accumulator, which has no hook.
+    // A parameter whose data got another type or device has another gradient accumulator, on which there is no hook.
     TORCH_CHECK(torch::autograd::impl::try_get_grad_accumulator(watched.parameter.tensor) == watched.accumulator,
                 "parameter `", watched.parameter.name, "` was moved to another type or device (it is a ",
                 watched.parameter.tensor.scalar_type(), " tensor on ", watched.parameter.tensor.device(),
@@ -120,7 +120,7 @@ void Reducer::enter(bool sync) {
     return;
   }
   wants_sync_ = sync;
-  // What is to be executed is listed only if not everything is.
+  // Autograd lists the nodes to execute only if it does not execute all.
   const auto* executed = torch::autograd::get_current_graph_task_exec_info();
   accumulates_ = executed != nullptr && executed->empty();
   times_.backward_started();
@@ -157,7 +157,7 @@ void Reducer::on_gradient(std::size_t index, const variable_list& incoming) {
     if (gradient.defined()) {
       place(index, gradient, incoming[0], incoming[0].defined());
     } else {
-      // A function may say that its gradient is zero by giving none.
+      // A custom function may return no gradient, which means zero.
       TORCH_CHECK(!incoming[0].defined(), "the gradient of `", parameter.name,
                   "` was taken away before it was reduced, by a hook of the parameter that sets `.grad` to None");
       place_zeros(index);
@@ -170,12 +170,12 @@ void Reducer::on_gradient(std::size_t index, const variable_list& incoming) {
 void Reducer::finish() {
   const std::lock_guard lock(mutex_);
   if (mode_ == Mode::Entered && accumulates_ && has_hooks_) {
-    // This rank's loss depends on no parameter, but other ranks' may: they get zeros, or an error. If all parameters
-    // are frozen, as a critic's are while its generator learns, they are so everywhere.
+    // This rank's loss depends on no parameter, but another rank's may. Then the others receive zeros or an error. If
+    // all parameters are frozen, as a discriminator's are while its generator trains, they are frozen on all ranks.
     const auto requires_gradient = [](const Watched& watched) { return watched.parameter.tensor.requires_grad(); };
     if (std::any_of(watched_.begin(), watched_.end(), requires_gradient)) begin();
   }
-  // Nothing was accumulated (`torch.autograd.grad`), or nothing is to be reduced.
+  // `torch.autograd.grad` accumulates nothing, and in the other modes nothing is reduced.
   if (mode_ != Mode::Reduced) return;
   place_on_this_thread(nullptr);
   place_missing();
@@ -213,7 +213,7 @@ void Reducer::complete() {
     const auto record = times_.is_sampled() ? (*core_)->record() : StepRecord();
     times_.reduced(static_cast<int64_t>(record.communication_start), static_cast<int64_t>(record.communication_end));
     for (auto& [gradient, dense] : copy_back_) gradient.copy_(dense);
-    // What no rank used keeps what it has: no gradient, so that optimizers pass it over, or an earlier one.
+    // A parameter that no rank used keeps its `.grad`: none, so that optimizers skip it, or an earlier one.
     const auto is_used = [&](std::size_t index) { return used.empty() || used[index] != 0; };
     for (auto& [index, value] : unused_gradients_) {
       if (!is_used(index)) continue;
@@ -282,7 +282,7 @@ void Reducer::leave(bool finished) {
   gradients_.clear();
   held_.clear();
   std::fill(announced_.begin(), announced_.end(), false);
-  // Not kept beyond the step: the model may get others.
+  // The list is not kept beyond the step, because the model may get other buffers.
   buffers_.clear();
 }
 

@@ -1,4 +1,4 @@
-// Votes of the ranks on how they reduce a round of gradients.
+// Votes on how the ranks reduce a round of gradients.
 #pragma once
 
 #include <torch/custom_class.h>
@@ -10,16 +10,16 @@
 
 namespace smd::torch_ext {
 
-// A vote on how the ranks reduce a round of gradients.
+// This rank's vote on how a round of gradients is reduced, and the common result.
 class Ballot : public torch::CustomClassHolder {
  public:
   explicit Ballot(rust::Box<smd::Ballot> core) : core_(std::move(core)) {}
 
-  // Waits for what all ranks do: a `VoteResult`. Takes no Python lock.
+  // Waits for the result, a `VoteResult` that is the same on all ranks. Takes no Python lock.
   int64_t result() const;
-  // The same without a wait; -1 if it is not known yet.
+  // Returns the result without waiting, or -1 if it is not known yet.
   int64_t result_so_far() const;
-  // After the result to make reducers: what `PendingReducer` takes.
+  // The token for `PendingReducer`, after a result that says to create reducers.
   int64_t token() const { return static_cast<int64_t>(core_->token()); }
 
  private:

@@ -23,8 +23,8 @@ std::vector<at::Tensor> GradBucket::parameters() const {
 
 namespace {
 
-// The ops have their bodies in Python (parallel/comm_hooks.py): the dispatcher takes Python's lock, and brings its
-// exceptions through autograd as they are.
+// These operations have their implementation in Python (parallel/comm_hooks.py). The dispatcher takes Python's lock and
+// passes Python's exceptions through autograd unchanged.
 const c10::OperatorHandle& operation(const char* name) {
   return *new c10::OperatorHandle(c10::Dispatcher::singleton().findSchemaOrThrow(name, ""));
 }

@@ -1,4 +1,4 @@
-// Communication hooks: functions of the user that reduce a bucket in the core's place.
+// Communication hooks: functions of the user that reduce a bucket instead of the core.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,14 +12,14 @@
 
 namespace smd::torch_ext {
 
-// What a hook gets: the same as torch's GradBucket, which C++ outside of torch cannot make for Python.
+// The argument of a hook. It has the interface of torch's GradBucket, which only torch itself can create for Python.
 class GradBucket : public torch::CustomClassHolder {
  public:
   struct Slot {
     at::Tensor parameter;
-    // In elements of the buffer.
+    // The start in the buffer, in elements.
     int64_t start;
-    // Of the gradient, which may differ from the parameter's where its memory has gaps.
+    // The strides of the gradient. They differ from the parameter's where the parameter's memory has gaps.
     std::vector<int64_t> strides;
   };
 
@@ -28,7 +28,7 @@ class GradBucket : public torch::CustomClassHolder {
 
   int64_t index() const { return index_; }
   bool is_last() const { return is_last_; }
-  // All gradients side by side, in one dimension.
+  // All gradients of the bucket as one flat tensor.
   at::Tensor buffer() const { return buffer_; }
   void set_buffer(at::Tensor buffer) { buffer_ = std::move(buffer); }
   // Views of the buffer, one for each parameter.
@@ -42,9 +42,10 @@ class GradBucket : public torch::CustomClassHolder {
   const std::vector<Slot> slots_;
 };
 
-// Calls the Python function that was registered as `hook`; what it started goes on when this returns.
+// Calls the Python function that was registered as `hook`. Communication that the function starts may still run when
+// this returns.
 void start_comm_hook(int64_t hook, const c10::intrusive_ptr<GradBucket>& bucket);
-// What the hook made of the bucket, once it is there.
+// Waits for the future that the hook returned, and returns the reduced bucket.
 at::Tensor await_comm_hook(int64_t hook, int64_t bucket);
 
 }  // namespace smd::torch_ext

@@ -9,7 +9,7 @@
 
 namespace smd::torch_ext {
 
-// Ctrl-C ends a wait, and the operation goes on without it.
+// The interval at which a wait looks for signals. Ctrl-C ends the wait but not the operation.
 constexpr std::chrono::milliseconds kLookForSignals(50);
 
 Work::Work(TensorOperation operation) : group_(operation.core.group) {
@@ -26,7 +26,7 @@ void Work::wait() {
   }
   std::unique_lock lock(mutex_);
   while (!completed_.wait_for(lock, kLookForSignals, [this] { return done_; })) {
-    // Without the mutex: to look for signals may take Python's lock.
+    // Without the mutex, because looking for signals may take Python's lock.
     lock.unlock();
     checked([] { check_interrupt("wait for an asynchronous operation"); });
     lock.lock();
@@ -90,7 +90,7 @@ void run(const TensorOperation& operation) {
 c10::intrusive_ptr<Work> start(TensorOperation operation) {
   if (operation.device()) return c10::make_intrusive<Work>(std::move(operation));
   auto work = c10::make_intrusive<Work>();
-  // `submit` reads the description while the completion already owns the operation.
+  // `submit` reads the description after the operation has moved into the completion.
   const Operation core = operation.core;
   core.submit(std::make_unique<WorkCompletion>(work, std::move(operation)));
   return work;

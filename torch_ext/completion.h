@@ -17,17 +17,17 @@ namespace smd::torch_ext {
 class Work : public torch::CustomClassHolder {
  public:
   Work() = default;
-  // An operation on CUDA tensors.
+  // Starts an operation on CUDA tensors.
   explicit Work(TensorOperation operation);
 
-  // Returns when the operation is complete; throws what it failed with, each time. Takes no Python lock. On CUDA
-  // tensors, the current stream waits instead.
+  // Waits until the operation is complete and throws its error, on every call. Takes no Python lock. For CUDA tensors,
+  // the current stream waits instead of the host.
   //
-  // There is no time limit here: the core ends every operation by itself, at its own deadline at the latest.
+  // There is no timeout here, because the core ends every operation at its own timeout at the latest.
   void wait();
   bool is_completed();
 
-  // Ends the operation; `error` is empty on success.
+  // Ends the operation with `error`, which is empty on success.
   void complete(std::string error) noexcept;
 
  private:
@@ -39,13 +39,13 @@ class Work : public torch::CustomClassHolder {
   std::unique_ptr<PendingWork> pending_;
 };
 
-// The last step of an operation that the core is done with; the report of an error, or nothing.
+// Copies results back after the core has completed an operation. Returns the report of an error, or an empty text.
 std::string copy_back(const TensorOperation& operation) noexcept;
 
-// Runs `operation` on this thread; on CUDA tensors, in the current stream.
+// Runs `operation` on this thread; for CUDA tensors, queues it into the current stream.
 void run(const TensorOperation& operation);
 
-// Hands `operation`, and with it the memory it works on, to the core.
+// Submits `operation` to the core, together with the memory that it works on.
 c10::intrusive_ptr<Work> start(TensorOperation operation);
 
 }  // namespace smd::torch_ext

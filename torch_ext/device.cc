@@ -36,8 +36,9 @@ std::size_t handle_of(const c10::Stream& stream) {
   return compat::native_handle(guard(stream.device()), stream, compat::Preferred());
 }
 
-// PyTorch's pool has 32 streams of a priority and gives them out in turn: with more groups than that, some share one.
-// Their operations then run in the order of the host's calls, which must be the same on all ranks, as within a group.
+// PyTorch's pool has 32 streams for each priority and assigns them in turn. With more groups than that, some share a
+// stream. Their operations then run in the order of the host's calls, which must be the same on all ranks, as within
+// one group.
 c10::Stream communication_stream(std::int64_t group, c10::Device device) {
   static std::mutex mutex;
   static auto* streams = new std::map<std::pair<std::int64_t, c10::DeviceIndex>, c10::Stream>;
@@ -81,7 +82,7 @@ PendingWork::PendingWork(std::vector<TensorOperation> operations)
     for (const auto& operation : operations_) operation.finish();
     done_.record(stream_);
   } catch (...) {
-    // Some of it may be queued.
+    // Some of the operations may have been queued.
     let_go(false);
     throw;
   }

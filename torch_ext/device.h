@@ -1,5 +1,5 @@
-// PyTorch's streams and events, through the interfaces of c10 that builds without CUDA have as well, so that one shim
-// serves all builds.
+// PyTorch's streams and events. This file uses c10's generic interfaces, which builds without CUDA have as well, so
+// that one library serves all builds.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -17,17 +17,17 @@ namespace smd::torch_ext {
 
 c10::Stream current_stream(c10::Device device);
 
-// CUDA's handle.
+// The CUDA handle of a stream.
 std::size_t handle_of(const c10::Stream& stream);
 
-// Where asynchronous operations of a group on a device run: one of PyTorch's streams of high priority, so that its
-// allocator knows it.
+// The stream for a group's asynchronous operations on a device. It is one of PyTorch's high-priority streams, so
+// PyTorch's allocator can track its use.
 c10::Stream communication_stream(std::int64_t group, c10::Device device);
 
-// Tells PyTorch's allocator that what is queued in `stream` so far uses the memory.
+// Tells PyTorch's allocator that work queued in `stream` so far uses the memory.
 void record_use(const c10::Storage& storage, const c10::Stream& stream);
 
-// What this thread does meanwhile goes to another stream.
+// Makes a stream current for this thread until the end of the scope.
 class StreamScope {
  public:
   explicit StreamScope(const c10::Stream& stream);
@@ -39,27 +39,28 @@ class StreamScope {
   c10::Stream before_;
 };
 
-// Queues operations on CUDA tensors into the stream that they name, as one if there are several. Throws rust::Error.
+// Queues operations on CUDA tensors into the stream that they name; several become one operation. Throws rust::Error.
 void queue(const std::vector<TensorOperation>& operations);
 
-// Operations in a communication stream: they begin when the stream that was current has done what it was given before,
-// and whoever wants their results makes a stream wait.
+// Operations in a communication stream. They begin after the work that was queued before in the current stream. A
+// stream that uses their results must wait for them.
 //
-// The memory of the tensors is held until then. After that, the stream that waited is where it is used next, as it was
-// before; for every other case PyTorch's allocator is told of the communication stream, and does not give the memory
+// The tensors' memory is held until that wait. Afterwards the waiting stream is the next to use it, so the order of
+// that stream protects it. If nothing waits, PyTorch's allocator is told of the use in the communication stream, so
+// that it does not reuse the memory too early.
 // away early.
 class PendingWork {
  public:
-  // Throws rust::Error.
+  // Queues the operations. Throws rust::Error.
   explicit PendingWork(std::vector<TensorOperation> operations);
   PendingWork(const PendingWork&) = delete;
   PendingWork& operator=(const PendingWork&) = delete;
   ~PendingWork();
 
   const c10::Stream& stream() const { return stream_; }
-  // Makes the current stream wait; the host goes on.
+  // Makes the current stream wait for the operations. The host does not wait.
   void wait();
-  // Whether the device is done.
+  // Whether the device has completed the operations.
   bool is_done() const { return done_.query(); }
 
  private:

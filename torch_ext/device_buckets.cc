@@ -48,7 +48,7 @@ const BucketDescription& DeviceBuckets::reduce(std::size_t index, std::vector<st
   const auto stream = current_stream(device_);
   const bool compressed = plan.wire != plan.dtype;
   std::vector<Piece> pieces;
-  // What is packed lives until that is queued.
+  // Tensors that are packed must live until the packing kernel is queued.
   std::vector<at::Tensor> packed;
   std::vector<TensorView> apart;
   for (std::size_t i = 0; i < plan.params.size(); ++i) {
@@ -75,7 +75,7 @@ const BucketDescription& DeviceBuckets::reduce(std::size_t index, std::vector<st
     if (compressed || data != view.data_ptr()) {
       pieces.push_back({data, plan.starts[i], static_cast<std::size_t>(value.numel())});
     }
-    // What was accumulated where it lies stays the tensor that it is.
+    // A gradient that was accumulated in its view stays the same tensor.
     if (data != view.data_ptr()) packed.push_back(std::exchange(value, view.variable_data()));
   }
   if (plan.elems == 0 && apart.empty()) {
@@ -88,11 +88,12 @@ const BucketDescription& DeviceBuckets::reduce(std::size_t index, std::vector<st
   if (plan.elems > 0) flat.push_back(describe(bucket.flat));
   if (plan.elems > 0 && compressed) {
     const auto options = bucket.flat.options().dtype(scalar_type_of(plan.wire));
-    // Slots have gaps between them.
+    // Zeroed, because slots have gaps between them.
     const auto narrow = plan.params.size() > 1 ? at::zeros({static_cast<int64_t>(plan.elems)}, options)
                                                : at::empty({static_cast<int64_t>(plan.elems)}, options);
     wire.push_back(describe(narrow));
-    // The reduction is queued later, perhaps by another thread: to note the use when it is let go would be too early.
+    // The reduction is queued later, possibly by another thread. Recording the use when the tensor is released would be
+    // too early.
     in_flight_.push_back({narrow, stream});
   }
   DeviceBucket full;
@@ -108,7 +109,7 @@ const BucketDescription& DeviceBuckets::reduce(std::size_t index, std::vector<st
 void DeviceBuckets::follow() {
   const auto here = current_stream(device_);
   checked([&] { (*core_)->follow(handle_of(here)); });
-  // Memory of this stream that is let go from now on is used again after the reduction.
+  // Memory that this stream releases from now on is reused after the reduction.
   const auto is_safe = [&](const Gradient& gradient) { return gradient.stream == here; };
   in_flight_.erase(std::remove_if(in_flight_.begin(), in_flight_.end(), is_safe), in_flight_.end());
   leave();
@@ -123,7 +124,7 @@ bool DeviceBuckets::is_held(const Bucket& bucket, const std::vector<std::optiona
     const auto& view = bucket.views[i];
     const auto& gradient = gradients[bucket.plan.params[i]];
     if (!view.defined() || view.numel() == 0) continue;
-    // What was accumulated where it lies belongs there, whoever else refers to it.
+    // A gradient that was accumulated in its view may be overwritten, even if the script refers to it.
     if (gradient && gradient->value.data_ptr() == view.data_ptr()) continue;
     if (view.storage().use_count() > 1) return true;
   }
@@ -134,7 +135,7 @@ void DeviceBuckets::allocate(Bucket& bucket) const {
   let_go(bucket);
   const auto& plan = bucket.plan;
   const auto& options = layouts_[plan.params[0]].options;
-  // Gaps between slots are reduced, too, and must be numbers.
+  // The gaps between slots are reduced, too, and must hold valid numbers.
   bucket.flat = at::zeros({static_cast<int64_t>(plan.elems)}, options);
   bucket.views.resize(plan.params.size());
   for (std::size_t i = 0; i < plan.params.size(); ++i) {
@@ -151,7 +152,7 @@ void DeviceBuckets::allocate(Bucket& bucket) const {
 }
 
 void DeviceBuckets::let_go(Bucket& bucket) const noexcept {
-  // A backward that failed may have left a reduction under way.
+  // A backward that failed may have left a reduction in flight.
   if (bucket.flat.defined()) protect(bucket.flat);
   bucket.views.clear();
   bucket.flat.reset();

@@ -15,60 +15,62 @@
 
 namespace smd::torch_ext {
 
-// How the gradient of a parameter lies in memory.
+// The memory layout of a parameter's gradient.
 struct GradientLayout {
   at::TensorOptions options;
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
 };
 
-// The memory of all buckets of a plan, PyTorch's own, and views of it that become gradients. Large gradients are
-// reduced where they lie and stay what they are.
+// The memory of all buckets of a plan, from PyTorch's allocator, and the views of it that become gradients. Large
+// gradients are reduced in place, in their own memory.
 //
-// A view that the script still holds when the next gradient of its parameter comes keeps its values: the bucket gets
+// If the script still holds a view when the parameter's next gradient arrives, the view keeps its values: the bucket
+// gets new memory, and the old memory lives as long as the view.
 // new memory, and the old lives on with the views that are held.
 class DeviceBuckets {
  public:
-  // Layouts by parameter.
+  // `layouts` has one entry for each parameter.
   DeviceBuckets(SharedReducer core, c10::Device device, std::vector<GradientLayout> layouts)
       : core_(std::move(core)), device_(device), layouts_(std::move(layouts)) {}
   DeviceBuckets(const DeviceBuckets&) = delete;
   DeviceBuckets& operator=(const DeviceBuckets&) = delete;
   ~DeviceBuckets();
 
-  // A gradient that is ready, and the stream in which it was made.
+  // A gradient that is ready, and the stream that produced it.
   struct Gradient {
     at::Tensor value;
     c10::Stream stream;
-    // Whether other tensors, which are not to change, may lie in its memory.
+    // Whether other tensors may share its memory, which must not change then.
     bool shared = false;
   };
 
-  // Packs and reduces a bucket from gradients by parameter. Returns its plan; what becomes of the gradients is in their
-  // place.
+  // Packs a bucket's gradients and starts its reduction. `gradients` is indexed by parameter; reduced views replace its
+  // entries. Returns the bucket's plan.
   const BucketDescription& reduce(std::size_t index, std::vector<std::optional<Gradient>>& gradients);
 
-  // Makes the current stream wait for what was reduced.
+  // Makes the current stream wait for all reductions.
   void follow();
-  // Gradients may go; what was reduced since the last time is perhaps not followed.
+  // Ends the step. Tells the allocator of reductions that no stream has waited for, because the script may release
+  // gradients now.
   void leave() noexcept;
 
  private:
   struct Bucket {
     BucketDescription plan;
-    // Undefined before its first use, and where no slot takes room.
+    // Undefined before the first use, and if the bucket has no packed gradients.
     at::Tensor flat;
-    // One for each parameter of the plan, each with a storage of its own that keeps `flat` alive; undefined for those
-    // that are set apart. Gradients share the storage, but are tensors of their own: what Python has seen counts more
-    // references than there are.
+    // One view for each parameter of the bucket; undefined for gradients that are reduced in place. Each view has a
+    // storage of its own, which keeps `flat` alive. Gradients share that storage but are separate tensors, because a
+    // tensor that Python has seen counts additional references.
     std::vector<at::Tensor> views;
   };
 
-  // Whether a tensor of somebody else's refers to a view that would be overwritten.
+  // Whether the script holds a view that the next reduction would overwrite.
   static bool is_held(const Bucket& bucket, const std::vector<std::optional<Gradient>>& gradients);
   void allocate(Bucket& bucket) const;
   void let_go(Bucket& bucket) const noexcept;
-  // The memory is not used again before what is queued is reduced.
+  // Keeps the allocator from reusing the memory before the queued reductions have ended.
   void protect(const at::Tensor& tensor) const noexcept;
 
   SharedReducer core_;
@@ -76,7 +78,7 @@ class DeviceBuckets {
   std::vector<GradientLayout> layouts_;
   std::uint64_t plan_ = 0;
   std::vector<Bucket> buckets_;
-  // Gradients that are being reduced where they lie, and what others are cast to.
+  // Gradients that are being reduced in place, and the narrow copies that are reduced instead of others.
   std::vector<Gradient> in_flight_;
 };
 

@@ -10,7 +10,7 @@
 namespace smd::torch_ext {
 namespace {
 
-// How often a host that waits looks at the device.
+// The interval at which a waiting host polls the device.
 constexpr std::chrono::microseconds kLookEvery(200);
 
 }  // namespace
@@ -27,7 +27,7 @@ void DeviceWork::run(const std::vector<TensorOperation>& operations) {
 
 void DeviceWork::start(std::vector<TensorOperation> operations) {
   checked([&] { pending_.emplace(std::move(operations)); });
-  // For the profiler: what is queued is done, as far as the host is concerned.
+  // For the profiler: the host's work ends when the operations are queued.
   finish();
 }
 
@@ -79,7 +79,7 @@ c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
     std::vector<c10::Device> devices;
     if (!outputs_.empty()) devices.push_back(outputs_[0].device());
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
-    // The future notes where the current stream is.
+    // The future records an event in the current stream.
     std::optional<StreamScope> scope;
     if (pending_) scope.emplace(pending_->stream());
     future_->markCompleted(c10::IValue(outputs_));

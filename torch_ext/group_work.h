@@ -1,4 +1,4 @@
-// Handles of the c10d backend's operations.
+// Handles of the c10d backend's operations on the CPU.
 #pragma once
 
 #include <cstddef>
@@ -12,18 +12,21 @@
 
 namespace smd::torch_ext {
 
-// One c10d operation: one or several of the core's. Complete when the last of them is; the first error is its own.
+// One c10d operation, which consists of one or several of the core's. It completes with the last of them, and its error
+// is the first of theirs.
 class GroupWork final : public c10d::Work {
  public:
-  // `title` names it in profiles. `outputs` is what its future holds.
+  // `title` is the name in profiles. `outputs` are the values of the future.
   GroupWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs,
             const std::vector<at::Tensor>& outputs);
 
-  // Runs the operations here, or hands them to the core. Several collectives are a batch. Called once.
+  // Runs the operations on this thread (`run`) or submits them to the core (`start`). Several collectives become one
+  // batch. Call one of them, once.
   void run(const std::vector<TensorOperation>& operations);
   void start(std::vector<TensorOperation> operations);
 
-  // False if a signal ended it: Python raises what the signal's handler raised as soon as this thread is back in it.
+  // Returns false if a signal ended the wait. Python then raises what the signal's handler raised, as soon as this
+  // thread is back in Python.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   int sourceRank() const override;
   std::vector<at::Tensor> result() override;
@@ -34,10 +37,11 @@ class GroupWork final : public c10d::Work {
 
   void call_done(const std::string& error, std::int64_t source) noexcept;
 
-  // Aliases, which Python does not know: the last to let go of one may be a thread of the core.
+  // Aliases that Python does not know, because a thread of the core may release the last reference and must not take
+  // Python's lock.
   std::vector<at::Tensor> outputs_;
   const char* title_;
-  // What follows is guarded by mutex_, as the base class's state is.
+  // Members below are guarded by mutex_, as the base class's state is.
   std::size_t pending_calls_ = 0;  // 0 before the start, too.
   bool done_ = false;
   std::exception_ptr error_;

@@ -1,4 +1,4 @@
-// Collectives by name: ranks submit them in any order.
+// Collectives by name, which ranks submit in any order.
 #pragma once
 
 #include <torch/custom_class.h>
@@ -18,18 +18,19 @@ namespace smd::torch_ext {
 // One or several collectives under one name, in flight. Dropping the handle does not cancel them.
 class NamedWork : public torch::CustomClassHolder {
  public:
-  // Returns when they are complete; throws what they failed with, each time. Takes no Python lock. On CUDA tensors,
-  // what is complete is queued into the stream that was current.
+  // Waits until all are complete and throws their error, on every call. Takes no Python lock. For CUDA tensors, an
+  // operation is complete when it is queued into the stream that was current at its submission.
   void wait();
   bool is_completed();
-  // Tensors that were made for the results, after success: of those that came without outputs.
+  // The tensors that were allocated for results, in the order of the operations that had no outputs. Call it after
+  // success.
   std::vector<at::Tensor> results();
-  // Of a join: the rank that joined last.
+  // The result of a join: the rank that joined last.
   std::int64_t last();
 
-  // Lets `wait` bring it on.
+  // Sets the core's handle, with which `wait` runs the negotiation on the waiting thread.
   void set_handle(rust::Box<NamedHandle> handle);
-  // Ends the operation; `error` is empty on success.
+  // Ends the operation with `error`, which is empty on success.
   void complete(std::string error, std::vector<at::Tensor> results, std::int64_t last) noexcept;
 
  private:
@@ -37,7 +38,7 @@ class NamedWork : public torch::CustomClassHolder {
 
   std::mutex mutex_;
   std::condition_variable completed_;
-  // Until it is done.
+  // Null once the operation is done.
   std::shared_ptr<rust::Box<NamedHandle>> handle_;
   bool done_ = false;
   std::string error_;

@@ -1,4 +1,4 @@
-// The operations on tensors, described for the core: torch.ops.smd and the c10d backend have them in common.
+// Describes the operations on tensors for the core. torch.ops.smd and the c10d backend share these functions.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,7 +10,7 @@
 
 namespace smd::torch_ext {
 
-// ops.cc says what they mean.
+// ops.cc documents each operation.
 TensorOperation all_reduce_(const at::Tensor& tensor, std::string op, int64_t group);
 TensorOperation reduce_(const at::Tensor& tensor, std::string op, int64_t root, int64_t group);
 TensorOperation broadcast_(const at::Tensor& tensor, int64_t root, int64_t group);

@@ -1,4 +1,4 @@
-// Errors of the core as PyTorch's.
+// Converts errors of the core to PyTorch's.
 #pragma once
 
 #include <string>
@@ -7,10 +7,10 @@
 
 namespace smd::torch_ext {
 
-// Throws the c10 error that fits the code of `report`; its message is the report, unchanged.
+// Throws the c10 error for the error code in `report`; its message is the unchanged report.
 [[noreturn]] void throw_report(const std::string& report);
 
-// Runs `body`, which calls the core; every kernel passes through here.
+// Runs `body` and converts what it throws. Every call from a kernel to the core goes through here.
 template <class Body>
 auto checked(Body&& body) {
   try {

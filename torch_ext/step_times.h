@@ -1,4 +1,4 @@
-// How long the parts of a step take: what DistributedDataParallel's logging data tells.
+// Measures the phases of a step for DistributedDataParallel's logging data.
 #pragma once
 
 #include <ATen/core/Dict.h>
@@ -8,21 +8,22 @@
 
 namespace smd::torch_ext {
 
-// Times are nanoseconds of the monotonic clock, which is also the core's.
+// All times are in nanoseconds of the monotonic clock, which the core uses, too.
 class StepTimes {
  public:
-  // Steps of the sample are the first ten, then every n-th.
+  // Samples the first ten steps and then every `rate`-th step.
   void set_sample_rate(int64_t rate) { sample_rate_ = rate; }
 
   void forward_started(int64_t at) { current_.forward_start = at; }
   void backward_started();
   void gradient_made();
-  // Whether the step that is under way belongs to the sample.
+  // Whether the current step is sampled.
   bool is_sampled() const;
-  // Everything is reduced. Communication went on from `start` to `end`, which count if the step is sampled.
+  // Notes that all buckets are reduced. `start` and `end` are the times of the communication; they count if the step is
+  // sampled.
   void reduced(int64_t start, int64_t end);
 
-  // The last step of the sample, and averages over the sample, under torch's names.
+  // The last sampled step and averages over all sampled steps, under torch's names.
   c10::Dict<std::string, int64_t> sampled() const;
 
  private:
@@ -43,7 +44,7 @@ class StepTimes {
   static Durations durations(const Step& step);
 
   int64_t sample_rate_ = 100;
-  // Of the step that is under way.
+  // Members below describe the current step.
   int64_t iteration_ = 0;
   Step current_;
   int64_t last_iteration_ = 0;
