@@ -20,17 +20,18 @@
 namespace smd::torch_ext {
 namespace {
 
-// A signal that Python answers with an exception, as Ctrl-C, ends a wait, and the operation goes on without it.
+// The interval at which a wait looks for signals. A signal whose handler raises an exception, as Ctrl-C does, ends the
+// wait but not the operation.
 constexpr std::chrono::milliseconds kSignalsEvery(50);
-// How long a thread without work stays.
+// How long a callback thread without work stays.
 constexpr std::chrono::seconds kIdleTime(10);
 
-// Threads for what futures call when they complete. A callback may run Python and may wait for the group's next
-// operation, so it must not run on the thread that runs operations; and it may wait for another callback, so there is
-// a thread for each that is under way.
+// Threads that run the callbacks of futures. A callback may run Python and may wait for the group's next operation, so
+// it must not run on the group's worker thread. It may also wait for another callback, so each running callback has a
+// thread of its own.
 class Callbacks {
  public:
-  // Never destroyed: threads may still use it while the process ends.
+  // Never destroyed, because threads may still use it while the process ends.
   static Callbacks& instance() {
     static auto* callbacks = new Callbacks;
     return *callbacks;
@@ -75,13 +76,13 @@ std::vector<at::Tensor> aliases(const std::vector<at::Tensor>& tensors) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   std::vector<at::Tensor> result;
   result.reserve(tensors.size());
-  // A sparse tensor has no alias.
+  // `at::alias` does not support sparse tensors.
   for (const auto& tensor : tensors) result.push_back(tensor.layout() == at::kStrided ? at::alias(tensor) : tensor);
   return result;
 }
 
-// What a future of the operation holds. That of an all-gather holds one tensor with a dimension more, as with NCCL:
-// communication hooks of PyTorch count on it.
+// The value of an operation's future. For an all-gather it is one tensor with an additional leading dimension, as with
+// NCCL; PyTorch's communication hooks rely on that.
 c10::IValue value_of(c10d::OpType type, const std::vector<at::Tensor>& outputs) {
   const auto like_first = [&](const at::Tensor& output) {
     return output.layout() == at::kStrided && output.sizes() == outputs.front().sizes();
@@ -162,7 +163,7 @@ void GroupWork::run(const std::vector<TensorOperation>& operations) {
 }
 
 void GroupWork::start(std::vector<TensorOperation> operations) {
-  // Messages stand outside the order of the group, so the batch may follow them.
+  // Messages are not ordered with collectives, so they may be submitted before the batch.
   const auto messages = std::stable_partition(operations.begin(), operations.end(), is_message);
   std::vector<std::vector<TensorOperation>> parts;
   for (auto message = operations.begin(); message != messages; ++message) {
@@ -171,11 +172,11 @@ void GroupWork::start(std::vector<TensorOperation> operations) {
   if (messages != operations.end()) {
     parts.emplace_back(std::make_move_iterator(messages), std::make_move_iterator(operations.end()));
   }
-  // One more than there are, so that it is not complete before all have been handed over.
+  // Counts one more than there are, so that the work is not complete before all are submitted.
   pending_calls_ = parts.size() + 1;
   for (auto& part : parts) {
-    // The core reads the descriptions while the completion already owns the operations: moving a vector moves none
-    // of its elements.
+    // The core reads the descriptions after the vector has moved into the completion; moving a vector keeps its
+    // elements in place.
     const auto calls = calls_of(part);
     auto done = std::make_unique<CallCompletion>(c10::intrusive_ptr<GroupWork>::reclaim_copy(this), std::move(part));
     try {
@@ -199,7 +200,7 @@ void GroupWork::call_done(const std::string& error, std::int64_t source) noexcep
     if (!error.empty() && !error_) error_ = exception_of(error);
     if (source >= 0) source_ = source;
     if (--pending_calls_ > 0) return;
-    // From here on, `getFuture` completes the future that it makes.
+    // From here on, `getFuture` completes a new future itself.
     done_ = true;
     future = future_;
     failure = error_;
@@ -222,7 +223,7 @@ bool GroupWork::wait(std::chrono::milliseconds timeout) {
               "` is waited for before the end of the coalesced operations it is part of",
               " (an error inside of `_coalescing_manager`?)");
   while (!cv_.wait_for(lock, kSignalsEvery, [this] { return completed_; })) {
-    // Without the mutex: to look for signals may take Python's lock.
+    // Without the mutex, because looking for signals may take Python's lock.
     lock.unlock();
     try {
       check_interrupt(title_);
@@ -255,7 +256,7 @@ c10::intrusive_ptr<c10::ivalue::Future> GroupWork::getFuture() {
     const std::lock_guard lock(mutex_);
     if (future_) return future_;
     future = future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    // Otherwise whoever completes the work sees the future.
+    // If the work is not done, the thread that completes it also completes this future.
     if (!done_) return future;
   }
   if (error_) {

@@ -15,7 +15,7 @@ namespace smd::torch_ext {
 
 namespace {
 
-// The same memory for a tensor that may be resized, which some hooks do; it then gets memory of its own.
+// An alias that may be resized, which some hooks do. A larger size gives it memory of its own.
 at::Tensor resizable_view(const at::Tensor& tensor) {
   const auto keep = [](void* kept) { delete static_cast<at::Tensor*>(kept); };
   c10::DataPtr data(tensor.data_ptr(), new at::Tensor(tensor), keep, tensor.device());
@@ -72,7 +72,7 @@ void Reducer::run_comm_hooks() {
 }
 
 void Reducer::take_hooked() {
-  // Python runs before the guards.
+  // The hooks may run Python, so they are awaited before the mutex is taken.
   std::vector<at::Tensor> results;
   for (const auto& hooked : hooked_) results.push_back(await_comm_hook(comm_hook_, hooked.bucket->index()));
   const at::NoGradGuard no_grad;

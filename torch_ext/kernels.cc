@@ -1,4 +1,4 @@
-// The ops: operations.cc describes the tensors, and here the core is called.
+// Kernels of the operations: operations.cc describes the tensors, and these functions call the core.
 
 #include <torch/library.h>
 
@@ -11,7 +11,7 @@
 namespace smd::torch_ext {
 namespace {
 
-// The blocking, the asynchronous and the shape-only form of an operation, from its description.
+// The blocking, the asynchronous and the meta kernel of an operation, made from the function that describes it.
 template <auto describe>
 struct Forms;
 
@@ -23,7 +23,7 @@ struct Forms<describe> {
   static c10::intrusive_ptr<Work> async(Arguments... arguments) {
     return checked([&] { return start(describe(std::forward<Arguments>(arguments)...)); });
   }
-  // Every operation works on tensors that exist, so shapes stay as they are.
+  // Operations write to existing tensors, so the meta kernel has nothing to do.
   static void shapes(Arguments...) {}
 };
 
@@ -50,8 +50,8 @@ TORCH_LIBRARY_IMPL(smd, Meta, m) {
   each([&m](const std::string& name, auto forms) { m.impl(name.c_str(), TORCH_FN(decltype(forms)::shapes)); });
 }
 
-// For every backend: the adapter and the core say what a tensor that is not dense CPU memory needs, in clearer words
-// than the dispatcher's.
+// Registered for every backend. For a tensor that the library does not support, the adapter and the core have clearer
+// errors than the dispatcher.
 TORCH_LIBRARY_IMPL(smd, CompositeExplicitAutograd, m) {
   each([&m](const std::string& name, auto forms) {
     using F = decltype(forms);

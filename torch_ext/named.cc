@@ -15,36 +15,37 @@
 
 namespace smd::torch_ext {
 
-// Apart from the collectives in order, which have the same names.
+// A namespace of their own, because the ordered collectives have the same names.
 namespace named {
 
 using Handle = c10::intrusive_ptr<NamedWork>;
 
-// Ctrl-C ends a wait, and the operation goes on without it.
+// The interval at which a wait looks for signals. Ctrl-C ends the wait but not the operation.
 constexpr std::chrono::milliseconds kLookForSignals(50);
 
-// How it is asked for; the last arguments of every op.
+// The last arguments of every operation by name.
 struct NamedOptions {
   std::string kind;
   std::string name;
   bool blocking;
   double prescale = 1.0;
   double postscale = 1.0;
-  // The caller multiplies.
+  // The caller applies the factors itself; ranks only compare them.
   bool is_scaled = false;
-  // Others may have the name too.
+  // Other operations of this process may have the name, too; they run one after the other.
   bool shared = false;
 };
 
-// Operations in the making, and what their results become.
+// The operations of one call, and what becomes of their results.
 struct Group {
   std::vector<TensorOperation> operations;
   std::vector<at::Tensor> results;
-  // Of each tensor: what the ranks compare.
+  // The shape of each tensor; ranks compare them.
   std::vector<std::vector<std::uint64_t>> shapes;
-  // Of each operation on rows: what its output is like. Not the tensor, which may belong to Python.
+  // For each operation on rows: the row shape and type of its output. A tensor is not kept, because it may belong to
+  // Python.
   std::vector<std::pair<std::vector<int64_t>, at::TensorOptions>> likes;
-  // The numbers of rows that came are a result, too.
+  // Whether the numbers of received rows are a result, too.
   bool tells_rows = false;
 
   void add(TensorOperation operation, at::IntArrayRef shape) {
@@ -66,7 +67,7 @@ class GroupCompletion final : public Completion {
     work_->complete(std::move(text), std::move(group_.results), source);
   }
 
-  // The core makes the outputs of one operation after the other.
+  // The core calls this for one operation after the other, in their order.
   void make_outputs(rust::Slice<const std::size_t> rows, rust::Vec<TensorView>& outputs) override {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     if (next_ >= group_.likes.size()) throw std::logic_error("more outputs than operations were asked for");
@@ -88,7 +89,7 @@ class GroupCompletion final : public Completion {
 };
 
 static Handle start(const NamedOptions& options, Group group) {
-  // `ask` reads the descriptions while the completion already owns the operations.
+  // The core reads the descriptions after the operations have moved into the completion.
   std::vector<Operation> cores;
   std::vector<std::size_t> num_dims;
   std::vector<std::uint64_t> dims;
@@ -115,7 +116,7 @@ static Handle start(const NamedOptions& options, Group group) {
   return work;
 }
 
-// In place where there are outputs, which are the inputs then.
+// If `outputs` is not empty, it equals `inputs`, and the operation is in place.
 static Handle all_reduce(at::TensorList inputs, at::TensorList outputs, std::string op, double prescale,
                          double postscale, bool is_scaled, std::string kind, std::string name, int64_t process_set,
                          bool blocking) {
@@ -184,7 +185,7 @@ static Handle all_gather(at::TensorList inputs, std::string kind, std::string na
   });
 }
 
-// Without splits: equal ones.
+// Without `splits`, dimension 0 is divided into equal blocks.
 static Handle all_to_all(const at::Tensor& input, std::optional<at::IntArrayRef> splits, std::string kind,
                          std::string name, int64_t process_set, bool blocking) {
   return checked([&] {
@@ -225,7 +226,7 @@ static Handle all_to_all(const at::Tensor& input, std::optional<at::IntArrayRef>
   });
 }
 
-// Rows are shared out evenly, and the first ranks get one more of the rest.
+// Rows are divided evenly; the first ranks get one more row each where the division leaves a remainder.
 static Handle reduce_scatter(at::TensorList inputs, std::string op, double prescale, double postscale, bool is_scaled,
                              std::string kind, std::string name, int64_t process_set, bool blocking) {
   return checked([&] {
@@ -261,7 +262,7 @@ static Handle barrier(std::string kind, int64_t process_set) {
   });
 }
 
-// All of a step's gradients that have these names, a line for each, have been asked for.
+// Compares across ranks which gradients a step has. `names` has one name in each line.
 static Handle step(std::string_view name, std::string_view names, int64_t process_set) {
   return checked([&] {
     StepGradients gradients;
@@ -291,14 +292,14 @@ void NamedWork::wait() {
       completed_.wait_for(lock, named::kLookForSignals, [this] { return done_; });
     }
     if (is_completed()) break;
-    // Without the mutex: this may take Python's lock.
+    // Without the mutex, because this may take Python's lock.
     checked([] { check_interrupt("wait for a collective with a name"); });
   }
   const std::lock_guard lock(mutex_);
   if (!error_.empty()) throw_report(error_);
 }
 
-// Without the mutex: this thread may be the one that completes it.
+// Without the mutex, because this thread may complete the operation itself.
 bool NamedWork::drive() {
   std::unique_lock lock(mutex_);
   const auto handle = handle_;

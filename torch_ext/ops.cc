@@ -1,9 +1,9 @@
-// The list of what exists. Bodies are in kernels.cc, under the same names.
+// All operations of this library. Their kernels are in kernels.cc, under the same names.
 //
 // `group` is a communicator of the core, 0 the world; roots and peers are ranks inside it. Every member of a group
-// calls the same operations in the same order. Blocking operations return when this rank's part is complete;
-// `<name>_async` returns a handle at once and keeps the memory of its tensors until the operation is complete.
-// Tensors of other ranks with the same role have the same shape and type unless said otherwise.
+// calls the same operations in the same order. Blocking operations return when this rank's part is complete.
+// `<name>_async` returns a handle at once and keeps the memory of its tensors until the operation is complete. Tensors
+// of different ranks with the same role have the same shape and type unless said otherwise.
 
 #include <torch/custom_class.h>
 #include <torch/library.h>
@@ -33,20 +33,20 @@ TORCH_LIBRARY(smd, m) {
       .def("results", &NamedWork::results)
       .def("last", &NamedWork::last);
 
-  // The session as the core sees it.
+  // The session's rank and size.
   m.def("rank() -> int");
   m.def("size() -> int");
   m.def("session_id() -> int");
 
   // tensor = op over ranks (tensor). op: sum, average, min, max, product, bit_and, bit_or, bit_xor.
   define(m, "all_reduce_", "(Tensor(a!) tensor, str op, int group)");
-  // As all_reduce_ on `root`; other ranks' tensors stay as they are.
+  // As all_reduce_, but only the tensor of `root` changes.
   define(m, "reduce_", "(Tensor(a!) tensor, str op, int root, int group)");
   // tensor = root's tensor.
   define(m, "broadcast_", "(Tensor(a!) tensor, int root, int group)");
   // outputs[i] = rank i's input. Blocks may differ in size.
   define(m, "all_gather", "(Tensor(a!)[] outputs, Tensor input, int group)");
-  // As all_gather; the outputs are equal parts of dimension 0.
+  // As all_gather; the outputs are equal blocks of dimension 0.
   define(m, "all_gather_single", "(Tensor(a!) output, Tensor input, int group)");
   // As all_gather on `root`; outputs are empty on other ranks.
   define(m, "gather", "(Tensor(a!)[] outputs, Tensor input, int root, int group)");
@@ -54,24 +54,23 @@ TORCH_LIBRARY(smd, m) {
   define(m, "scatter", "(Tensor(a!) output, Tensor[] inputs, int root, int group)");
   // output = op over ranks r (inputs[rank] of r).
   define(m, "reduce_scatter", "(Tensor(a!) output, Tensor[] inputs, str op, int group)");
-  // As reduce_scatter; the inputs are equal parts of dimension 0.
+  // As reduce_scatter; the inputs are equal blocks of dimension 0.
   define(m, "reduce_scatter_single", "(Tensor(a!) output, Tensor input, str op, int group)");
   // outputs[i] = rank i's inputs[rank]. Blocks may differ in size.
   define(m, "all_to_all", "(Tensor(a!)[] outputs, Tensor[] inputs, int group)");
-  // As all_to_all; blocks are rows of dimension 0: as many as the sizes say, or equal parts without sizes.
+  // As all_to_all; blocks are rows of dimension 0, with the given sizes, or equal blocks without sizes.
   define(m, "all_to_all_single", "(Tensor(a!) output, Tensor input, int[] output_sizes, int[] input_sizes, int group)");
   // Returns when every member has called it.
   define(m, "barrier", "(int group)");
-  // A message to one member; messages of one pair and tag arrive in order.
+  // A message to one member. Messages between two members under one tag arrive in the order in which they were sent.
   define(m, "send", "(Tensor tensor, int to, int tag, int group)");
-  // A message from one member, as many elements as were sent.
+  // Receives a message from one member; the tensor has as many elements as the sent one.
   define(m, "recv_", "(Tensor(a!) tensor, int source, int tag, int group)");
 
-  // By name, in any order, in a process set; bodies are in named.cc. Several tensors run together or not at all. The
-  // name is
-  // `<kind>.<name>`, and is given by the core if `name` is empty; `blocking`: this process does nothing else meanwhile.
-  // Without outputs the handle has the results.
-  // With `is_scaled`, who calls multiplies with the factors, and they are only compared.
+  // Collectives by name, in any order, in a process set; named.cc has their kernels. The tensors of one call run
+  // together or not at all. The name is `<kind>.<name>`; if `name` is empty, the core gives one. `blocking` says that
+  // this process does nothing else until completion. Without outputs, the handle has the results. With `is_scaled`, the
+  // caller applies the factors itself, and ranks only compare them.
   const std::string factors = ", float prescale, float postscale, bool is_scaled";
   const std::string named = ", str kind, str name, int process_set, bool blocking";
   define_named(m, "named_all_reduce", "Tensor[] inputs, Tensor(a!)[] outputs, str op" + factors + named);
@@ -80,11 +79,12 @@ TORCH_LIBRARY(smd, m) {
   define_named(m, "named_all_to_all", "Tensor input, int[]? splits" + named);
   define_named(m, "named_reduce_scatter", "Tensor[] inputs, str op" + factors + named);
   define_named(m, "named_barrier", "str kind, int process_set");
-  // Whether all ranks have asked for the same gradients, whose names are lines of `names`: an error says which rank
-  // lacks which.
+  // Compares across ranks which gradients a step has; `names` has one name in each line. The error says which rank
+  // lacks which gradient.
   define_named(m, "named_step", "str name, str names, int process_set");
-  // Devices for all-reduces of others on devices, where collectives have not run on one: which the script has named, or
-  // which is the current one; negative if there is none.
+  // Joins: this rank has no more operations. `named` is the CUDA device that the script has chosen and `current` the
+  // framework's current one, negative if there is none. They are used for the other ranks' all-reduces on devices, if
+  // no collective of this rank has run on a device before.
   define_named(m, "named_join", "int named, int current");
 }
 

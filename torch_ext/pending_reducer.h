@@ -1,4 +1,4 @@
-// A reducer for rounds that is made while the script goes on.
+// A reducer for rounds that is created in the background while the script continues.
 #pragma once
 
 #include <torch/custom_class.h>
@@ -13,17 +13,17 @@
 
 namespace smd::torch_ext {
 
-// Waits for no other rank: a thread of the core does.
+// A thread of the core waits for the other ranks; no function of this class does.
 class PendingReducer : public torch::CustomClassHolder {
  public:
-  // Among the global ranks `ranks`, which all have the `token` of a vote (`Ballot`). `order` are places in
-  // `parameters`, as gradients came.
+  // Starts the creation among the global ranks `ranks`, which all have the same vote's `token` (`Ballot`). `order` are
+  // indices into `parameters` in the order in which gradients arrived.
   PendingReducer(int64_t token, std::vector<at::Tensor> parameters, std::vector<std::string> names,
                  const std::vector<int64_t>& ranks, const std::vector<int64_t>& bucket_bytes,
                  const Reducer::Settings& settings, const std::vector<int64_t>& order);
 
   bool is_done() const { return core_->is_done(); }
-  // Once it is done. Throws what it could not be made for.
+  // Returns the reducer after `is_done`. Throws the reason if it could not be created.
   c10::intrusive_ptr<Reducer> take();
 
  private:

@@ -41,14 +41,15 @@ void Reducer::place(std::size_t index, at::Tensor& gradient, const at::Tensor& i
     copy_back_.emplace_back(gradient, dense);
     return mark_ready(index, dense, used);
   }
-  // Strides of dimensions of size 1 mean nothing, and an empty tensor has no layout at all.
+  // The strides of dimensions of size 1 are arbitrary, and an empty tensor has no layout.
   const auto fits = [&] {
     for (int64_t d = 0; d < gradient.dim(); ++d) {
       if (gradient.size(d) > 1 && gradient.stride(d) != strides[static_cast<std::size_t>(d)]) return false;
     }
     return true;
   }();
-  // One that autograd has just stolen shares its memory with `incoming`, which the engine still holds.
+  // A gradient that autograd has just taken over from `incoming` shares its memory, and the engine still holds
+  // `incoming`.
   const bool stolen =
       incoming.defined() && incoming.has_storage() && incoming.storage().is_alias_of(gradient.storage());
   if (device_buckets_) {
@@ -59,7 +60,7 @@ void Reducer::place(std::size_t index, at::Tensor& gradient, const at::Tensor& i
     }
     auto dense = at::empty_strided(sizes, strides, options);
     dense.copy_(gradient);
-    // With a hook, what it makes of the gradient is copied back.
+    // The hook reduces the dense copy, whose values are copied back.
     if (comm_hook_ >= 0) copy_back_.emplace_back(gradient, dense);
     return mark_ready(index, dense, used);
   }
@@ -67,7 +68,7 @@ void Reducer::place(std::size_t index, at::Tensor& gradient, const at::Tensor& i
   if (fits && (*core_)->is_slot(index, made)) return mark_ready(index, gradient, used);
   (*core_)->observe(index, made);
 
-  // A gradient that nobody else can see may move into its slot.
+  // A gradient to which nothing else refers may move into its slot.
   const bool ours = stolen || (gradient.use_count() == 1 && gradient.storage().use_count() == 1);
   if (ours) {
     auto lease = (*core_)->take_slot(index);

@@ -14,16 +14,16 @@ namespace {
 
 thread_local SharedReducer placing_reducer;
 
-// PyTorch's CPU allocator, except that on a thread in backward a tensor that will be a gradient gets that gradient's
-// slot. Whatever becomes of such a tensor, it is memory like any other: the slot is taken until the last reference is
-// gone, and if something else becomes the gradient, that is copied or reduced where it lies.
+// PyTorch's CPU allocator, except that on a thread in backward an allocation which is predicted to become a gradient
+// gets that gradient's slot. Such a tensor is valid whatever it becomes. The slot stays taken until its last reference
+// is gone; if another tensor becomes the gradient, that one is copied or reduced in place.
 //
-// This saves a pass over all gradients per step, and the page faults of fresh memory (docs/performance.md).
+// This saves one pass over all gradients in each step, and the page faults of fresh memory (docs/performance.md).
 class PlacingAllocator final : public c10::Allocator {
  public:
   explicit PlacingAllocator(c10::Allocator* base) : base_(base), release_base_(base->raw_deleter()) {}
 
-  // Lives as long as the process, as PyTorch's own allocator does: tensors may outlive everything else.
+  // Lives as long as the process, as PyTorch's own allocator does, because tensors may outlive everything else.
   static PlacingAllocator& instance() {
     static auto* allocator = new PlacingAllocator(c10::GetCPUAllocator());
     return *allocator;
@@ -32,7 +32,8 @@ class PlacingAllocator final : public c10::Allocator {
   c10::DataPtr allocate(std::size_t bytes) override {
     if (bytes < kMinPlacedBytes || !placing_reducer) return base_->allocate(bytes);
     if (void* data = slots_.keep((*placing_reducer)->place(bytes))) {
-      // oneDNN asks for raw memory, which is an address and no more: so the address is all that a slot's deleter gets.
+      // oneDNN uses raw allocations, which have no context. So a slot's deleter identifies the slot by the address
+      // alone.
       return {data, data, release, c10::DeviceType::CPU};
     }
     auto memory = base_->allocate(bytes);
@@ -40,7 +41,7 @@ class PlacingAllocator final : public c10::Allocator {
     return memory;
   }
 
-  // Fits slots and the base's memory alike.
+  // Frees slots as well as memory of PyTorch's allocator.
   c10::DeleterFnPtr raw_deleter() const override { return release; }
 
   void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
@@ -62,7 +63,7 @@ void place_on_this_thread(SharedReducer reducer) {
   static std::once_flag installed;
   if (reducer) {
     std::call_once(installed, [] {
-      // An allocator without raw memory cannot be stood in for; then every gradient is copied.
+      // An allocator without raw allocations cannot be replaced. Every gradient is copied then.
       if (c10::GetCPUAllocator()->raw_deleter() != nullptr) c10::SetCPUAllocator(&PlacingAllocator::instance());
     });
     (*reducer)->start_placement();

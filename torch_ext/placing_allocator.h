@@ -1,4 +1,4 @@
-// Allocates gradients in the memory in which they are reduced.
+// Allocates gradients directly in the memory in which they are reduced.
 #pragma once
 
 #include <cstddef>
@@ -8,11 +8,11 @@
 
 namespace smd::torch_ext {
 
-// A core reducer that several parts of the shim hold.
+// A reducer of the core that several objects of this library share.
 using SharedReducer = std::shared_ptr<rust::Box<smd::Reducer>>;
 
-// Lets allocations of this thread be placed in slots of `reducer` from now on; null ends this. The first call installs
-// the allocator.
+// Sets the reducer whose slots allocations of this thread may use; null ends this. The first call installs the
+// allocator.
 void place_on_this_thread(SharedReducer reducer);
 
 }  // namespace smd::torch_ext

@@ -21,7 +21,7 @@ namespace smd::torch_ext {
 
 namespace {
 
-// Tensors of at least this many bytes are broadcast where they lie; smaller ones are packed.
+// Tensors of at least this many bytes are broadcast in place; smaller ones are packed.
 constexpr std::size_t kPackBytes = 1 << 20;
 
 bool is_packed(const at::Tensor& tensor) {
@@ -112,7 +112,7 @@ Reducer::Reducer(Parameters parameters, Parameters frozen, rust::Box<smd::Reduce
     watched.hook = 0;
     watched.options = parameter.tensor.options().requires_grad(false);
     watched.sizes = parameter.tensor.sizes().vec();
-    // Autograd's own rule for the layout of gradients.
+    // The same rule as autograd's for the layout of gradients.
     watched.strides = parameter.tensor.is_non_overlapping_and_dense()
                           ? parameter.tensor.strides().vec()
                           : c10::IntArrayRef(c10::contiguous_strides(parameter.tensor.sizes())).vec();
@@ -126,7 +126,7 @@ Reducer::Reducer(Parameters parameters, Parameters frozen, rust::Box<smd::Reduce
 }
 
 Reducer::~Reducer() {
-  // Gradients may be gone after this.
+  // The script may release the gradients after this.
   cancel();
   remove_hooks();
 }
@@ -189,7 +189,7 @@ void Reducer::broadcast(const std::vector<at::Tensor>& tensors, int64_t root) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   checked([&] { (*core_)->await_step(); });
   const auto send = [&](const at::Tensor& dense) { checked([&] { run(broadcast_(dense, root, group())); }); };
-  // On devices, all of them are one operation.
+  // On devices, all broadcasts are one operation.
   std::vector<TensorOperation> on_device;
   for (const auto& tensor : tensors) {
     if (tensor.is_cuda()) on_device.push_back(broadcast_(tensor, root, group()));
@@ -213,7 +213,7 @@ void Reducer::broadcast(const std::vector<at::Tensor>& tensors, int64_t root) {
   for (const auto& tensor : tensors) {
     if (tensor.is_cuda()) continue;
     if (!is_packed(tensor)) {
-      // Dense memory in whatever order, which is the same on all ranks: seen as a row.
+      // Dense memory in any dimension order, which is the same on all ranks, is sent as a flat tensor.
       send(tensor.as_strided({tensor.numel()}, {1}));
     } else {
       tensor.copy_(at::from_blob(next, tensor.sizes(), tensor.options().requires_grad(false)));
@@ -255,7 +255,7 @@ TORCH_LIBRARY_FRAGMENT(smd, m) {
       .def("statistics", &Reducer::statistics)
       .def("last_order", &Reducer::last_order)
       .def("set_sample_rate", &Reducer::set_sample_rate);
-  // Here, since it returns reducers: a class comes before what mentions it.
+  // Registered here, because it returns reducers and PyTorch requires a class to be registered before it is mentioned.
   m.class_<PendingReducer>("PendingReducer")
       .def(torch::init([](int64_t token, std::vector<at::Tensor> parameters, std::vector<std::string> names,
                           const std::vector<int64_t>& ranks, const std::vector<int64_t>& bucket_bytes,

@@ -1,4 +1,4 @@
-// Reductions that begin and end when their caller says so.
+// Rounds: reductions that begin and end when their caller says so.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
@@ -46,7 +46,7 @@ void Reducer::announce(int64_t index) {
 
 void Reducer::place_in_backward() {
   if (device_buckets_ || std::exchange(places_, true)) return;
-  // Autograd drops callbacks of a backward that fails, and calls the others.
+  // If the backward fails, autograd destroys the callback without calling it.
   const auto end = [self = c10::intrusive_ptr<Reducer>::reclaim_copy(this)](const bool* raw) {
     delete raw;
     const std::lock_guard lock(self->mutex_);
@@ -63,7 +63,7 @@ void Reducer::on_part(std::size_t index, const torch::autograd::variable_list& i
   place_in_backward();
   if (!announced_[index]) return;
   announced_[index] = false;
-  // Who takes a gradient away takes no part in it.
+  // A gradient that a hook has set to none takes no part.
   if (watched_[index].parameter.tensor.grad().defined()) place_part({index}, incoming[0]);
 }
 
@@ -93,12 +93,12 @@ void Reducer::place_part(const std::vector<std::size_t>& indices, const at::Tens
     run_comm_hooks();
   } catch (...) {
     failure_ = std::current_exception();
-    // The others' round ends, too.
+    // The other ranks' round ends, too.
     leave(false);
   }
 }
 
-// One gradient of a parameter whose others are dense: a plan has room for it all the same.
+// Converts a sparse gradient of a parameter with a slot to a dense one.
 void Reducer::make_dense(at::Tensor& gradient) {
   if (gradient.layout() != at::kStrided) gradient = gradient.to_dense();
 }
@@ -131,7 +131,7 @@ bool Reducer::fits() const {
   if (!(*core_)->is_current()) return false;
   for (const auto& watched : watched_) {
     const auto& tensor = watched.parameter.tensor;
-    // Data of another type or device gets another accumulator.
+    // A parameter whose data got another type or device has another gradient accumulator, on which there is no hook.
     if (!tensor.requires_grad() || tensor.sizes() != at::IntArrayRef(watched.sizes) ||
         torch::autograd::impl::try_get_grad_accumulator(tensor) != watched.accumulator) {
       return false;

@@ -12,7 +12,7 @@
 namespace smd::torch_ext {
 namespace {
 
-// What a rank says of its gradient before it is exchanged.
+// The columns of the table that ranks exchange before the gradients.
 enum Column : int64_t { Kind, Entries, SparseDimensions, NumColumns };
 enum Kinds : int64_t { None, Sparse, Dense };
 
@@ -20,7 +20,7 @@ void run_now(const TensorOperation& operation) {
   checked([&] { run(operation); });
 }
 
-// `mine` of every rank, one after the other along `dim`; rank i has `counts[i]` entries there.
+// Gathers the tensors `mine` of all ranks along `dim`; rank i has `counts[i]` entries there.
 at::Tensor gather_entries(const at::Tensor& mine, int64_t dim, const std::vector<int64_t>& counts, int64_t group) {
   std::vector<at::Tensor> blocks;
   for (const auto count : counts) {
@@ -55,7 +55,7 @@ at::Tensor average_of_entries(const at::Tensor& gradient, const at::Tensor& like
   }
   indices = gather_entries(indices, 1, counts, group);
   values = gather_entries(values, 0, counts, group);
-  // Entries of one row are summed in the order of the ranks, as in a dense reduction.
+  // Entries of one row are summed in rank order, as in a dense reduction.
   auto sum = at::sparse_coo_tensor(indices, values, like.sizes()).coalesce();
   sum._values().div_(static_cast<int64_t>(counts.size()));
   return sum;

@@ -1,4 +1,4 @@
-// Reduces sparse gradients, which have no place in a bucket: nobody knows before how many rows there are.
+// Reduces sparse gradients. They have no slot in a bucket, because their numbers of rows are not known in advance.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,11 +8,11 @@
 
 namespace smd::torch_ext {
 
-// The averages over the ranks of `group` of the gradients at the same place in every rank's list. A gradient is
-// undefined if a rank has none, which counts as zero, and stays so if none has. Where all are sparse, indices and
-// values are gathered and the average is sparse; where one is dense, the average is.
+// Averages the gradients at the same place of every rank's list over the ranks of `group`. An undefined gradient counts
+// as zero; the result is undefined if it is so on all ranks. If all are sparse, indices and values are gathered and the
+// result is sparse. If one is dense, the result is dense.
 //
-// `like` says what a gradient looks like where there is none. Collective.
+// `like` gives shape and type of the gradients that are undefined. Collective.
 std::vector<at::Tensor> average_sparse(const std::vector<at::Tensor>& gradients, const std::vector<at::Tensor>& like,
                                        int64_t group);
 

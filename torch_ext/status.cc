@@ -9,9 +9,9 @@ namespace smd::torch_ext {
 void throw_report(const std::string& report) {
   const auto code = report_code(report);
   const c10::SourceLocation here{__func__, __FILE__, static_cast<uint32_t>(__LINE__)};
-  // What the user passed is a ValueError in Python, what this build lacks a NotImplementedError, all else a
-  // torch.distributed.DistBackendError, which is a RuntimeError; smdistributed's Python face goes on from the code to
-  // its own classes.
+  // Invalid arguments become ValueError in Python, unsupported operations NotImplementedError, and all else
+  // torch.distributed.DistBackendError, a RuntimeError. smdistributed's Python code maps the error code to its own
+  // classes.
   if (code == "invalid_argument" || code == "config") throw c10::ValueError(here, report);
   if (code == "unsupported") throw c10::NotImplementedError(here, report);
   throw c10::DistBackendError(here, report);

@@ -32,13 +32,13 @@ using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 namespace nodes = torch::autograd::generated;
 
-// What hooks leave and `run` takes; it lives as long as either.
+// The products that hooks have noted and `run` computes. Lives as long as the hooks or the owner.
 struct WeightGradients::Pending {
   bool later = false;
   // Hooks run on autograd's threads.
   std::mutex mutex;
   std::vector<std::function<void()>> products;
-  // Where the gradients are that products take.
+  // The storages of gradients that the noted products need.
   std::unordered_set<const c10::StorageImpl*> held;
 };
 
@@ -62,7 +62,7 @@ void add_gradient(const at::Tensor& weight, const at::Tensor& product) {
   }
 }
 
-// Adds `left` times `right`, matrices, to the gradient of `weight`.
+// Adds the matrix product of `left` and `right` to the gradient of `weight`.
 void add_product(const at::Tensor& weight, const at::Tensor& left, const at::Tensor& right) {
   auto& total = weight.mutable_grad();
   const auto type = left.scalar_type();
@@ -83,10 +83,12 @@ void add_product(const at::Tensor& weight, const at::Tensor& left, const at::Ten
   }
 }
 
-// A saved tensor until its product is computed, which autograd's check of versions does not see.
+// A saved tensor that is kept until its product is computed. Autograd's version check does not cover that time, so this
+// class does it.
 class Unpacked {
  public:
-  // What `saved` has, which a node will ask for as well. Hooks of the script's may give it only once.
+  // Unpacks `saved`, which the autograd node will unpack again. Saved-tensor hooks of the script may allow that only
+  // once.
   explicit Unpacked(SavedVariable& saved) {
     auto tensor = saved.unpack();
     if (saved.has_hooks()) saved = SavedVariable(tensor, false);
@@ -107,24 +109,25 @@ class Unpacked {
   decltype(at::Tensor()._version()) version_;
 };
 
-// A node with a weight. `product` says what is to be computed, now that a gradient has arrived.
+// An autograd node with a weight. `product` returns the computation of the weight's gradient from the node's incoming
+// gradient.
 struct Layer {
   Node* node;
-  // Of the node's edges, the one to the weight.
+  // The index of the node's edge to the weight.
   std::size_t edge;
   AccumulateGrad* accumulator;
   std::function<std::function<void()>(const at::Tensor&)> product;
 };
 
-// Whether a script's hook waits for what passes a node; those that add up casts' gradients are ours.
+// Whether a hook of the script runs at the node. Our own hooks on casts do not count.
 bool is_watched(Node& node) {
   const auto& before = node.pre_hooks();
   return !node.tensor_pre_hooks().empty() || !node.retains_grad_hooks().empty() || !node.post_hooks().empty() ||
          std::any_of(before.begin(), before.end(), [](const auto& hook) { return !adds_up(*hook); });
 }
 
-// The accumulator at the end of an edge, and whether the weight is transposed on the way. Between the two there are
-// casts of autocast at most.
+// Returns the accumulator that an edge leads to, and whether the weight is transposed on the way. Only casts of
+// autocast may lie between.
 std::pair<AccumulateGrad*, bool> weight_at(const torch::autograd::Edge& edge) {
   auto* node = edge.function.get();
   bool transposed = false;
@@ -180,9 +183,9 @@ std::optional<Layer> convolution(nodes::ConvolutionBackward0* node) {
   return Layer{node, 1, accumulator, std::move(product)};
 }
 
-// What `node` is, if its weight's gradient can be computed apart.
+// Describes `node` as a layer, if its weight's gradient can be computed separately.
 std::optional<Layer> layer_of(Node* node) {
-  // A product of complex numbers, of which the weight has the real part, is autograd's.
+  // With complex numbers, the gradient of a real weight needs autograd's projection to its real part.
   if (node->num_inputs() == 0 || !at::isFloatingType(node->input_metadata(0).dtype().toScalarType()))
     return std::nullopt;
   if (auto* linear = as<nodes::AddmmBackward0>(node)) {
@@ -193,7 +196,7 @@ std::optional<Layer> layer_of(Node* node) {
   return std::nullopt;
 }
 
-// Runs before a layer's node.
+// Runs before a layer's node and notes the product.
 class Note final : public FunctionPreHook {
  public:
   Note(std::shared_ptr<WeightGradients::Pending> pending,
@@ -225,17 +228,17 @@ class Note final : public FunctionPreHook {
   std::function<std::function<void()>(const at::Tensor&)> product_;
 };
 
-// A graph, looked through from its roots.
+// Searches an autograd graph from its roots.
 class Search {
  public:
-  // False for a graph in which a backward cannot be told what to look for.
+  // Returns false for a graph in which backward cannot be given a list of inputs.
   bool look(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& inputs) {
     for (const auto& input : inputs) inputs_.insert(input.unsafeGetTensorImpl());
     for (const auto& root : roots) {
       if (root.grad_fn() != nullptr) {
         visit(root.grad_fn().get());
       } else if (root.requires_grad()) {
-        // Nobody else may hold it.
+        // Holds the accumulator, because no other object may do so.
         accumulators_.push_back(torch::autograd::impl::grad_accumulator(root));
         visit(accumulators_.back().get());
       }
@@ -252,7 +255,7 @@ class Search {
     return true;
   }
 
-  // Layers whose weights nothing else leads to (WGT-2).
+  // The layers to whose weights no other path leads (WGT-2).
   std::vector<Layer> layers() {
     std::vector<Layer> found;
     for (auto& layer : taken_) {
@@ -269,15 +272,15 @@ class Search {
   }
 
   bool enter(Node* node) {
-    // It may have been met again before its turn came.
+    // Another path may have reached the node in the meantime.
     if (!known_.emplace(node, false).second) return true;
     if (auto* accumulator = dynamic_cast<AccumulateGrad*>(node)) {
       known_[node] = true;
       leaves.push_back(accumulator->variable);
       return true;
     }
-    // Checkpoints that run a backward of their own refuse to be a part of one that looks for something. They are known
-    // by their names: scripts derive theirs from PyTorch's.
+    // Checkpoints that run a backward of their own refuse a backward with inputs. They are recognised by name, because
+    // scripts derive their classes from PyTorch's.
     if (node->name().find("Checkpoint") != std::string::npos) return false;
     stack_.emplace_back(node, true);
     auto layer = layer_of(node);
@@ -290,7 +293,7 @@ class Search {
     return true;
   }
 
-  // All nodes before `node` have been left.
+  // Called when all nodes that follow `node` have been visited.
   void leave(Node* node) {
     const auto layer = layers_.find(node);
     const auto edge = layer == layers_.end() ? node->num_outputs() : layer->second.edge;
@@ -310,7 +313,7 @@ class Search {
 
   std::unordered_set<const c10::TensorImpl*> inputs_;
   std::vector<compat::NodePtr> accumulators_;
-  // Nodes, and whether a leaf lies before each.
+  // Visited nodes, and for each whether it leads to a leaf.
   std::unordered_map<Node*, bool> known_;
   std::vector<std::pair<Node*, bool>> stack_;
   std::unordered_map<Node*, Layer> layers_;
@@ -332,7 +335,7 @@ WeightGradients::WeightGradients(const std::vector<at::Tensor>& roots, const std
 
 std::vector<at::Tensor> WeightGradients::begin(bool later) {
   pending_->later = later;
-  // Leaves hold their gradients, which may leave before what is put off is computed.
+  // Released at the end: leaves hold their gradients, which may be freed before the noted products are computed.
   auto leaves = std::exchange(leaves_, {});
   if (later) {
     for (const auto& leaf : leaves) {
