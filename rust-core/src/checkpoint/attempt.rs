@@ -85,7 +85,7 @@ pub(super) fn folders(directory: &Path) -> Vec<AttemptFolder> {
         .collect()
 }
 
-/// This rank's part in an attempt. See the module's text.
+/// This rank's part in one attempt to save a checkpoint.
 #[derive(Debug)]
 pub struct SaveAttempt {
     setting: SaveSpec,

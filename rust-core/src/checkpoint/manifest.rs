@@ -162,7 +162,7 @@ impl TensorEntry {
     }
 }
 
-/// See the module's text.
+/// The manifest of a checkpoint: its kind, its files, and the slices of tensors in them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
     /// [`Manifest::FORMAT`].

@@ -29,7 +29,7 @@ pub(super) enum FileRole {
     UserContent,
 }
 
-/// See the module's text.
+/// The mark at the end of a file that `torch.save` wrote through this library.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Mark {
     /// [`Mark::FORMAT`].

@@ -47,7 +47,7 @@ struct Content {
     content: serde_json::Value,
 }
 
-/// See the module's text. One save is under way at a time.
+/// Saves checkpoints of one rank, asynchronously. One save is in flight at a time.
 #[derive(Debug)]
 pub struct Saver {
     options: SaveOptions,

@@ -14,7 +14,7 @@ const PART_BYTES: usize = 8 << 20;
 /// Where a tensor begins.
 const ALIGN: usize = 64;
 
-/// See the module's text.
+/// A host buffer that holds the copy of one save's tensors.
 #[derive(Debug, Default)]
 pub(super) struct Staging {
     memory: Option<MmapMut>,

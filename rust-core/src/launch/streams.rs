@@ -18,7 +18,7 @@ struct OutputStream {
     file: Option<File>,
 }
 
-/// See the module's text.
+/// The output pipes of one rank.
 pub(super) struct Streams(Vec<OutputStream>);
 
 impl Streams {

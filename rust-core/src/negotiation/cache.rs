@@ -15,7 +15,7 @@ pub(super) struct CacheSlot {
     used: u64,
 }
 
-/// See the module's text.
+/// The response cache: descriptions that all members have agreed on before, by position.
 #[derive(Debug, Default)]
 pub(super) struct Cache {
     capacity: usize,

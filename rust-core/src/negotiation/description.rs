@@ -8,7 +8,7 @@ use crate::buffer::{DType, Device, ReduceOp};
 use crate::collectives::{Call, Kind, Request, views};
 use crate::error::{Error, Result};
 
-/// See the module's text. Members agree if their descriptions are equal.
+/// The properties of a named operation that all members compare. Members agree if their descriptions are equal.
 #[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
 pub(super) struct Description {
     pub(super) kind: Kind,

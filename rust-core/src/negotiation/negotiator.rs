@@ -59,7 +59,7 @@ const TURN_NAP: Duration = Duration::from_millis(1);
 /// Naps of a thread that nobody waits for.
 pub(super) const LONG_NAP: Duration = Duration::from_millis(500);
 
-/// Runs collectives by name; see the module's text.
+/// Runs collectives by name in one group: each runs when all members have submitted it.
 pub struct Negotiator {
     shared: Arc<NegotiatorState>,
 }

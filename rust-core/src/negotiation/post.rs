@@ -17,7 +17,7 @@ const LENGTH_BYTES: usize = 4;
 /// A length above this is no length: all names of a large model with their descriptions are a hundredth of it.
 const MAX_BYTES: usize = 256 << 20;
 
-/// See the module's text.
+/// Sends and receives negotiation messages between a member and its neighbours in the tree.
 pub(super) struct Post {
     transport: Arc<dyn Transport>,
     neighbours: Vec<Incoming>,

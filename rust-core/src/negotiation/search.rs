@@ -6,7 +6,7 @@
 /// Scales on which values may change, of the range: the likeliest one is taken.
 const LENGTHS: [f64; 5] = [0.08, 0.15, 0.25, 0.4, 0.8];
 
-/// See the module's text. Places are numbers from 0 to 1.
+/// Bayesian optimisation of a function with one argument between 0 and 1.
 #[derive(Clone, Debug)]
 pub(super) struct TuningSearch {
     /// Where the function may be asked.

@@ -48,7 +48,7 @@ pub(super) struct Waits {
     pub(super) steps: Vec<String>,
 }
 
-/// See the module's text.
+/// Detects stalls: names that some ranks have waited for too long.
 pub(super) struct Stall {
     patience: Patience,
     /// The children's last reports, and when they came.

@@ -1,7 +1,7 @@
-//! Which size of what runs together is fastest, tried out while the job trains (`SMD_AUTOTUNE`).
+//! Finds the fastest fusion size while the job trains (`SMD_AUTOTUNE`).
 //!
-//! The root measures, and its answers tell all members the size that is tried next, so all run the same operations. Which one that
-//! is, a search says (`search`); the best stays.
+//! The root measures. Its answers carry the next size to try, so all members fuse the same operations. `search` chooses
+//! the sizes; the best one stays.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -13,50 +13,50 @@ use std::time::Duration;
 use super::search::TuningSearch;
 use crate::error::{Error, Result};
 
-/// What names of votes on rounds of gradients end in ([`crate::reducer::ballot`]): they say nothing of sizes.
+/// The suffix of the names of votes on rounds ([`crate::reducer::ballot`]), which are not measured.
 pub(crate) const VOTE: &str = ".round";
-/// What the ends of these rounds are asked for by.
+/// The suffix of the names of requests to end a round.
 pub(crate) const VOTE_END: &str = ".round.end";
-/// A step has no more names than this, which may be new ones for ever.
+/// A step ends at this number of names, in case names never repeat.
 const MOST_NAMES: usize = 1 << 16;
-/// What is tried: as many as are evenly spaced between these powers of 2, four in each step of one.
+/// The smallest size to try, as a power of 2. Sizes are evenly spaced up to the largest one, with four in each octave.
 const SMALLEST_POWER: f64 = 16.0;
 const LARGEST_POWER: f64 = 27.0;
 const NUM_SIZES: usize = 4 * (LARGEST_POWER - SMALLEST_POWER) as usize + 1;
-/// The median of so many samples is a size's score.
+/// The score of a size is the median of this many samples.
 const SAMPLES: usize = 5;
 
-/// How a negotiation tries sizes; see the knobs of the same names.
+/// Settings of autotuning, named as in `config`.
 #[derive(Clone, Debug)]
 pub struct FusionTuning {
-    /// Samples before the first that counts.
+    /// Samples to discard before the first one that counts.
     pub warmup_samples: u32,
-    /// Steps of a sample. A step is over when one of its names comes again.
+    /// Steps in a sample. A step ends when one of its names comes again.
     pub steps_per_sample: u32,
-    /// How many sizes are tried.
+    /// The number of sizes to try.
     pub max_samples: u32,
-    /// How much of the variance of scores is taken for noise, from 0 to 1.
+    /// The share of the scores' variance that is attributed to noise, from 0 to 1.
     pub noise: f64,
-    /// The size that was asked for, which stays.
+    /// Whether the user has set a size, which is then not changed.
     pub fixed: bool,
-    /// What was tried, as lines with commas.
+    /// The file that gets one line with comma-separated values for each trial.
     pub log: Option<PathBuf>,
 }
 
-/// A size and its score.
+/// One size that was tried, and its score.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Trial {
     pub(super) fusion_bytes: u64,
-    /// Bytes that were reduced in a microsecond.
+    /// Bytes reduced in a microsecond.
     pub(super) score: f64,
-    /// Nothing is better, and nothing more is tried.
+    /// Whether this is the best size and no more are tried.
     pub(super) is_last: bool,
 }
 
-/// The root's measurements.
+/// Measures sizes at the root of the negotiation.
 pub(super) struct Tuner {
     search: Option<TuningSearch>,
-    /// The size that is tried, and its place in the search.
+    /// The size that is being tried, as a place in the search.
     current: u64,
     place: usize,
     warmup_left: u32,
@@ -89,12 +89,12 @@ impl Tuner {
         }
     }
 
-    /// The size to begin with.
+    /// The first size, in bytes.
     pub(super) fn first(&self) -> u64 {
         self.current
     }
 
-    /// A name is going to run. What was found out by that, and the size from the next answer on.
+    /// Notes that the operation `name` runs. Returns finished trials and the next size, if the size changes.
     pub(super) fn ran(&mut self, name: &Arc<str>, bytes: u64, now: Duration) -> Option<(Vec<Trial>, u64)> {
         if name.ends_with(VOTE) || name.ends_with(VOTE_END) {
             return None;
@@ -144,13 +144,13 @@ impl Tuner {
     }
 }
 
-/// In bytes.
+/// The size in bytes at a place of the search.
 fn size_at(place: usize) -> u64 {
     let power = SMALLEST_POWER + (LARGEST_POWER - SMALLEST_POWER) * place as f64 / (NUM_SIZES - 1) as f64;
     power.exp2().round() as u64
 }
 
-/// The file with what was tried, in the columns of Horovod's: those that nothing here corresponds to do not change.
+/// The log file of trials, with Horovod's columns. Columns for parameters that this library lacks are constant.
 pub(super) struct Log(File);
 
 impl Log {
@@ -159,7 +159,7 @@ impl Log {
             File::create(path).map_err(|error| Error::io(format!("creating `{}`", path.display()), error))?;
         let columns = "hierarchical_allreduce,hierarchical_allgather,torus_allreduce,cache_enabled,cycle_time_ms,\
                        tensor_fusion_threshold,score";
-        // What cannot be written is no reason to end a job.
+        // An error while writing the log does not end the job.
         let _ = writeln!(file, "{columns}");
         Ok(Self(file))
     }
@@ -173,7 +173,7 @@ impl Log {
 mod tests {
     use super::*;
 
-    /// Runs steps of two names, whose time follows from the size; returns the sizes that were tried, and the last trial.
+    /// Runs steps of two names, whose time depends on the size. Returns the sizes that were tried, and the last trial.
     fn tuned(tuning: &FusionTuning, micros: impl Fn(u64) -> u64) -> (Vec<u64>, Trial) {
         let names: [Arc<str>; 2] = ["a".into(), "b".into()];
         let mut tuner = Tuner::new(tuning, 3 << 20);
@@ -199,7 +199,7 @@ mod tests {
 
     #[test]
     fn the_fastest_size_stays() {
-        // The best is 4 MiB; an octave beside it costs a tenth more.
+        // The best size is 4 MiB; one octave above or below costs a tenth more.
         let micros = |size: u64| (1000.0 * (1.0 + 0.1 * ((size as f64).log2() - 22.0).abs())) as u64;
         let (tried, last) = tuned(&tuning(20, false), micros);
         assert_eq!(tried.len(), 20);

@@ -50,7 +50,7 @@ struct OpenOperation {
     done: Done,
 }
 
-/// Brings the negotiation on; see the module's text.
+/// One member's negotiation: its state machine, its messages, and the operations that it runs.
 pub(super) struct Work {
     communicator: Arc<Communicator>,
     transport: Arc<dyn Transport>,

@@ -1,23 +1,23 @@
-//! What a partition costs: memory and time, each as a share of the whole model's.
+//! The cost of a partition: a weighted sum of memory and time, as fractions of the whole model's.
 
 use super::CostTree;
 use crate::error::{Error, Result};
 use crate::pipeline::LinkCost;
 use crate::pipeline::schedule::Schedule;
 
-/// What is to be balanced.
+/// The objective that a partition balances.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Objective {
-    /// The weight of memory; that of time is the rest of 1.
+    /// The weight of memory, from 0 to 1. The weight of time is 1 minus this.
     pub memory_weight: f64,
-    /// For each partition, of how many microbatches it keeps activations at once.
+    /// For each partition: the number of microbatches whose activations it keeps at once.
     pub kept: Vec<u64>,
-    /// Transfers between ranks, in nanoseconds.
+    /// The cost of transfers between ranks, in nanoseconds.
     pub link: LinkCost,
 }
 
 impl Objective {
-    /// An objective for as many partitions as `kept` has numbers.
+    /// An objective for `kept.len()` partitions.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if the weight is not between 0 and 1.
@@ -29,9 +29,9 @@ impl Objective {
     }
 }
 
-/// Of how many microbatches each of `partitions` keeps activations at once, where `active` may be under way: all of them if
-/// forwards go first, fewer towards the end of the pipeline in 1F1B, and as many as on the first rank of that, or as may be
-/// active, where backwards are in two parts.
+/// For each of `partitions`: the number of microbatches whose activations it keeps at once. `active` limits the
+/// microbatches in flight. With all forwards first, every partition keeps all of them. In 1F1B, later partitions keep
+/// fewer. With split backwards, every partition keeps as many as the first one does in 1F1B, or `active`.
 pub fn kept_microbatches(partitions: usize, microbatches: u64, active: Option<u64>, schedule: Schedule) -> Vec<u64> {
     let most = microbatches.min(active.unwrap_or(u64::MAX)).max(1);
     let kept = |index: usize| match schedule {
@@ -42,28 +42,28 @@ pub fn kept_microbatches(partitions: usize, microbatches: u64, active: Option<u6
     (0..partitions).map(kept).collect()
 }
 
-/// What one partition costs.
+/// The cost of one partition. Times are in nanoseconds for one microbatch.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StageCost {
-    /// The number that is balanced. All partitions of a model together cost about 1.
+    /// The number that is balanced. The costs of all partitions sum to about 1.
     pub cost: f64,
-    /// Parameters and buffers.
+    /// Bytes of parameters and buffers.
     pub parameter_bytes: u64,
-    /// Gradients and the optimizer's state.
+    /// Bytes of gradients and optimizer state.
     pub state_bytes: u64,
-    /// Of one microbatch.
+    /// Bytes of activations of one microbatch.
     pub activation_bytes: u64,
-    /// Of one microbatch, in nanoseconds.
+    /// Compute time of one microbatch.
     pub time: u64,
-    /// Transfers of values that come from other partitions and go there, for one microbatch, in nanoseconds. One that goes
-    /// to several counts once.
+    /// Time to receive values from other partitions and to send values to them. A value that goes to several partitions
+    /// counts once.
     pub transfer: u64,
-    /// The host's work for what is a task there because a module is taken apart, for one microbatch, in nanoseconds.
+    /// Time that the host needs to run modules as separate tasks, where a module is split between partitions.
     pub tasks: u64,
 }
 
 impl StageCost {
-    /// Adds what is kept and done there.
+    /// Adds the cost of one module.
     pub(super) fn add(&mut self, module: &super::ModuleCost) {
         self.parameter_bytes += module.parameter_bytes;
         self.state_bytes += module.state_bytes;
@@ -72,8 +72,8 @@ impl StageCost {
     }
 }
 
-/// Turns sums into costs. Shares are of the whole model's sums, all modules taken apart: where the host takes longer than the device,
-/// memory still has its weight.
+/// Converts sums to costs. The fractions refer to the whole model with every module split into tasks, so memory keeps
+/// its weight where the host takes longer than the device.
 pub(super) struct Price<'a> {
     objective: &'a Objective,
     memory: f64,
@@ -90,12 +90,12 @@ impl<'a> Price<'a> {
         Self { objective, memory, time: (whole.time + tasks) as f64 }
     }
 
-    /// Of the partition with this index.
+    /// The cost of the partition with this index.
     pub(super) fn of(&self, index: usize, sums: &StageCost) -> f64 {
         let weight = self.objective.memory_weight;
         let memory = (sums.parameter_bytes + sums.state_bytes) as f64
             + sums.activation_bytes as f64 * self.objective.kept[index] as f64;
-        // Twice: the value and its gradient.
+        // Counted twice: for the value in the forward and its gradient in the backward.
         let transfer = 2.0 * sums.transfer as f64;
         let share = |part: f64, whole: f64| if whole > 0.0 { part / whole } else { 0.0 };
         weight * share(memory, self.memory)
@@ -103,10 +103,10 @@ impl<'a> Price<'a> {
     }
 }
 
-/// What each partition of `assignment` costs, whoever made it.
+/// The cost of each partition of any `assignment`.
 ///
 /// # Panics
-/// If the assignment is not one of this tree's modules to partitions of the objective.
+/// If `assignment` has another number of modules than the tree, or a partition that `objective` does not have.
 pub fn stage_costs(tree: &CostTree, assignment: &[u32], objective: &Objective) -> Vec<StageCost> {
     let mut stages = vec![StageCost::default(); objective.kept.len()];
     for (module, &partition) in tree.modules().iter().zip(assignment) {

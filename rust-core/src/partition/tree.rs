@@ -52,7 +52,7 @@ pub struct Tasks {
     pub time: u64,
 }
 
-/// See the module's text.
+/// The modules of a model as a tree, with their costs and the values that pass between them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CostTree {
     modules: Vec<ModuleCost>,

@@ -76,7 +76,7 @@ pub enum StagePlacement {
     There,
 }
 
-/// See the module's text.
+/// The stages of a pipeline, the edges between them, their costs, and the number of microbatches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Graph {
     ranks: usize,

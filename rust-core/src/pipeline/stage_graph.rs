@@ -69,7 +69,7 @@ pub struct Section {
     pub trains: bool,
 }
 
-/// See the module's text.
+/// The tasks of one microbatch, grouped into stages, with the values that pass between stages.
 #[derive(Clone, Debug, Default)]
 pub struct StageGraph {
     tasks: Vec<Task>,

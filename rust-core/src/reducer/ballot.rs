@@ -1,17 +1,17 @@
-//! Whether all ranks reduce a round of gradients by plan: asked when a round begins, since ranks may have joined, may
-//! have other parameters than before, or may have come later than others.
+//! Votes on how a round of gradients is reduced. The ranks vote when a round begins, because some may have joined, may
+//! have other parameters than before, or may be late.
 //!
 //! ```text
 //! first gradient of a round --vote, by name--> all ranks have the same plan: its buckets are reduced as they fill
 //!                                              else: its gradients are reduced by their names, on every rank
 //! ```
 //!
-//! - VOTE-1: a vote is an all-reduce by name to which each rank adds a number in a place of its own, and a rank that has
-//!   joined adds nothing. So all that vote see the same numbers, and come to the same [`VoteResult`].
-//! - VOTE-2: nothing waits for a member that has voted but does not come to the end of its round, or that has not made
-//!   its reducer yet, except in sight of the negotiation: reducers are made by a thread of the core
-//!   ([`crate::session::pending_reducer`]) while rounds go by name, and each member asks by name for the end of its round, so
-//!   that stalls are told.
+//! - VOTE-1: a vote is an all-reduce by name. Each rank contributes a number at its own index; a rank that has joined
+//!   contributes nothing. So all voters see the same numbers and derive the same [`VoteResult`].
+//! - VOTE-2: a wait for a member that has voted but does not end its round, or has not created its reducer yet, is
+//!   always visible to the negotiation, which reports stalls. For this, a thread of the core creates reducers
+//!   ([`crate::session::pending_reducer`]) while rounds are reduced by name, and each member requests the end of its
+//!   round by name.
 
 use std::sync::Arc;
 
@@ -23,48 +23,49 @@ use crate::collectives::Communicator;
 use crate::error::{Error, Result};
 use crate::negotiation::{Name, Negotiator, Numbers, VOTE, VOTE_END, timeline};
 
-/// What a rank brings to a round.
+/// How far a rank is prepared for a planned round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Readiness {
-    /// It wants names.
+    /// It requires a round by name.
     ByName,
-    /// It has no reducer for its parameters, and would make one.
+    /// It has no reducer for its parameters and would create one.
     NoReducer,
-    /// One is being made.
+    /// Its reducer is being created.
     Creating,
-    /// It has one.
+    /// It has a reducer.
     Ready,
 }
 
-/// What all ranks do.
+/// How the round is reduced; the same on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VoteResult {
-    /// The round is reduced by plan.
+    /// The round is reduced by the reducers' plan.
     Planned,
-    /// It is reduced by name.
+    /// The round is reduced by name.
     ByName,
-    /// The same, and all have reducers made ([`Ballot::token`]).
+    /// The round is reduced by name, and all ranks create reducers ([`Ballot::token`]).
     Make,
-    /// The same, and who has a reducer gives it up, since others have none.
+    /// The round is reduced by name, and ranks that have a reducer drop it, because others have none.
     Forget,
 }
 
-/// A vote that was cast.
+/// This rank's vote, and the result once it is known.
 pub struct Ballot(Numbers);
 
-/// How a round began, and how its end is asked for.
+/// The name and negotiator of a round that began with a vote; used to request its end.
 pub(super) struct Vote {
     negotiator: Arc<Negotiator>,
     name: String,
 }
 
 impl Ballot {
-    /// Votes in the group of `negotiator`, whose operations `group` runs, for the round `name`, which no other vote has at the
-    /// same time. `what` tells what would be planned: ranks reduce by plan only if it is the same for all. `decided` is
-    /// called with the result, by whatever thread learns of it, which is for names after an error; not if this returns one.
+    /// Casts a vote in the group of `negotiator`, whose operations `group` runs. `name` is the round's name; no other
+    /// vote may have it at the same time. `what` describes the plan: ranks reduce by plan only if it is equal on all.
+    /// `decided` is called with the result, on any thread, and with [`VoteResult::ByName`] after an error. It is not
+    /// called if this returns an error.
     ///
     /// # Errors
-    /// What this rank cannot ask for ([`Negotiator::request`]).
+    /// Those of [`Negotiator::request`].
     pub fn cast(
         negotiator: &Negotiator,
         group: &Communicator,
@@ -74,10 +75,10 @@ impl Ballot {
         decided: impl FnOnce(VoteResult) + Send + 'static,
     ) -> Result<Self> {
         let members = group.members();
-        // A timeline shows gradients by their names, and sizes are tried with them.
+        // Timelines and autotuning work with gradients by name.
         let by_name = timeline::enabled() || negotiator.is_tuning();
         let readiness = if by_name { Readiness::ByName } else { readiness };
-        // Of the first member, the last place is a number that nobody else has.
+        // The last element is a random number of the first member: the token.
         let mut votes = vec![0_u64; members.size() + 1];
         votes[members.me] = number(what, readiness);
         if members.me == 0 {
@@ -90,32 +91,32 @@ impl Ballot {
         Numbers::submit(negotiator, Name::Given(format!("{name}{VOTE}")), votes, ReduceOp::Sum, told).map(Self)
     }
 
-    /// Waits for it.
+    /// Waits for the result.
     ///
     /// # Errors
-    /// [`Error::Interrupted`]; what ended the negotiation, such as a member that has not voted for too long.
+    /// [`Error::Interrupted`]; the error that ended the negotiation, such as a stall because a member did not vote.
     pub fn result(&self) -> Result<VoteResult> {
         self.0.wait("the vote on a round of gradients").map(|votes| result_of(&votes))
     }
 
-    /// Whether [`Ballot::result`] waits no longer.
+    /// Whether [`Ballot::result`] returns without waiting.
     pub fn is_decided(&self) -> bool {
         self.0.known().is_some()
     }
 
-    /// After the result: a number that all who voted have, and no other vote; 0 before.
+    /// A random number that all voters share and no other vote has; 0 before the result is known.
     pub fn token(&self) -> u64 {
         self.0.known().and_then(Result::ok).and_then(|votes| votes.last().copied()).unwrap_or(0)
     }
 }
 
 impl Vote {
-    /// Says that this member has come to the end of its round. `failed` is called if the others do not come to theirs in time. A member
-    /// that left the job in good order may have come to it before: then its gradients are there, and otherwise the operation
-    /// that waits for them fails by itself.
+    /// Reports that this member has ended its round. `failed` is called if the others do not end theirs in time. It is
+    /// not called for a member that has left the job in good order: its gradients are there, or the operation that
+    /// waits for them fails by itself.
     ///
     /// # Errors
-    /// As [`Negotiator::request`].
+    /// Those of [`Negotiator::request`].
     pub(super) fn request_end(&self, failed: impl FnOnce(Error) + Send + 'static) -> Result<()> {
         let told = |result: &Result<Vec<u64>>| {
             if let Err(error) = result
@@ -124,18 +125,18 @@ impl Vote {
                 failed(error.clone());
             }
         };
-        // The last round's may not be answered yet.
+        // The request of the previous round may still be in flight.
         let name = Name::Shared(format!("{}{}", self.name, VOTE_END));
         Numbers::submit(&self.negotiator, name, vec![0], ReduceOp::Sum, told).map(drop)
     }
 }
 
 impl Reducer {
-    /// Begins a round in which gradients may be marked ready at once, and are reduced as soon as all ranks turn out to be
-    /// ready for it ([`VoteResult::Planned`]). With any other result its gradients stay as they were, and [`Reducer::abandon`] ends it.
+    /// Begins a round by a vote. Gradients may be marked ready at once; they are reduced as soon as the result is
+    /// [`VoteResult::Planned`]. With any other result they keep their values, and [`Reducer::abandon`] ends the round.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if a round is under way; what this rank cannot ask for.
+    /// [`Error::InvalidArgument`] if a round is under way; those of [`Negotiator::request`].
     pub fn begin_by_vote(
         self: &Arc<Self>,
         negotiator: &Arc<Negotiator>,
@@ -156,14 +157,14 @@ impl Reducer {
     }
 }
 
-/// A vote as a number, never 0: 60 bits of a digest, and the readiness.
+/// Encodes a vote as a number that is never 0: 60 bits of a digest of `what`, and the readiness.
 fn number(what: &str, readiness: Readiness) -> u64 {
     let digest = Sha256::digest(what);
     let digest = u64::from_le_bytes(*digest.first_chunk().expect("a digest has 32 bytes"));
     digest >> 4 << 3 | (readiness as u64 + 1)
 }
 
-/// Of the numbers that all voted, with the one that nobody else has behind them.
+/// Derives the result from the numbers of all ranks; the last element is the token.
 fn result_of(votes: &[u64]) -> VoteResult {
     let votes = &votes[..votes.len() - 1];
     let has = |vote: u64, readiness: Readiness| vote & 7 == readiness as u64 + 1;
@@ -196,7 +197,7 @@ mod tests {
         assert_eq!(of(&[("a", Ready), ("a", Creating)]), VoteResult::ByName);
         assert_eq!(of(&[("a", NoReducer), ("a", Creating)]), VoteResult::ByName);
         assert_eq!(of(&[("a", NoReducer), ("b", Ready)]), VoteResult::ByName);
-        // One has joined.
+        // One rank has joined.
         assert_eq!(result_of(&[number("a", Ready), 0, 7]), VoteResult::ByName);
     }
 }

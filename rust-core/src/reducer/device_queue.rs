@@ -67,7 +67,7 @@ pub(super) struct PackedGradients {
 /// Called once, when a bucket is launched or could not be; that of gradients which are held, when the device is done.
 pub(super) type Launched = Box<dyn FnOnce(Result<()>) + Send>;
 
-/// See the module's text.
+/// Packs buckets on one CUDA device and queues their reductions from a thread of its own.
 pub(super) struct DeviceQueue {
     shared: Arc<DeviceQueueState>,
 }

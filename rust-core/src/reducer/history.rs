@@ -6,7 +6,7 @@
 //!
 //! A value; no threads, no memory.
 
-/// See the module's text.
+/// The number of parts in which each parameter's gradient arrives in a static graph, learned from the first backward.
 #[derive(Clone, Debug)]
 pub struct History {
     /// Parts so far in this backward, by parameter.

@@ -59,7 +59,7 @@ impl Bucket {
     }
 }
 
-/// See the module's text.
+/// The buckets of a reducer: which parameters each one has, and where their slots lie.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BucketPlan {
     buckets: Vec<Bucket>,

@@ -1,4 +1,5 @@
-//! What a reducer knows of its steps, and what follows from it. [`super::runner`] has it under a lock and does what comes out.
+//! The state of a reducer's steps. [`super::runner`] changes it under a lock and performs the resulting actions without
+//! the lock.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
@@ -15,48 +16,49 @@ use crate::collectives::Communicator;
 use crate::error::{Error, Result};
 use crate::trace;
 
-/// What changes when the plan is made anew.
+/// The parts of the state that a new bucket plan replaces.
 #[derive(Clone)]
 pub(super) struct PlannedBuckets {
     pub(super) plan: Arc<BucketPlan>,
-    /// Not for gradients on a device.
+    /// The memory of the slots; none for gradients on a device.
     pub(super) arena: Option<Arc<Arena>>,
-    /// New for each layout.
+    /// Unique for each plan of this process.
     pub(super) number: u64,
 }
 
-/// Of a reducer.
+/// The state of a reducer, in and between steps.
 pub(super) struct StepState {
     pub(super) options: ReducerOptions,
-    /// Whether there is anybody else.
+    /// Whether the communicator has more than one member.
     has_others: bool,
     pub(super) layout: PlannedBuckets,
     pub(super) active: Option<ActiveStep>,
-    /// Counts steps, so that a late answer of an earlier one is told apart.
+    /// The number of steps so far. It tells a late completion of an earlier step apart.
     pub(super) steps: u64,
     /// Backwards since the last reduced one.
     pub(super) accumulated: u32,
-    /// Parameters that got a gradient since the last reduced step; only where parameters may get none.
+    /// For each parameter: 1 if it got a gradient since the last reduced step. Kept only where parameters may be
+    /// unused.
     pub(super) used: Vec<u8>,
-    /// Of a static graph.
+    /// Set for a static graph.
     pub(super) history: Option<History>,
-    /// Parameters that any rank uses, of a static graph, once known.
+    /// For a static graph, once known: which parameters any rank uses.
     pub(super) used_always: Option<Vec<bool>>,
     pub(super) placement: GradientPlacement,
     pub(super) rebuilt: bool,
     pub(super) record: Record,
-    /// What the others were not told of a step that was abandoned, as they waited for nothing more of it.
+    /// An error that the others were not told when a step was abandoned, because they waited for nothing more of it.
     pub(super) untold: Option<(u64, String)>,
 }
 
-/// What the last reduced step did, for whoever looks for lost time.
+/// Statistics of the last reduced step.
 #[derive(Clone, Debug, Default)]
 pub struct Record {
-    /// Parameters in the order in which their gradients came.
+    /// Parameters in the order in which their gradients arrived.
     pub order: Vec<usize>,
-    /// When the first bucket was ready to be reduced, on [`trace::now`]'s clock.
+    /// When the first bucket was full, on [`trace::now`]'s clock.
     pub communication_start: u64,
-    /// When the last one was reduced.
+    /// When the last bucket was reduced.
     pub communication_end: u64,
     /// Whether the plan follows an observed order (RED-5).
     pub rebuilt: bool,
@@ -64,37 +66,37 @@ pub struct Record {
     pub unused_bytes: usize,
 }
 
-/// A step that is under way.
+/// The state of the current step.
 pub(super) struct ActiveStep {
     pub(super) id: u64,
     pub(super) step: Step,
-    /// Gradients that are not in their slots.
+    /// Addresses of gradients that are not in their slots, by parameter.
     pub(super) elsewhere: HashMap<usize, *mut u8>,
-    /// By parameter: which of its slots the gradient is in, if it is in one.
+    /// For each parameter: in which of its slots the gradient lies, if it is in one.
     pub(super) copies: Vec<usize>,
-    /// Full buckets that are not yet handed to the communicator.
+    /// Full buckets that are not yet submitted to the communicator.
     pub(super) queue: VecDeque<usize>,
-    /// Whether the communicator works for this step.
+    /// Whether an operation of this step is in flight.
     pub(super) in_flight: bool,
     /// Whether the bucket in flight lies in the spare range.
     pub(super) bounced: bool,
     pub(super) reduced: usize,
     pub(super) error: Option<Error>,
-    /// Set when this rank cannot go on: what it tells the others, if they still wait for something.
+    /// Set when this rank cannot continue: the message for the other ranks, if they still wait for something.
     pub(super) giving_up: Option<String>,
-    /// Whether the others do more together in this step than to reduce its buckets.
+    /// Whether the other ranks run more operations in this step after its buckets.
     pub(super) more_follows: bool,
-    /// Whether the step is only kept until the communicator has answered.
+    /// Whether the step is only kept until the operation in flight completes.
     pub(super) abandoned: bool,
-    /// Whether it is not yet known that all members take part: nothing is handed to the communicator.
+    /// Whether a vote is still open; nothing is submitted to the communicator until then.
     pub(super) held: bool,
-    /// Whether it is known that they do not: gradients may still come, and count for nothing.
+    /// Whether the vote has failed. Gradients may still arrive, and are ignored.
     pub(super) refused: bool,
-    /// Of a round that began with a vote, until this member waits for its end.
+    /// In a round that began with a vote: used to request its end.
     pub(super) vote: Option<Vote>,
-    /// Why its end is not waited for any longer, whatever is under way.
+    /// The error that ends the wait for the step's end, even if an operation is in flight.
     pub(super) called_off: Option<Error>,
-    /// From the first bucket that was full to the last one that was reduced.
+    /// The time from the first full bucket to the last reduced one.
     pub(super) communication: Range<u64>,
     pub(super) times: Vec<BucketTimes>,
 }
@@ -103,7 +105,7 @@ pub(super) struct ActiveStep {
 // the step has ended (the contract of `mark_ready`); any thread may read and write them in between.
 unsafe impl Send for ActiveStep {}
 
-/// When what happened to a bucket, in the timeline's nanoseconds; zero while the timeline is off.
+/// The times of a bucket's phases, in the timeline's nanoseconds; zero while the timeline is off.
 #[derive(Clone, Copy, Default)]
 pub(super) struct BucketTimes {
     pub(super) first_ready: u64,
@@ -111,16 +113,17 @@ pub(super) struct BucketTimes {
     pub(super) submitted: u64,
 }
 
-/// What to do next, decided under the lock and done without it.
+/// What the reducer does next: decided under the lock, performed without it.
 pub(super) enum ReducerAction {
     Nothing,
-    /// The step, the bucket, where in the window its values are, and as what and how they become one.
+    /// All-reduces a bucket: the step, the bucket, the plan, the offset in the window, the element type and the
+    /// reduction.
     Reduce(u64, usize, PlannedBuckets, usize, (DType, ReduceOp)),
     GiveUp(u64, String),
 }
 
 impl StepState {
-    /// Before the first step; `has_others` says whether the communicator has more than one member.
+    /// The state before the first step.
     pub(super) fn new(params: &[ParamSpec], options: ReducerOptions, layout: PlannedBuckets, has_others: bool) -> Self {
         Self {
             layout,
@@ -139,7 +142,7 @@ impl StepState {
         }
     }
 
-    /// Forgets what earlier steps taught.
+    /// Changes the options and discards what earlier steps have taught.
     pub(super) fn configure(&mut self, options: ReducerOptions, layout: PlannedBuckets) {
         self.layout = layout;
         self.history = options.static_graph.then(|| History::new(self.used.len()));
@@ -149,7 +152,7 @@ impl StepState {
         self.options = options;
     }
 
-    /// Begins a step, or a round that is held.
+    /// Begins a step; with `held`, a round whose vote is open.
     pub(super) fn open(&mut self, held: bool, vote: Option<Vote>) {
         self.steps += 1;
         self.untold = None;
@@ -179,7 +182,7 @@ impl StepState {
         });
     }
 
-    /// A round that is held takes place, or not. Nothing, if it is not that round, or not held.
+    /// Closes the vote of a round. Returns none if the round is over or its vote was closed before.
     pub(super) fn unhold(&mut self, round: u64, cancel: bool) -> Option<ReducerAction> {
         let active = self.active.as_mut().filter(|active| active.id == round && active.held)?;
         let action = match cancel {
@@ -196,7 +199,7 @@ impl StepState {
         Some(action)
     }
 
-    /// Takes note of a gradient at `ptr`, of the parameter with this number and description. Returns the buckets that it completes.
+    /// Notes the gradient of a parameter at `ptr`. Returns the buckets that it completes.
     pub(super) fn mark_ready(
         &mut self,
         spec: &ParamSpec,
@@ -247,14 +250,14 @@ impl StepState {
         Ok(launch)
     }
 
-    /// Buckets that the communicator is to reduce.
+    /// Queues buckets for reduction.
     pub(super) fn queue(&mut self, buckets: Range<usize>) {
         if let Some(active) = &mut self.active {
             active.queue.extend(buckets);
         }
     }
 
-    /// What the communicator should do now (RED-2: one operation at a time, none after an error).
+    /// The next action (RED-2: one operation at a time, and none after an error).
     pub(super) fn next(&mut self) -> ReducerAction {
         let Self { active: Some(active), layout, options, untold, has_others, .. } = self else {
             return ReducerAction::Nothing;
@@ -268,9 +271,9 @@ impl StepState {
                 active.times[bucket].submitted = trace::now();
             }
             let planned = &layout.plan.buckets()[bucket];
-            // Gradients that are not side by side in slots, because tensors of the caller still refer to these, take
-            // their whole bucket by way of the spare range, and so does compression. The range is free: one bucket is
-            // under way at a time. Copying under the lock keeps `abandon`, after which the gradient may be gone, out.
+            // A bucket travels in the spare range if its gradients are not all in one set of slots, because the
+            // caller's tensors refer to some, or if it is compressed. One bucket is in flight at a time, so the range
+            // is free. The copy is made under the lock, because gradients may be gone after `abandon`.
             let wire = options.wire_dtype(planned.dtype);
             let copy = active.copy_of(planned).filter(|_| wire == planned.dtype);
             active.bounced = *has_others && copy.is_none();
@@ -285,8 +288,8 @@ impl StepState {
             }
             return ReducerAction::Reduce(active.id, bucket, layout.clone(), offset_bytes, (wire, options.op()));
         }
-        // The bucket that was under way when this rank gave up may have been the last thing that the others waited for:
-        // then they have ended the step well, and what this rank said would end their next one.
+        // The others may have waited only for the bucket that was in flight when this rank gave up. Then their step has
+        // succeeded, and a failure reported now would end their next step.
         let wait_for_buckets =
             active.reduced < layout.plan.buckets().len() && options.reduction != BucketReduction::ByCaller;
         let others_wait = wait_for_buckets || active.more_follows;
@@ -303,7 +306,7 @@ impl StepState {
         }
     }
 
-    /// The communicator has done its part for `bucket`, or for giving up. Returns whether it was for the step that is under way.
+    /// Takes the completion of `bucket`, or of giving up. Returns whether it belongs to the current step.
     pub(super) fn take_answer(&mut self, id: u64, bucket: Option<usize>, result: Result<()>) -> bool {
         let Some(active) = self.active.as_mut().filter(|active| active.id == id) else { return false };
         active.in_flight = false;
@@ -325,7 +328,7 @@ impl StepState {
         true
     }
 
-    /// What the timeline shows of a bucket that has been reduced.
+    /// Writes a reduced bucket to the timeline.
     pub(super) fn trace(&self, bucket: usize, reducer: u64) {
         let Some(active) = &self.active else { return };
         let times = active.times[bucket];
@@ -336,7 +339,7 @@ impl StepState {
         trace::complete("reducing", track, times.submitted, trace::now(), Some(("bytes", bytes)));
     }
 
-    /// Ends a step that was abandoned, if nothing of it is under way or follows. Returns whether it does.
+    /// Ends an abandoned step if nothing of it is in flight or follows. Returns whether it has ended.
     pub(super) fn end_if_over(&mut self, next: &ReducerAction) -> bool {
         let over = |active: &ActiveStep| {
             active.abandoned
@@ -349,13 +352,13 @@ impl StepState {
 }
 
 impl ActiveStep {
-    /// Of a bucket.
+    /// Counts a reduced bucket.
     pub(super) fn note_reduced(&mut self) {
         self.reduced += 1;
         self.communication.end = trace::now();
     }
 
-    /// In which of their slots all gradients of a bucket are, if it is the same for all.
+    /// The set of slots in which all gradients of a bucket lie, if it is one set.
     fn copy_of(&self, bucket: &Bucket) -> Option<usize> {
         let mut slots = bucket.slots.iter().filter(|slot| slot.bytes > 0).map(|slot| slot.param);
         let copy = self.copies[slots.next()?];
@@ -374,12 +377,12 @@ impl PlannedBuckets {
         Ok(Self { plan: Arc::new(plan), arena, number: MADE.fetch_add(1, Ordering::Relaxed) })
     }
 
-    /// For what happens in host memory only.
+    /// The slots' memory. Only for gradients in host memory.
     pub(super) fn arena(&self) -> &Arc<Arena> {
         self.arena.as_ref().expect("gradients in host memory have an arena")
     }
 
-    /// For every slot of a bucket the way to its place in the spare range, where values are of type `wire`.
+    /// The copies that bring a bucket's gradients to the spare range, where elements have type `wire`.
     fn to_spare(&self, bucket: usize, active: &ActiveStep, wire: DType) -> impl Iterator<Item = Move> {
         let bucket = &self.plan.buckets()[bucket];
         bucket.slots.iter().map(move |slot| {

@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use super::BucketPlan;
 
-/// See the module's text.
+/// Counts the gradients of one backward and tells which buckets may be reduced.
 #[derive(Clone, Debug)]
 pub struct Step {
     ready: Vec<bool>,

@@ -1,4 +1,5 @@
-//! The reducers that gradients of graphs go to: made when the first gradient comes, gone with the session.
+//! The reducers of gradients that graphs compute. They are created when the first gradient arrives, and end with the
+//! session.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Weak};
@@ -15,14 +16,14 @@ use crate::reducer::fingerprint::{self, ReducerDescription};
 use crate::reducer::op_placement::{Gradient, OpPlacement};
 use crate::reducer::{ParamSpec, Reducer, SlotLease, spec};
 
-/// A step without news for so long is one that waits.
+/// A step counts as waiting after this time without an event.
 const WAITS_AFTER: Duration = Duration::from_millis(500);
-/// One that has waited for so long on a device that has nothing to do waits for others, whatever the processor does.
+/// A step on an idle device that has waited this long waits for other ranks, even if the processor is busy.
 const RESTS_AFTER: Duration = Duration::from_secs(8);
-/// How long a rank may take to tell which gradients it waits for, once it knows that others wait for others.
+/// The time for a rank to tell which gradients it waits for, once ranks are known to wait for different ones.
 const TELLING: Duration = Duration::from_secs(2);
 
-/// By number of the spec.
+/// The reducers of a session, by the number of their spec.
 #[derive(Default)]
 pub struct GraphReducers {
     open: Mutex<HashMap<usize, Arc<ArrivalDriver>>>,
@@ -30,17 +31,17 @@ pub struct GraphReducers {
     op_placement: Mutex<OpPlacement>,
 }
 
-/// Reducers to be made, one after the other.
+/// Reducers to be created, one after the other.
 #[derive(Default)]
 struct CreationQueue {
     waiting: VecDeque<(usize, Arc<ArrivalDriver>)>,
-    /// Whether a thread works on them.
+    /// Whether a thread works on the queue.
     is_open: bool,
-    /// How often everything was ended; a thread works for one of these times.
+    /// How often all reducers were ended. A thread stops when this has changed.
     ended: u64,
 }
 
-/// Steps that wait, as the negotiation sees them.
+/// Reports waiting steps to the negotiation, for its stall detection.
 pub struct PendingSteps(Weak<Session>);
 
 impl PendingSteps {
@@ -48,7 +49,8 @@ impl PendingSteps {
         Self(Arc::downgrade(session))
     }
 
-    /// Those of all ranks. Where not all reduce, these may wait while others wait for something else, and all is well.
+    /// The steps of reducers of all ranks. Steps of some ranks may wait while others wait for something else, without a
+    /// deadlock.
     fn of_all_ranks(&self) -> Vec<Arc<ArrivalDriver>> {
         let Some(session) = self.0.upgrade() else { return Vec::new() };
         let is_for_all = |number: usize| spec::get(number).is_ok_and(|spec| spec.ranks.is_none());
@@ -80,22 +82,22 @@ impl OtherWaits for PendingSteps {
 impl GraphReducers {
     pub fn close(&self) {
         let open = std::mem::take(&mut *self.open.lock());
-        // Not under the lock: gradients that wait are answered.
+        // Dropped without the lock, because this completes waiting gradients.
         drop(open);
     }
 }
 
 impl Session {
-    /// What takes the gradients of a spec, if some have come already.
+    /// The driver of a spec's gradients, if gradients have arrived already.
     pub fn find_arrivals(&self, number: usize) -> Option<Arc<ArrivalDriver>> {
         self.graph_reducers.open.lock().get(&number).cloned()
     }
 
-    /// A gradient for the reducer of a spec has come. The first one has the reducers of its graph made, by a thread of
-    /// the core: collective, without a wait for this thread.
+    /// Takes a gradient for the reducer of a spec. The first gradient starts the creation of all reducers of its graph
+    /// in a thread of the core, which is collective; this thread does not wait.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for an unknown spec. The owner is not answered then.
+    /// [`Error::InvalidArgument`] for an unknown spec. The gradient's owner is not called then.
     ///
     /// # Safety
     /// See [`ArrivalDriver::arrive`].
@@ -118,12 +120,12 @@ impl Session {
         self.find_arrivals(plan)?.take_slot(param)
     }
 
-    /// See [`Session::place`].
+    /// Reports where an allocation lies for which [`Session::place`] returned no slot.
     pub fn placed_elsewhere(&self, bytes: usize, op: usize, ptr: *const u8) {
         self.graph_reducers.op_placement.lock().placed_elsewhere(bytes, op, ptr as usize);
     }
 
-    /// A slot for a gradient that was made at `ptr`, if it does not lie in one already and one is free. `learn` says
+    /// Returns a free slot for a gradient that was computed at `ptr`, unless it lies in a slot already. `learn` says
     /// that the operation which allocated it may get the slot the next time.
     pub fn take_slot(&self, gradient: Gradient, bytes: usize, ptr: *const u8, learn: bool) -> Option<SlotLease> {
         let arrivals = self.find_arrivals(gradient.plan)?;
@@ -136,7 +138,7 @@ impl Session {
         arrivals.take_slot(gradient.param)
     }
 
-    /// A gradient was made in its slot but must not be changed there: others see it.
+    /// Reports that a gradient was allocated in its slot but must not be changed there, because others hold it.
     pub fn placed_in_vain(&self, gradient: Gradient, bytes: usize) {
         self.graph_reducers.op_placement.lock().reject(gradient, bytes);
     }
@@ -171,8 +173,8 @@ impl Session {
         Ok(Arc::clone(&open[&number]))
     }
 
-    /// Ends all steps that are under way: ranks do not agree on whose they are. What comes next begins with new
-    /// reducers on every rank, as which of the old ones others still have nobody knows.
+    /// Ends all steps, because the ranks wait for different ones. The next gradients create new reducers on every rank,
+    /// since no rank knows which of the old ones the others still have.
     fn end_reducers(self: Arc<Self>, end: WaitEnd) {
         let open: Vec<(usize, Arc<ArrivalDriver>)> = {
             let mut open = self.graph_reducers.open.lock();
@@ -187,7 +189,7 @@ impl Session {
             for arrivals in all {
                 arrivals.end(error);
                 if let Some(reducer) = arrivals.reducer() {
-                    // Ends what is under way there; that it is gone already would be as good.
+                    // Ends the group's operations. The group may be gone already.
                     let _ = session.remove_group(reducer.communicator().id());
                 }
             }
@@ -211,7 +213,7 @@ impl Session {
         }
     }
 
-    /// What differs between the gradients that two of the ranks wait for; `own` are this rank's.
+    /// Describes the difference between the gradients that two of the ranks wait for. `own` is this rank's spec.
     fn what_differs(&self, end: &WaitEnd, own: Option<usize>) -> Option<String> {
         let &first = end.ranks.first()?;
         let &second = end.ranks.iter().find(|&&rank| rank != first)?;
@@ -240,21 +242,21 @@ impl Session {
                 };
                 let named = spec::get(number).ok().and_then(|spec| spec.ranks.clone());
                 let ranks = named.unwrap_or_else(|| (0..self.size()).collect());
-                // Under the lock: who ends everything has groups counted anew.
+                // Under the lock, because `end_reducers` restarts the count of groups.
                 let group = self.next_graph_group(&ranks);
                 (number, arrivals, ranks, group)
             };
             let made = self.create_reducer(number, group, &ranks);
             if self.graph_reducers.creation_queue.lock().ended != ended {
-                // Its gradients have been answered.
+                // Its gradients were completed with an error by `end_reducers`.
                 if let Ok(reducer) = made {
                     let _ = self.remove_group(reducer.communicator().id());
                 }
                 return;
             }
             if made.is_ok() && self.size() > 1 && ranks.len() == self.size() {
-                // Knows when ranks wait for different steps. All ranks are here, so it need not wait for them; if there
-                // can be none, gradients are reduced all the same.
+                // The negotiator detects ranks that wait for different steps. Its creation does not wait for other
+                // ranks. Without one, gradients are reduced all the same.
                 let _ = self.negotiator(WORLD);
             }
             match &made {
@@ -274,7 +276,7 @@ impl Session {
         let description = &spec::get(number)?.description;
         let own = self.make_graph_group(group, ranks)?;
         Reducer::new(Arc::clone(&own), description.params.clone(), description.options.clone()).inspect_err(|_| {
-            // The reason counts; that the group cannot be removed either adds nothing.
+            // The first error is reported; an error of the clean-up is ignored.
             let _ = self.remove_group(own.id());
         })
     }

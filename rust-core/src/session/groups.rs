@@ -1,4 +1,4 @@
-//! The communicators of a session, and who negotiates for them.
+//! The communicators of a session and the negotiators of its groups.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,10 +19,10 @@ use crate::transport::{Members, ShmTransport, Transport};
 /// The id of the group of all ranks.
 pub const WORLD: u64 = 0;
 
-/// How long the news of a death may take.
+/// How long the report of a rank's death may take to arrive.
 const NEWS_TIME: Duration = Duration::from_secs(1);
 
-/// Who makes a group. Each kind counts its own: they may be made at the same time.
+/// The purpose of a group. Groups of each purpose are counted separately, because they may be created concurrently.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum GroupPurpose {
     Caller,
@@ -30,19 +30,19 @@ enum GroupPurpose {
     Round,
 }
 
-/// Groups by id, and how many were made.
+/// The groups of a session by id, and counts of the groups created so far.
 pub struct Groups {
     timeout: Duration,
     open: Mutex<HashMap<u64, Arc<Communicator>>>,
-    /// By the group that they serve.
+    /// By the group whose collectives they negotiate.
     negotiators: Mutex<HashMap<u64, Arc<Negotiator>>>,
     made: Mutex<HashMap<(GroupPurpose, Vec<usize>), u64>>,
-    /// Counts of groups for plans begin here ([`Groups::restart_graph_groups`]).
+    /// The first number for groups of graph reducers ([`Groups::restart_graph_groups`]).
     plans_from: AtomicU64,
 }
 
 impl Groups {
-    /// No groups; operations of later ones time out after `timeout`.
+    /// An empty set. `timeout` is the default of groups that are added.
     pub fn new(timeout: Duration) -> Self {
         let (open, negotiators, made, plans_from) = Default::default();
         Self { timeout, open, negotiators, made, plans_from }
@@ -77,8 +77,8 @@ impl Groups {
         group_id(made_for, ranks, from + *count)
     }
 
-    /// Groups for plans are counted anew, from a `number` that is new and the same on all ranks: these may have made
-    /// different numbers of them.
+    /// Restarts the count of groups of graph reducers at `number`, which is new and equal on all ranks. Ranks may have
+    /// created different numbers of such groups before.
     pub fn restart_graph_groups(&self, number: u64) {
         let mut made = self.made.lock();
         made.retain(|(made_for, _), _| *made_for != GroupPurpose::Plan);
@@ -98,8 +98,8 @@ fn group_id(made_for: GroupPurpose, ranks: &[usize], count: u64) -> u64 {
     if id == WORLD { 1 } else { id }
 }
 
-/// The id of the communicator that a negotiation has to itself. It follows from the group's, since members ask for it
-/// in any order.
+/// The id of the communicator that a negotiation uses for itself. It is derived from the group's id, because members
+/// create negotiations in any order.
 fn negotiation_id(group: u64) -> u64 {
     let mut hash = Sha256::new();
     hash.update(b"negotiation");
@@ -108,7 +108,7 @@ fn negotiation_id(group: u64) -> u64 {
     u64::from_le_bytes(*digest.first_chunk().expect("a digest has 32 bytes")) >> 1 | 2
 }
 
-/// How sizes of what runs together are tried, if they are.
+/// The settings of fusion autotuning, if it is on.
 fn tuning() -> Result<Option<negotiation::FusionTuning>> {
     if !config::AUTOTUNE.flag()? {
         return Ok(None);
@@ -123,7 +123,8 @@ fn tuning() -> Result<Option<negotiation::FusionTuning>> {
     }))
 }
 
-/// After which time what waits ends, if that is not the end of every wait. As in Horovod, not before it is told.
+/// The time after which a stalled name fails; none means the group's timeout. As in Horovod, it is not shorter than the
+/// time of the warning.
 fn stall_limit() -> Result<Option<Duration>> {
     let (knob, told) = (&config::STALL_SHUTDOWN_SECONDS, &config::STALL_WARNING_SECONDS);
     let Some(limit) = knob.seconds_or_never()? else { return Ok(None) };
@@ -139,11 +140,12 @@ fn stall_limit() -> Result<Option<Duration>> {
 }
 
 impl Session {
-    /// Who runs collectives by name in the group with this id. The first call starts it and does not wait for other
-    /// members; what is submitted waits until all have called this.
+    /// The negotiator of the group with this id. The first call starts it and does not wait for other members;
+    /// submitted operations wait until all members have called this.
     ///
     /// # Errors
-    /// As [`Session::communicator`]; [`Error::Config`] for a setting; [`Error::Io`] if there can be no thread.
+    /// As [`Session::communicator`]; [`Error::Config`] for an invalid setting; [`Error::Io`] if no thread can be
+    /// started.
     pub fn negotiator(self: &Arc<Self>, group: u64) -> Result<Arc<Negotiator>> {
         let mut negotiators = self.groups.negotiators.lock();
         if let Some(negotiator) = negotiators.get(&group) {
@@ -153,7 +155,7 @@ impl Session {
         let limit = stall_limit()?.unwrap_or(self.groups.timeout);
         let options = negotiation::NegotiatorOptions {
             cache_capacity: config::CACHE_CAPACITY.count()?,
-            // Tensors of one call are one operation in any case.
+            // Even then, the tensors of one grouped call run as one operation.
             fusion_bytes: match config::DISABLE_GROUP_FUSION.flag()? {
                 true => 0,
                 false => config::FUSION_BYTES.most_bytes()? as u64,
@@ -201,13 +203,13 @@ impl Session {
         self.make_group(self.groups.next_id(GroupPurpose::Caller, ranks), ranks, timeout)
     }
 
-    /// As [`Session::new_group_within`], out of the group `parent`: all its members call it, at the same place of the order of
-    /// its operations, with the ranks of the one new group that they are in or with `None`. If the parent was used on CUDA
-    /// devices, the new groups' communicators there are made out of the parent's; if not, nobody waits for others than
-    /// the members of his group.
+    /// As [`Session::new_group_within`], split from the group `parent`. All members of the parent call it, at the same
+    /// place in the order of its operations, with the ranks of their new group or with `None`. If the parent was used
+    /// on CUDA devices, the new groups' NCCL communicators are split from the parent's. Otherwise members wait only for
+    /// the members of their own new group.
     ///
     /// # Errors
-    /// As [`Session::new_group`]; of the parent's operations.
+    /// As [`Session::new_group`]; those of the parent's operations.
     pub(super) fn split_group(
         &self,
         parent: &Communicator,
@@ -216,7 +218,7 @@ impl Session {
     ) -> Result<Option<Arc<Communicator>>> {
         let made = ranks.map(|ranks| self.new_group_within(ranks, timeout)).transpose();
         let side = match (&made, ranks) {
-            // No two new groups have a member in common.
+            // The new groups are disjoint, so the first rank identifies one.
             (Ok(Some(made)), Some(ranks)) => Side::In { color: ranks[0], key: made.members().me },
             (Ok(_), _) => Side::Out,
             (Err(_), _) => Side::Refuses,
@@ -227,7 +229,7 @@ impl Session {
             (Some(made), Ok(Some(seed))) => made.adopt(seed),
             (_, Ok(_)) => {}
             (made, Err(error)) => {
-                // The reason counts; that the group cannot be removed either adds nothing.
+                // The first error is reported; an error of the clean-up is ignored.
                 made.iter().for_each(|made| drop(self.remove_group(made.id())));
                 return Err(error);
             }
@@ -235,17 +237,17 @@ impl Session {
         Ok(made)
     }
 
-    /// The id of a group of the session's own, for a reducer that is made while the script goes on.
+    /// The id of the next group for a reducer that is created in the background.
     pub(super) fn next_graph_group(&self, ranks: &[usize]) -> u64 {
         self.groups.next_id(GroupPurpose::Plan, ranks)
     }
 
-    /// Makes the group with an id of [`Session::next_graph_group`].
+    /// Creates the group with an id from [`Session::next_graph_group`].
     pub(super) fn make_graph_group(&self, id: u64, ranks: &[usize]) -> Result<Arc<Communicator>> {
         self.make_group(id, ranks, self.groups.timeout)
     }
 
-    /// Makes a group for which all `ranks` have the same `token`, and no other has it.
+    /// Creates a group whose id is derived from `token`, which all `ranks` share and no other group has.
     pub(super) fn make_round_group(&self, token: u64, ranks: &[usize]) -> Result<Arc<Communicator>> {
         self.make_group(group_id(GroupPurpose::Round, ranks, token), ranks, self.groups.timeout)
     }
@@ -256,7 +258,7 @@ impl Session {
         Ok(communicator)
     }
 
-    /// Forgets a group: operations of it that are under way or queued fail. Each member calls it for itself.
+    /// Closes and removes a group. Its running and queued operations fail. Each member calls this for itself.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for the world or an unknown group.
@@ -274,7 +276,7 @@ impl Session {
         Ok(())
     }
 
-    /// The communicator of `ranks`, over the transport that serves them.
+    /// Creates the communicator of `ranks`, over shared memory or between hosts.
     pub(super) fn connect(&self, id: u64, ranks: &[usize], timeout: Duration) -> Result<Arc<Communicator>> {
         let me = ranks.iter().position(|&rank| rank == self.rank()).expect("callers check that this rank is a member");
         let members = Members { ranks: ranks.into(), me };
@@ -292,8 +294,8 @@ impl Session {
         Ok(communicator)
     }
 
-    /// What the system refuses while a group is made may be the first sign of a member's death, such as memory that
-    /// went away with it: the rendezvous will say so in a moment.
+    /// A system error during the creation of a group may be the first sign of a member's death, such as memory that
+    /// disappeared with it. Waits briefly for the rendezvous to report a death, and returns that instead.
     fn explain(&self, error: Error, ranks: &[usize]) -> Error {
         if error.code() != Code::Io {
             return error;

@@ -17,7 +17,7 @@ use crate::collectives::{Communicator, Request};
 use crate::config;
 use crate::error::{Error, Result};
 
-/// See the module's text.
+/// The process sets of this session; none before Horovod's world is started.
 #[derive(Default)]
 pub(super) struct ProcessSets(Mutex<Option<ProcessSetTable>>);
 

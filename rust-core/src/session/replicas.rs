@@ -22,7 +22,7 @@ use crate::world::Store;
 /// A checksum may come late: ranks begin their first step when they are ready.
 const GATHER_TIME: Duration = Duration::from_secs(24 * 3600);
 
-/// See the module's text.
+/// Compares checksums of the replicas' variables in the first steps, and warns once if they differ.
 #[derive(Default)]
 pub struct Replicas {
     shared: Arc<ReplicasState>,

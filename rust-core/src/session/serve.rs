@@ -1,4 +1,4 @@
-//! Where the rendezvous of this job is: at the launcher's, or in rank 0's process.
+//! Finds or serves the rendezvous of this job: the launcher serves it, or rank 0's process does.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,39 +13,39 @@ use crate::world::monitor;
 use crate::world::rendezvous::owner_socket::{OwnerSocket, Ticket};
 use crate::world::rendezvous::{JobKey, RendezvousLocation, server};
 
-/// How long a process that failed waits for the others to hear of it before it ends.
+/// How long a process that failed keeps serving before it ends, so that the other ranks learn of the failure.
 const FAREWELL: Duration = Duration::from_secs(5);
 
-/// The rendezvous that this process serves. It outlives sessions (RDV-4).
+/// The rendezvous server in this process. It outlives sessions (RDV-4).
 struct RunningServer {
     job: String,
     size: usize,
-    /// The secret that a launcher or the user gave, if one did.
+    /// The secret from the launcher or the user, if there is one.
     given: Option<Vec<u8>>,
     secret: Vec<u8>,
     server: server::Server,
-    /// What gives the secret to this user's ranks on this host, and the name under which it does.
+    /// The socket that gives the secret to this user's ranks on this host, and its name.
     owner: Option<(String, OwnerSocket)>,
 }
 
 static SERVED: Mutex<Option<RunningServer>> = Mutex::new(None);
 static FAILED: AtomicBool = AtomicBool::new(false);
 
-/// Where the rendezvous is.
+/// The location of the rendezvous.
 #[derive(Debug)]
 pub struct Rendezvous {
     pub location: RendezvousLocation,
     pub served_by_rank_0: bool,
-    /// Whether processes that are not the job's can know the secret.
+    /// Whether processes outside of the job can know the secret.
     pub open: bool,
 }
 
-/// The secret that a launcher or the user gave.
+/// The secret from the launcher or the user.
 pub fn given_secret() -> Option<Vec<u8>> {
     config::SECRET.text().map(String::into_bytes)
 }
 
-/// The rendezvous that the launcher serves, if it does.
+/// The rendezvous that the launcher serves, if it serves one.
 pub fn launchers(launch: &Launch) -> Option<Rendezvous> {
     let address = config::RENDEZVOUS.text()?;
     let given = given_secret();
@@ -58,11 +58,12 @@ pub fn launchers(launch: &Launch) -> Option<Rendezvous> {
     })
 }
 
-/// Where the launcher's variables say that the rendezvous is. In rank 0's process this starts the server if nobody
-/// else serves.
+/// Finds the rendezvous by the launcher's variables. In rank 0's process this starts the server, unless the launcher
+/// serves.
 ///
-/// The secret is the given one. Without one, rank 0 makes a secret and gives it to this user's processes where all ranks are on
-/// one host. On several hosts the launcher's variables make do for one, and rank 0 says that others may know it.
+/// The secret is the one from the launcher or the user. Without one, rank 0 makes a random secret if all ranks are on
+/// one host, and gives it to this user's processes. On several hosts the secret is derived from the launcher's
+/// variables, and rank 0 warns that other processes may know it.
 pub fn find(launch: &Launch) -> Result<Rendezvous> {
     if let Some(rendezvous) = launchers(launch) {
         return Ok(rendezvous);
@@ -73,7 +74,7 @@ pub fn find(launch: &Launch) -> Result<Rendezvous> {
         ));
     };
     let one_host = launch.on_one_host() || is_loopback(&master);
-    // One host needs no endpoint to the network.
+    // On one host, the server listens on the loopback interface only.
     let master = if one_host { "127.0.0.1".to_owned() } else { master };
     let given = given_secret();
     let open = given.is_none() && !one_host;
@@ -95,7 +96,7 @@ fn is_loopback(host: &str) -> bool {
     host == "localhost" || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
 }
 
-/// Starts the server, or keeps the one that served the job's last session, and says where this process reaches it.
+/// Starts the server, or keeps the server of the job's previous session. Returns how this process reaches it.
 fn serve(launch: &Launch, given: Option<Vec<u8>>, one_host: bool, master: &str) -> Result<RendezvousLocation> {
     let mut served = SERVED.lock();
     let same = |served: &RunningServer| served.job == launch.job && served.size == launch.size && served.given == given;
@@ -127,7 +128,7 @@ fn serve(launch: &Launch, given: Option<Vec<u8>>, one_host: bool, master: &str) 
 }
 
 impl RunningServer {
-    /// Serves a job, and gives the secret to this user's ranks on this host under `name`.
+    /// Starts a server for a job and gives the secret to this user's ranks on this host under `name`.
     fn start(
         listener: TcpListener,
         job: String,
@@ -136,7 +137,7 @@ impl RunningServer {
         secret: Vec<u8>,
         name: Option<String>,
     ) -> Result<Self> {
-        // Nobody else watches the processes, so a lost connection is all that there is to know.
+        // There is no launcher that could explain a lost connection, so a death is reported at once.
         let patience = Duration::ZERO;
         let peer_timeout = config::PEER_TIMEOUT_SECONDS.seconds()?;
         let key = JobKey::new(&secret);
@@ -151,7 +152,7 @@ impl RunningServer {
     }
 }
 
-/// Tells the user, once a job, that its ranks cannot be told from others.
+/// Warns, once in a job, that processes outside of the job may join it.
 fn warn_open(why: &str) {
     tracing::warn!(
         "this job is open to the network: it spans hosts, and {why}. Whoever reaches rank 0 can join it, and read and change          what ranks send. Set `SMD_SECRET` to the same random text for all ranks, such as that of `openssl rand -hex 32`, or          start the job with `smdrun` (docs/security.md)"
@@ -168,16 +169,16 @@ fn loopback() -> Result<TcpListener> {
     TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(|error| Error::io("binding the rendezvous", error))
 }
 
-/// What the ranks of a rendezvous on a store need to reach the server.
+/// The data with which ranks reach a server that was found through a framework's store.
 pub struct ServerContact {
     pub port: u16,
     pub secret: Vec<u8>,
-    /// The name under which the owner socket gives the secret away, where it does.
+    /// The name under which the owner socket gives the secret, if it does.
     pub owner: Option<String>,
 }
 
-/// Starts a server with a secret of its own, or keeps the last one that served as many ranks in the same way. On one host this
-/// user's processes are given the secret; on several the caller tells it.
+/// Starts a server with a random secret, or keeps the last server if it serves as many ranks in the same way. On one
+/// host the owner socket gives the secret to this user's processes; on several hosts the caller distributes it.
 pub fn serve_anywhere(one_host: bool, size: usize, given: Option<Vec<u8>>) -> Result<ServerContact> {
     let job = format!("met by a store, for the {}", if one_host { "host" } else { "hosts" });
     let mut served = SERVED.lock();
@@ -186,12 +187,12 @@ pub fn serve_anywhere(one_host: bool, size: usize, given: Option<Vec<u8>>) -> Re
         *served = None;
         let listener = match one_host {
             true => loopback()?,
-            // Serves IPv4 as well, where there is IPv6 at all.
+            // An IPv6 wildcard socket accepts IPv4 connections, too.
             false => TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0))
                 .or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)))
                 .map_err(|error| Error::io("binding the rendezvous", error))?,
         };
-        // Nobody can guess it, so nobody else holds it.
+        // A random name, which no other process can hold.
         let name = match one_host && given.is_none() {
             true => Some(random_secret()?.iter().map(|byte| format!("{byte:02x}")).collect()),
             false => None,
@@ -210,16 +211,16 @@ pub fn serve_anywhere(one_host: bool, size: usize, given: Option<Vec<u8>>) -> Re
     })
 }
 
-/// Binds the first free one of the job's ports.
+/// Binds the first free port of the job's port list.
 fn bind(launch: &Launch, master: &str) -> Result<TcpListener> {
     let everywhere: [IpAddr; 2] = [Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()];
     let named: Option<IpAddr> =
         if master == "localhost" { Some(Ipv4Addr::LOCALHOST.into()) } else { master.parse().ok() };
     let hosts: Vec<IpAddr> = match named {
         Some(address) if address.is_loopback() => vec![address],
-        // The address may be one that a network translates into ours.
+        // The address may be one that the network translates to ours.
         Some(address) => [address].into_iter().chain(everywhere).collect(),
-        // A host's own name often stands for a loopback address on the host itself, where others cannot reach it.
+        // A host's own name often resolves to a loopback address on the host itself, which other hosts cannot reach.
         None => everywhere.to_vec(),
     };
     let ports = launch.rendezvous_ports();
@@ -236,17 +237,17 @@ fn bind(launch: &Launch, master: &str) -> Result<TcpListener> {
     Err(Error::io(format!("binding the rendezvous to one of the ports {ports:?}"), error))
 }
 
-/// Remembers that this process ends because of a failure.
+/// Marks this process as ending because of a failure.
 pub fn note_failure() {
     FAILED.store(true, Ordering::Relaxed);
 }
 
-/// See [`note_failure`].
+/// Whether [`note_failure`] was called.
 pub fn has_failed() -> bool {
     FAILED.load(Ordering::Relaxed)
 }
 
-/// See [`super::finish`].
+/// Keeps serving for a while at the end of a process; see [`super::finish`].
 pub fn linger() {
     let Some(served) = SERVED.lock().take() else { return };
     let patience = if has_failed() { FAREWELL } else { config::EXIT_TIMEOUT_SECONDS.seconds().unwrap_or(FAREWELL) };

@@ -138,7 +138,7 @@ pub struct Hosts {
 /// there.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
-/// See the module's text.
+/// The transport of a group whose members are on several hosts.
 pub struct HostsTransport {
     members: Members,
     hosts: Hosts,

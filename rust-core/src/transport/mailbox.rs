@@ -212,7 +212,7 @@ pub trait Messages: Send + Sync {
     fn ring(&self);
 }
 
-/// The messages of one member; see the module's text.
+/// Matches the messages of one member of a group with its receives.
 pub(crate) struct Mailbox<L> {
     pub(crate) link: L,
     members: Members,

@@ -41,7 +41,7 @@ struct Net {
     news: Condvar,
 }
 
-/// One rank's end; see the module's text.
+/// The transport of one rank that is a thread, with random delays.
 pub struct MockTransport {
     members: Members,
     mailbox: Mailbox<MockLink>,

@@ -10,7 +10,7 @@ use crate::collectives::call::{Call, Kind};
 use crate::collectives::{Group, Request};
 use crate::error::Result;
 
-/// See the module's text.
+/// Adasum over messages or shared memory; the number of members is a power of 2.
 pub(super) struct Adasum;
 
 /// Vectors whose squared norm is below this, the root of the smallest normal double, count as zero.

@@ -8,7 +8,7 @@ use crate::collectives::{Group, Request};
 use crate::error::Result;
 use crate::streaming_copy::stream;
 
-/// See the module's text.
+/// Collectives over shared memory that move values without combining them, and the barrier.
 pub(super) struct Exchange;
 
 /// Bytes that a member publishes in one step.

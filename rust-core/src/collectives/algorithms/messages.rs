@@ -10,7 +10,7 @@ use crate::collectives::{Group, Request};
 use crate::error::Result;
 use crate::transport::wait_all;
 
-/// See the module's text.
+/// All collectives over point-to-point messages, for groups without shared memory.
 pub(super) struct MessageAlgorithm;
 
 impl Algorithm for MessageAlgorithm {

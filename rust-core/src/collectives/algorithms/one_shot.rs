@@ -9,7 +9,7 @@ use crate::collectives::kernels::{self, Fold, FoldStage};
 use crate::collectives::{Group, Request};
 use crate::error::Result;
 
-/// See the module's text.
+/// All-reduce and reduce over shared memory in which every member folds all values.
 pub(super) struct OneShot;
 
 /// Largest tensor for more than two members.

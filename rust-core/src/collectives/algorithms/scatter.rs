@@ -6,7 +6,7 @@ use crate::collectives::kernels::{self, Fold, FoldStage};
 use crate::collectives::{Group, Request};
 use crate::error::Result;
 
-/// See the module's text.
+/// Reduce-scatter over shared memory.
 pub(super) struct ReduceScatter;
 
 /// Bytes that a member publishes in one step, for all members together.

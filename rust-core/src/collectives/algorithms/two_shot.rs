@@ -18,7 +18,7 @@ use crate::collectives::kernels::{self, Fold, FoldStage};
 use crate::collectives::{Group, Request};
 use crate::error::Result;
 
-/// See the module's text.
+/// All-reduce and reduce over shared memory with a reduce-scatter and an all-gather step for each chunk.
 pub(super) struct TwoShot;
 
 /// Bytes of a chunk, over all members' shards: what moves then fits the second-level cache, also if members share one.

@@ -7,7 +7,7 @@ use crate::collectives::kernels::{self, Fold, FoldStage};
 use crate::collectives::{Group, Request, agreement};
 use crate::error::Result;
 
-/// See the module's text.
+/// All-reduce, in place, of values that already lie in a shared-memory window.
 pub(super) struct WindowAllReduce;
 
 impl Algorithm for WindowAllReduce {

@@ -1,4 +1,4 @@
-//! What one operation of a group does once its turn has come.
+//! Runs one operation of a group when its turn in the group's order has come.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -31,7 +31,7 @@ impl GroupState {
         }
     }
 
-    /// ROW-1, ROW-2.
+    /// Runs an operation on rows: exchanges the numbers of rows, allocates the outputs, then runs it (ROW-1, ROW-2).
     pub(super) fn rows(&self, request: &Request, call: &Call, timeout: Option<Duration>) -> Result<()> {
         let mut rows = Vec::new();
         self.enter(call, timeout, |group| {
@@ -47,7 +47,7 @@ impl GroupState {
         }
     }
 
-    /// The same on CUDA tensors: the numbers are told between the CPUs.
+    /// The same for CUDA tensors. The numbers of rows are exchanged between the hosts.
     pub(super) fn rows_on_device(&self, request: &Request, timeout: Option<Duration>) -> Result<PendingWork> {
         let members = self.transport.members();
         let call = match Call::describe(request, members.me, members.size()) {
@@ -63,7 +63,8 @@ impl GroupState {
             rows = algorithms::sizes::tell(&call, group)?;
             Ok(())
         })?;
-        // On devices nobody would hear of a member whose outputs cannot be made (ROW-2).
+        // On devices, the other members would not notice that this member's outputs cannot be allocated, so a barrier
+        // on the hosts comes first (ROW-2).
         match rows::settle(request, &rows) {
             Ok(settled) => {
                 self.collective(&Request::Barrier, timeout)?;
@@ -110,7 +111,7 @@ impl GroupState {
         Ok(())
     }
 
-    /// A window is memory of one group only.
+    /// A window belongs to one group.
     pub(super) fn check_window(&self, request: &Request) -> Result<()> {
         match request {
             Request::AllReduceWindow { window, .. } if window.group() != self.id => Err(Error::InvalidArgument(
@@ -130,7 +131,7 @@ impl GroupState {
                 self.unsettled.store(true, Ordering::Relaxed);
                 Ok(())
             }
-            // The verdict is this member's own message.
+            // The agreement reports this member's own message as a failed peer, which is expected here.
             None => agreement::agree_without_memory(&call, group).or_else(|error| match error {
                 Error::PeerFailed { .. } if group.in_step.get() => Ok(()),
                 other => Err(other),
@@ -142,7 +143,7 @@ impl GroupState {
         let number = self.windows.fetch_add(1, Ordering::Relaxed);
         let call = Call { elems: bytes, window: number, ..Call::new(Kind::Window) };
         self.enter(&call, None, |group| {
-            // A barrier that compares the sizes.
+            // This barrier compares the sizes.
             algorithms::run(&Request::Barrier, &call, group)?;
             let window = Window::create(number, bytes, group)?;
             let _ = made.set(Arc::new(window));
@@ -150,7 +151,7 @@ impl GroupState {
         })
     }
 
-    /// Runs one operation as the group's next.
+    /// Runs `operation` as the group's next one, unless the group is closed, broken or spoiled (COM-5, COM-7).
     pub(super) fn enter(
         &self,
         call: &Call,

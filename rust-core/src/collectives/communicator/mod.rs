@@ -50,7 +50,7 @@ pub type Done = Box<dyn FnOnce(Result<Option<usize>>) + Send>;
 /// How long [`Communicator::close`] waits for its threads: several naps, so only a stuck callback exceeds it.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 
-/// See the module's text.
+/// A process group over one transport. It orders and runs the group's collectives and messages (COM-1 to COM-7).
 pub struct Communicator {
     shared: Arc<GroupState>,
     point_to_point: PointToPoint,

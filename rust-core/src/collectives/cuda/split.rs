@@ -39,7 +39,7 @@ pub(crate) enum Side {
 }
 
 impl Cuda {
-    /// See the module's text. `agree` tells whether all members of the parent say the same number, and none of them a
+    /// Splits this group's NCCL communicator. `agree` tells whether all members of the parent say the same number, and none of them a
     /// negative one.
     ///
     /// # Errors

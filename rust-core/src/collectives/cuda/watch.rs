@@ -1,10 +1,11 @@
-//! Two threads of the process that watch over what is under way on devices: one for departures of members, one for NCCL's
-//! errors and operations that take too long. The first never asks CUDA for anything: while kernels wait for a member that
-//! is gone, the device's queue may be full, and then a call of the driver does not come back before they are ended.
+//! Two threads that watch the operations in flight on devices. One looks for departures of members. The other looks for
+//! NCCL's errors and for timeouts. The first never calls CUDA: while kernels wait for a dead member, the device's queue
+//! may be full, and a call of the driver does not return before the kernels are ended.
 //!
-//! When an operation has been under way for a part of its time limit, each member writes down on the store what it is
-//! waiting in; at the limit, each compares that with the others'. So a stuck operation ends with an error that names
-//! who is missing, or who called something else. A member that ends its part in good health writes that down, too.
+//! When an operation has been in flight for part of its timeout, each member writes to the store what it waits in. At
+//! the timeout, each compares the others' records with its own. So the error of a stuck operation names the members
+//! that are missing or that called another operation. A member that ends its part without an error writes that to the
+//! store, too.
 
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -19,14 +20,14 @@ use crate::error::{Error, Limit, Result};
 use crate::transport::{Members, NAP};
 use crate::world::Departure;
 
-/// How long a member that left in good order may have been gone while an operation with it is still under way.
+/// How long an operation may stay in flight after one of its members has left in good order.
 const LEFT_LIMIT: Duration = Duration::from_secs(5);
-/// How long an operation has been under way when the members begin to look whether one of them has ended its part, and how
-/// often they look.
+/// How long an operation is in flight before members look in the store whether another one has ended its part, and the
+/// interval at which they look.
 const ENDED_AFTER: Duration = Duration::from_millis(500);
-/// How long they look.
+/// The timeout of such a look.
 const ENDED_LOOK: Duration = Duration::from_millis(5);
-/// Time for the others' notes to arrive once the limit is over.
+/// Additional time after the timeout for the other members' records to arrive.
 const NOTES_TIME: Duration = Duration::from_secs(1);
 
 struct Watchdog {
@@ -36,7 +37,7 @@ struct Watchdog {
 
 static WATCH: Watchdog = Watchdog { groups: Mutex::new(Vec::new()), added: Condvar::new() };
 
-/// Watches over a group that has a part, until it is dropped.
+/// Starts to watch a group that has a device communicator, until it is dropped.
 pub(super) fn add(group: &Arc<Cuda>) -> Result<()> {
     static THREAD: OnceLock<Result<()>> = OnceLock::new();
     let mut groups = WATCH.groups.lock();
@@ -49,7 +50,7 @@ pub(super) fn add(group: &Arc<Cuda>) -> Result<()> {
         let thread = std::thread::Builder::new().name(name.into()).spawn(move || work(look));
         thread.map(drop).map_err(|error| Error::io("starting a thread that watches over devices", error))
     };
-    // Some stream of the process may be under capture, which must not mind what is asked.
+    // Another thread may capture a stream; queries must not invalidate that capture.
     let start = || {
         spawn("smd-cuda-peers", |group, _| check_departures(group))?;
         spawn("smd-cuda", |group, notes| {
@@ -72,11 +73,11 @@ fn work(look: fn(&Arc<Cuda>, &mut WaitRecords)) {
             }
             groups.iter().filter_map(Weak::upgrade).collect()
         };
-        // All groups of a session have one monitor; a departure ends the nap.
+        // All groups of a session share one monitor. A departure ends the sleep.
         let Some(monitor) = groups.first().map(|group| group.monitor.clone()) else { continue };
         let seen = monitor.generation();
         for group in groups.iter().filter(|group| group.failed.get().is_none()) {
-            // A group that cannot be watched ends; the others are watched as ever.
+            // If watching a group fails, that group ends; the others are still watched.
             if let Some(error) = Error::of_thread("that watches over devices", || look(group, &mut notes)) {
                 group.end(error);
             }
@@ -95,7 +96,7 @@ fn check_departures(group: &Arc<Cuda>) {
 fn look_at(group: &Arc<Cuda>, notes: &mut WaitRecords) {
     for part in group.all_parts() {
         if let Some(error) = part.comm.async_error() {
-            // The connection to a member that died is lost before the news of its death is here.
+            // The connection to a member that died may be lost before its death is reported.
             let first = part.flights.lock().first().map(|calls| calls.requests[0].clone());
             let error = match first {
                 Some(request) => group.explain(error, &|| group.describe(&request)),
@@ -104,7 +105,7 @@ fn look_at(group: &Arc<Cuda>, notes: &mut WaitRecords) {
             return fail(group, error);
         }
         if let Some(error) = differing(group, &part) {
-            // A member whose kernels wait elsewhere learns of it as well.
+            // Other members' kernels may wait elsewhere and must learn of it as well.
             return group.end(error);
         }
         if part.completed() {
@@ -117,11 +118,11 @@ fn look_at(group: &Arc<Cuda>, notes: &mut WaitRecords) {
     }
 }
 
-/// CUDA-4.
+/// Ends a group's operations on devices with `error` (CUDA-4).
 pub(super) fn fail(group: &Arc<Cuda>, error: Error) {
     tracing::debug!("group {} ends its operations on devices: {error}", group.id);
     if group.closed.get().is_some() && group.failed.get().is_none() {
-        // No later call of the group can raise it.
+        // No later call of the group will raise the error, so it is logged.
         tracing::error!(
             "group {} was closed with operations on devices under way, which were ended: {error}",
             group.id
@@ -131,7 +132,8 @@ pub(super) fn fail(group: &Arc<Cuda>, error: Error) {
     let mut parts = std::mem::take(&mut *group.parts.write());
     parts.append(&mut group.closing.write());
     for part in parts {
-        // An abort waits for the device, on which the kernels of other groups may spin that are aborted next.
+        // An abort waits for the device, where kernels of other groups may spin that are aborted next; so each has a
+        // thread.
         let abort = std::thread::Builder::new().name("smd-cuda-abort".into());
         if let Err(error) = abort.spawn(move || part.abort()) {
             tracing::error!("operations on a device cannot be ended: no thread for it: {error}");
@@ -139,11 +141,11 @@ pub(super) fn fail(group: &Arc<Cuda>, error: Error) {
     }
 }
 
-/// Kernels of two members found that their calls differ (PEER-2).
+/// The error if kernels of two members have found that their calls differ (PEER-2).
 fn differing(group: &Cuda, part: &DeviceCommunicator) -> Option<Error> {
     let mismatch = part.peers.as_ref()?.mismatch()?;
     let (me, other) = (group.members.me, mismatch.member);
-    // Which ones it may have been, unless calls of CUDA graphs came between.
+    // The calls in question, unless calls in CUDA graphs came between.
     let mine = mismatch.call.and_then(|call| {
         let flights = part.flights.lock();
         flights.queue.iter().find_map(|flight| {
@@ -156,7 +158,7 @@ fn differing(group: &Cuda, part: &DeviceCommunicator) -> Option<Error> {
     let mine = mine.unwrap_or_else(|| vec!["an operation that is not known".to_owned()]);
     let ranks = &group.members.ranks;
     let key = |at: usize| format!("cuda/{:x}/{}/differs/{at}", group.id, part.number);
-    // That it cannot be written or read means that the job is ending, which has its own errors.
+    // If the store fails, the job is ending, which has its own errors.
     let theirs = group.store.get().and_then(|store| {
         let _ = store.set(&key(me), &postcard::to_stdvec(&mine).ok()?);
         let text = store.get(&key(other), &[ranks[other]], NOTES_TIME).ok()?;
@@ -171,10 +173,10 @@ fn differing(group: &Cuda, part: &DeviceCommunicator) -> Option<Error> {
     })
 }
 
-/// The first place where what two members called at once differs: the call of each there.
+/// The first position where the calls of two members differ, as texts.
 fn difference(mine: &[String], theirs: &[String]) -> (String, String) {
     let common = mine.iter().zip(theirs).position(|(mine, theirs)| mine != theirs);
-    // What differs need not be in the texts.
+    // The difference may be one that the texts do not show.
     let at = common.or((mine.len() != theirs.len()).then_some(mine.len().min(theirs.len()))).unwrap_or(0);
     let say = |calls: &[String]| match (calls.get(at), calls.len()) {
         (Some(call), 1) => call.clone(),
@@ -184,7 +186,7 @@ fn difference(mine: &[String], theirs: &[String]) -> (String, String) {
     (say(mine), say(theirs))
 }
 
-/// What ends operations because a member died or failed.
+/// The error if a member of the group died or failed.
 pub(super) fn departed(group: &Cuda) -> Option<Error> {
     if group.monitor.generation() == 0 {
         return None;
@@ -197,7 +199,7 @@ pub(super) fn departed(group: &Cuda) -> Option<Error> {
     group.monitor.check(&gone, "an operation on CUDA tensors").err()
 }
 
-/// A member left in good order, but not before this one began to wait for it.
+/// The error if a member left in good order while this one waits for it.
 fn left(group: &Cuda, part: &DeviceCommunicator) -> Option<Error> {
     let flights = part.flights.lock();
     let calls = flights.first()?;
@@ -212,22 +214,22 @@ fn left(group: &Cuda, part: &DeviceCommunicator) -> Option<Error> {
     group.monitor.check(&left, &group.describe(&calls.requests[0])).err()
 }
 
-/// Where the member that ends its part first says so.
+/// The key under which the first member to end its part says so.
 fn ended_key(group: &Cuda) -> String {
     format!("cuda/{:x}/ended", group.id)
 }
 
-/// Tells the others that this member takes no part any more.
+/// Tells the other members that this one takes no part in further operations.
 pub(super) fn say_ended(group: &Cuda, reason: &Error) {
     if let Some(store) = group.store.get()
         && let Ok(text) = postcard::to_stdvec(&(group.members.me, reason.to_string()))
     {
-        // That it cannot be written means that the job is ending, which has its own errors.
+        // If the store fails, the job is ending, which has its own errors.
         let _ = store.set(&ended_key(group), &text);
     }
 }
 
-/// Another member has ended its part.
+/// The error if another member has ended its part.
 fn ended(group: &Cuda, part: &DeviceCommunicator, notes: &mut WaitRecords) -> Option<Error> {
     let during = {
         let flights = part.flights.lock();
@@ -245,32 +247,32 @@ fn ended(group: &Cuda, part: &DeviceCommunicator, notes: &mut WaitRecords) -> Op
     Some(Error::PeerFailed { rank, how: format!("failed ({reason})"), me: ranks[*me], during })
 }
 
-/// What a member writes down about the operation that it waits in.
+/// A member's record of the operation that it waits in.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 struct WaitRecord {
-    /// How many collectives it called before.
+    /// The number of collectives that the member called before.
     position: u64,
-    /// The operation.
+    /// The operation as text.
     text: String,
-    /// Whether all members take part.
+    /// Whether all members take part in it.
     collective: bool,
 }
 
-/// What this process has written down or looked for so far, and when.
+/// The records that this process has written, and the times of its looks in the store.
 #[derive(Default)]
 struct WaitRecords {
     written: Vec<(String, Instant)>,
 }
 
 impl WaitRecords {
-    /// Whether it is `interval` or longer since this was last true of `key`.
+    /// Whether at least `interval` has passed since the last call with `key` that returned true.
     fn is_time(&mut self, key: &str, interval: Duration) -> bool {
         let now = Instant::now();
         let last = self.written.iter().find(|(known, _)| known == key).map(|(_, last)| *last);
         last.is_none_or(|last| now.duration_since(last) >= interval) && self.is_new(key, now)
     }
 
-    /// Whether `key` has no note yet about what began at `since`.
+    /// Whether `key` has no record yet of the operation that began at `since`.
     fn is_new(&mut self, key: &str, since: Instant) -> bool {
         match self.written.iter_mut().find(|(known, _)| known == key) {
             Some((_, last)) if *last == since => false,
@@ -305,7 +307,7 @@ fn stuck(group: &Cuda, part: &DeviceCommunicator, notes: &mut WaitRecords) -> Op
     if notes.is_new(&key(me), since)
         && let Ok(text) = postcard::to_stdvec(&note)
     {
-        // That it cannot be written means that the job is ending, which has its own errors.
+        // If the store fails, the job is ending, which has its own errors.
         let _ = store.set(&key(me), &text);
     }
     if since.elapsed() < timeout {
@@ -334,7 +336,8 @@ fn partners(group: &Cuda, requests: &[Request]) -> Vec<usize> {
     ranks
 }
 
-/// Why rank `me`, which waits in `mine`, waits in vain.
+/// The error of rank `me`, which has waited in `mine` for `waited`: a mismatch, or a timeout that names the missing
+/// ranks.
 fn compare(me: usize, mine: &WaitRecord, waited: Duration, others: &[(usize, Option<WaitRecord>)]) -> Error {
     let differs = |theirs: &WaitRecord| {
         mine.collective && theirs.collective && (theirs.position != mine.position || theirs.text != mine.text)

@@ -23,7 +23,7 @@ pub(super) enum Discovery {
     Script(Script),
 }
 
-/// See the module's text.
+/// The user's discovery script, run once a second.
 pub(super) struct Script {
     command: Vec<OsString>,
     slots_per_host: Option<usize>,

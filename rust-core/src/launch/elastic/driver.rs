@@ -105,7 +105,7 @@ pub enum JobOutcome {
     Failed(String),
 }
 
-/// See the module's text.
+/// Decides which workers an elastic job starts and stops, and when a new session begins.
 #[derive(Debug)]
 pub struct Driver {
     limits: ElasticLimits,

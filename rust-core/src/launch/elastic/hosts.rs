@@ -44,7 +44,7 @@ struct Ban {
     until: Option<Instant>,
 }
 
-/// See the module's text.
+/// The hosts of an elastic job with their slots, and the hosts that are excluded for a while.
 #[derive(Clone, Debug)]
 pub struct HostPool {
     cooldown: Option<Cooldown>,

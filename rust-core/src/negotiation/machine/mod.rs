@@ -110,7 +110,7 @@ impl NamedCall {
     }
 }
 
-/// See the module's text.
+/// The state machine of one member's negotiation.
 pub(super) struct Machine {
     tree: Tree,
     /// Global ranks of the members.

@@ -103,7 +103,7 @@ pub struct Variable {
     pub binds: bool,
 }
 
-/// See the module's text.
+/// The operations and variables of one step's graph, in topological order.
 #[derive(Clone, Debug, Default)]
 pub struct Operations {
     operations: Vec<Operation>,

@@ -44,7 +44,7 @@ impl SegmentPhase {
     }
 }
 
-/// See the module's text.
+/// Operations of one place, phase and level, which run as one function.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
     /// A partition, or all.

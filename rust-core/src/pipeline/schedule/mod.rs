@@ -20,7 +20,7 @@ use std::str::FromStr;
 use super::{Graph, Program, Stage, transfers, validate};
 use crate::error::{Error, Result};
 
-/// See the module's text.
+/// The schedules that a user may choose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Schedule {
     /// All forwards, then all backwards.

@@ -23,7 +23,7 @@ mod device;
 mod end;
 mod rounds;
 
-/// Reduces the gradients of one model, step after step. See the folder's text.
+/// Reduces the gradients of one model, step after step, over a communicator of its own. All functions may be called from any thread.
 pub struct Reducer {
     communicator: Arc<Communicator>,
     params: Arc<[ParamSpec]>,

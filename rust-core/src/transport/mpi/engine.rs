@@ -102,7 +102,7 @@ struct EngineState {
     change: Mutex<()>,
 }
 
-/// See the module's text.
+/// The thread through which this process sends and receives frames by MPI.
 pub(crate) struct Engine {
     shared: Arc<EngineState>,
 }

@@ -24,7 +24,7 @@ struct EngineProgress {
     size: usize,
 }
 
-/// See the module's text.
+/// Keeps MPI initialised until it is dropped.
 pub(crate) struct Holder {
     progress: Mutex<EngineProgress>,
     changed: Condvar,

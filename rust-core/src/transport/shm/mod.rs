@@ -47,7 +47,7 @@ use placement::core;
 pub(super) use ring::Rings;
 use segment::SharedSegment;
 
-/// The transport over one segment; see the module's text.
+/// The transport of a group whose members share one memory segment on one host.
 pub struct ShmTransport {
     memory: Arc<SharedMemory>,
     mailbox: Mailbox<Rings>,
@@ -171,7 +171,7 @@ impl Transport for ShmTransport {
 /// Phases between two looks at who runs where (note "three and one").
 const PHASES_A_LOOK: u32 = 64;
 
-/// The memory that all members of a group see; see the module's text. One operation of the group uses it at a time.
+/// The shared memory that a group's collectives use: arenas, regions and arrival counters. One operation of the group uses it at a time.
 pub struct SharedMemory {
     segment: SharedSegment,
     layout: SegmentLayout,

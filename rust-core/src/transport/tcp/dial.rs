@@ -15,7 +15,7 @@ use crate::world::{fork, socket};
 /// A try takes no longer than this.
 const TRY_TIME: Duration = Duration::from_secs(5);
 
-/// See the module's text.
+/// An outbound connection during its handshake.
 pub(super) struct Dial {
     /// Dropped first.
     guard: fork::Guard,

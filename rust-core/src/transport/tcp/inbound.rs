@@ -63,7 +63,7 @@ enum InboundStage {
     Open(Reader),
 }
 
-/// See the module's text.
+/// An accepted connection: unauthenticated during the handshake, then the source of one rank's frames.
 pub(super) struct InboundConnection {
     /// Dropped first.
     _guard: fork::Guard,

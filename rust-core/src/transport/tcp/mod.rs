@@ -129,7 +129,7 @@ impl TcpState {
     }
 }
 
-/// The connections of this process; see the module's text.
+/// All TCP connections of this process to other ranks, and the thread that serves them.
 pub(crate) struct Network {
     shared: Arc<TcpState>,
     thread: Mutex<Option<JoinHandle<()>>>,

@@ -1,7 +1,7 @@
-//! The send queue to one process: frames that leave, and the connection that carries them.
+//! The queue of frames to one process, and the connection that carries them.
 //!
-//! Whoever sends writes to the connection himself as long as the system takes all; what it does not take, the thread writes
-//! when there is room again.
+//! A sender writes to the connection directly as long as the system accepts all bytes. The thread writes the rest when
+//! the connection has room again.
 
 use std::collections::{HashSet, VecDeque};
 use std::io::{Error, ErrorKind, Read, Result, Write};
@@ -13,12 +13,12 @@ use crate::transport::ports::{Pool, PortKey};
 use crate::world::fork;
 use crate::world::rendezvous::frame::{HEADER_BYTES, Sealer};
 
-/// Frames that may wait.
+/// The number of frames that may wait.
 pub(super) const FRAMES: usize = 8;
 
-/// An open connection, in the direction away from here.
+/// An open connection on which this process only sends.
 pub(super) struct OutboundConnection {
-    /// Dropped first.
+    /// Declared first, so that it is dropped first.
     pub(super) _guard: fork::Guard,
     pub(super) stream: TcpStream,
     pub(super) sealer: Sealer,
@@ -26,43 +26,43 @@ pub(super) struct OutboundConnection {
 
 #[derive(Default)]
 enum SendStage {
-    /// Nothing was ever sent.
+    /// No frame was ever sent.
     #[default]
     Unused,
-    /// The connection is being made.
+    /// The connection is being established.
     Sought,
-    /// If frames wait, then because the system took no more.
+    /// Established. If frames wait, the system has accepted no more bytes.
     Open(OutboundConnection),
-    /// For good; frames are dropped.
+    /// Lost for good; frames are dropped.
     Lost,
 }
 
-/// See the module's text.
+/// Frames that wait to be sent to one process, and the connection to it.
 #[derive(Default)]
 pub(super) struct SendQueue {
     stage: SendStage,
-    /// Each with room for its header before it.
+    /// Waiting frames, each with room for its header in front.
     frames: VecDeque<Vec<u8>>,
-    /// Of the first frame: whether its header is there, and how much of it is written.
+    /// State of the first frame: whether its header is filled in, and how many bytes are written.
     sealed: bool,
     written: usize,
-    /// Ports whose frame found no room.
+    /// Ports whose frame was refused because the queue was full.
     refused: HashSet<PortKey>,
 }
 
-/// What became of a frame.
+/// The result of [`SendQueue::send`].
 pub(super) enum Sent {
     Taken,
-    /// It was not taken.
+    /// The queue is full, and the frame was refused.
     Full,
-    /// It waits for a connection that somebody must make.
+    /// The frame waits, and the caller must have a connection established.
     First,
-    /// Its connection broke.
+    /// The connection broke.
     Lost(Error),
 }
 
 impl SendQueue {
-    /// Takes a frame that `write` writes.
+    /// Queues a frame whose bytes `write` appends, and sends what the system accepts.
     pub(super) fn send(&mut self, from: PortKey, buffers: &Pool, write: impl FnOnce(&mut Vec<u8>)) -> Sent {
         if matches!(self.stage, SendStage::Lost) {
             return Sent::Taken;
@@ -88,14 +88,14 @@ impl SendQueue {
         }
     }
 
-    /// Frames may leave on `line`, `first` before all others.
+    /// Sets the established connection and sends `first`, then the waiting frames.
     pub(super) fn open(&mut self, line: OutboundConnection, first: Vec<u8>, buffers: &Pool) -> Result<()> {
         self.stage = SendStage::Open(line);
         self.frames.push_front(first);
         self.write(buffers)
     }
 
-    /// Gives the system what it takes.
+    /// Writes waiting frames until the system accepts no more.
     pub(super) fn write(&mut self, buffers: &Pool) -> Result<()> {
         let SendStage::Open(line) = &mut self.stage else { return Ok(()) };
         while let Some(frame) = self.frames.front_mut() {
@@ -118,7 +118,8 @@ impl SendQueue {
         Ok(())
     }
 
-    /// The other end says nothing on this connection: what can be read from it is its end.
+    /// Reads from the connection. The other end sends nothing on it, so anything but "would block" is the connection's
+    /// end.
     pub(super) fn look_for_end(&mut self) -> Result<()> {
         let SendStage::Open(line) = &mut self.stage else { return Ok(()) };
         match line.stream.read(&mut [0; 16]) {
@@ -129,7 +130,7 @@ impl SendQueue {
         }
     }
 
-    /// Ports for whose frames there is room again.
+    /// Returns the refused ports once there is room again.
     pub(super) fn admitted(&mut self) -> HashSet<PortKey> {
         match self.frames.len() < FRAMES {
             true => std::mem::take(&mut self.refused),
@@ -142,7 +143,7 @@ impl SendQueue {
         matches!(self.stage, SendStage::Lost)
     }
 
-    /// Drops what waits and, from now on, what is sent.
+    /// Drops the connection and the waiting frames; later frames are dropped, too.
     pub(super) fn lose(&mut self) -> Option<OutboundConnection> {
         self.frames.clear();
         match std::mem::replace(&mut self.stage, SendStage::Lost) {
@@ -151,7 +152,7 @@ impl SendQueue {
         }
     }
 
-    /// Whether something that was sent has not reached the other host.
+    /// Whether bytes have not yet been acknowledged by the other host.
     pub(super) fn is_sending(&self) -> bool {
         let SendStage::Open(line) = &self.stage else { return !self.frames.is_empty() };
         let mut unacknowledged: libc::c_int = 0;

@@ -57,7 +57,7 @@ struct LostConnection {
     judge_at: Instant,
 }
 
-/// See the module's text.
+/// The state of the thread that serves all TCP connections.
 pub(super) struct Service {
     _guard: fork::Guard,
     listener: mio::net::TcpListener,

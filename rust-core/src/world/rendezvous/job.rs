@@ -85,7 +85,7 @@ struct Elastic {
     events: Vec<JobEvent>,
 }
 
-/// See the module's text.
+/// The state of one job's rendezvous: which ranks have joined, departed or died, and the messages to send them.
 pub struct Job {
     size: usize,
     patience: Duration,

@@ -1,16 +1,16 @@
-//! How rank 0 hands the address and the secret of its rendezvous to the other processes of one user on one host.
+//! Gives the address and the secret of the rendezvous to the other processes of the same user on the same host.
 //!
 //! ```text
 //!   rank 0: binds an abstract Unix socket whose name follows from the user id and the job
 //!   rank n: connects, looks at the owner of the socket's process, reads the ticket
 //! ```
 //!
-//! - OWN-1: the kernel tells each side the user id of the other (`SO_PEERCRED`). A process of another user gets nothing,
-//!   and what it serves is not read. The name can be guessed; that is why the user id is checked at both ends.
+//! - OWN-1: the kernel tells each side the user id of the other (`SO_PEERCRED`). A process of another user gets
+//!   nothing, and nothing is read from a server of another user. Both sides check, because the name can be guessed.
 //! - OWN-2: an abstract socket ends with its process, so nothing is left behind. It is visible in one network namespace
-//!   only: a process in another one cannot connect at all.
+//!   only; a process in another namespace cannot connect.
 //! - OWN-3: rank 0 never reads from a connection, and what it writes fits into the socket's buffer, so no client can
-//!   make it wait.
+//!   block it.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr};
@@ -30,25 +30,25 @@ use super::refusals::Refusals;
 use crate::error::{Error, Result};
 use crate::world::fork;
 
-/// Names tried one after the other: another job, or another user, may hold the first.
+/// The number of names to try in order, because another job or user may hold the first ones.
 const NUM_NAMES: usize = 8;
-/// Longest ticket, in bytes.
+/// The longest ticket, in bytes.
 const MAX_TICKET: u64 = 1 << 12;
-/// Longest wait for a ticket from a process that has accepted.
+/// The longest wait for a ticket after a server has accepted the connection.
 const READ_TIME: Duration = Duration::from_secs(2);
-/// Pause after a connection could not be accepted, for want of descriptors mostly.
+/// The pause after a failed accept, usually because descriptors ran out.
 const PAUSE: rustix::event::Timespec = rustix::event::Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 
-/// What a process of the same user is given.
+/// The data that a process of the same user receives: where the rendezvous is and its secret.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ticket {
-    /// Where the rendezvous listens.
+    /// The address of the rendezvous.
     pub address: SocketAddr,
-    /// Its secret.
+    /// The secret of the rendezvous.
     pub secret: Vec<u8>,
 }
 
-/// A process at the other end of a connection.
+/// The process at the other end of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct PeerProcess {
     user: u32,
@@ -58,22 +58,22 @@ struct PeerProcess {
 impl std::fmt::Display for PeerProcess {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.process {
-            // It lives in another PID namespace.
+            // The process is in another PID namespace.
             0 => write!(f, "a process of user {}", self.user),
             process => write!(f, "process {process} of user {}", self.user),
         }
     }
 }
 
-/// A socket that hands out tickets until it is dropped.
+/// Serves tickets until it is dropped.
 pub struct OwnerSocket {
-    /// Becomes readable at the end.
+    /// Becomes readable when the thread must end.
     stop: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl OwnerSocket {
-    /// Hands `ticket` to every process of this user that asks for `job`.
+    /// Serves `ticket` to every process of this user that connects for `job`.
     ///
     /// # Errors
     /// [`Error::Rendezvous`] naming the process that holds all names of this job; [`Error::Io`].
@@ -98,7 +98,7 @@ impl OwnerSocket {
 
 impl Drop for OwnerSocket {
     fn drop(&mut self) {
-        // A forked child has no such thread.
+        // The thread does not exist in a forked child.
         if fork::is_child() {
             return;
         }
@@ -109,7 +109,7 @@ impl Drop for OwnerSocket {
     }
 }
 
-/// The user whose processes share the job.
+/// The user whose processes form the job.
 fn user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
@@ -173,11 +173,12 @@ fn give(mut stream: UnixStream, ticket: &[u8], refusals: &mut Refusals) {
         Ok(owner) => refusals.note(None, &format!("refused {owner}, which asked for the secret of this user's job")),
         Err(error) => refusals.note(None, &format!("refused a connection of an unknown user: {error}")),
     }
-    // A forked child may hold a copy of the descriptor; the client must see the end all the same.
+    // Shuts the connection down, because a forked child may hold a copy of the descriptor and the client must see the
+    // end.
     let _ = stream.shutdown(Shutdown::Both);
 }
 
-/// Tickets of those that serve `job` for this user on this host, and why others are no good.
+/// Reads the tickets of all servers of `job` by this user on this host.
 ///
 /// # Errors
 /// A text about a process of another user that serves under this job's name.
@@ -198,7 +199,7 @@ pub fn look(job: &str) -> std::result::Result<Vec<Ticket>, String> {
     }
 }
 
-/// The ticket of whoever serves at `name`; none if nobody does.
+/// Reads the ticket of the server at `name`; none if there is no server.
 fn ask(name: &[u8]) -> std::result::Result<Option<Ticket>, String> {
     let mut stream = match connect(name) {
         Ok(stream) => stream,
@@ -219,11 +220,11 @@ fn ask(name: &[u8]) -> std::result::Result<Option<Ticket>, String> {
         .and_then(|()| stream.set_read_timeout(Some(READ_TIME)))
         .and_then(|()| Read::by_ref(&mut stream).take(MAX_TICKET).read_to_end(&mut bytes))
         .map_err(|error| format!("{owner} does not give the job's secret: {error}"))?;
-    // Nothing comes from one that ends just now.
+    // A server that is just ending sends nothing.
     Ok(postcard::from_bytes(&bytes).ok())
 }
 
-/// Connects without waiting: a socket whose queue is full says so.
+/// Connects without blocking; a full backlog is an error.
 fn connect(name: &[u8]) -> std::io::Result<UnixStream> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -231,11 +232,11 @@ fn connect(name: &[u8]) -> std::io::Result<UnixStream> {
     Ok(socket.into())
 }
 
-/// Who made the other end.
+/// The process that created the other end.
 fn owner(stream: &impl AsFd) -> std::io::Result<PeerProcess> {
     let mut found = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut bytes = size_of::<libc::ucred>() as libc::socklen_t;
-    // `rustix` has this call too, but cannot express the process id 0 that a peer in another PID namespace has.
+    // `rustix` has this call too, but cannot represent process id 0, which a peer in another PID namespace has.
     // SAFETY: the descriptor is open, and the buffer has as many bytes as announced.
     let outcome = unsafe {
         libc::getsockopt(

@@ -1,8 +1,9 @@
-//! Operations of groups on several hosts, with as few bytes between hosts as there can be: inside a host, members read
-//! and write each other's memory. What has one destination (gather, scatter, all-to-all) goes as plain messages.
+//! Collectives of groups on several hosts, with the smallest number of bytes between hosts. Inside a host, members read
+//! and write each other's shared memory. Gather, scatter and all-to-all, where each byte has one destination, use
+//! point-to-point messages.
 //!
-//! In these groups nothing but this folder uses the arenas, and only between two arrivals of the same operation, or until
-//! the next operation's first one.
+//! In these groups, only this folder uses the arenas. A member uses them between two arrivals of one operation, or
+//! until the first arrival of the next operation.
 
 use super::{Algorithm, copy};
 use crate::buffer::{ReduceOp, TensorView};
@@ -19,7 +20,7 @@ pub(super) use spread::Spread;
 
 use chain::{Chain, ChainPiece, ResultRanks};
 
-/// All-reduce, reduce and reduce-scatter.
+/// All-reduce, reduce and reduce-scatter in groups on several hosts.
 pub(super) struct Reduction;
 
 impl Algorithm for Reduction {
@@ -64,8 +65,8 @@ impl Algorithm for Reduction {
     }
 }
 
-/// Reduces blocks, which lie one after the other in what follows, by way of the arenas. The result of block i goes where
-/// `to` says; `output` is this member's, if it gets one.
+/// Reduces adjacent blocks through the arenas. The result of block i goes to the ranks that `to` names; `output` is
+/// this member's result, if it gets one.
 fn reduce(
     blocks: &[TensorView],
     output: Option<&TensorView>,
@@ -80,7 +81,7 @@ fn reduce(
     for start in (0..total).step_by(ARENA_BYTES) {
         let end = (start + ARENA_BYTES).min(total);
         let mut pieces: Vec<ChainPiece> = Vec::new();
-        // Where this member's result lies in the arena, and in its output.
+        // The range of this member's result in the arena, and its start in the output.
         let mut mine = None;
         let mut block_start = 0;
         for (index, block) in blocks.iter().enumerate() {
@@ -108,7 +109,7 @@ fn reduce(
     Ok(())
 }
 
-/// Whether `call` is one of those that [`Spread`] runs.
+/// Whether [`Spread`] runs `call`.
 fn spreads(call: &Call) -> bool {
     matches!(call.kind, Kind::Broadcast | Kind::AllGather)
 }

@@ -14,7 +14,7 @@ use crate::error::Result;
 use crate::transport::hosts::Hosts;
 use crate::transport::shm::layout::ARENA_BYTES;
 
-/// See the module's text.
+/// Broadcast and all-gather in groups on several hosts.
 pub(in super::super) struct Spread;
 
 const HALF_BYTES: usize = ARENA_BYTES / 2;
