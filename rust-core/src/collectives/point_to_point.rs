@@ -16,12 +16,12 @@ use crate::error::{Error, Limit, Result};
 use crate::transport::{Message, NAP, Tag, Transport, Wait, wait_all};
 use crate::world::Monitor;
 
-/// Tags of the questions of monitored barriers, and of their answers and results. The number of the barrier is added to the
-/// latter, so that the answer of a late member does not count for the next barrier.
+/// Tags of monitored barriers: of the question, and of answers and results. The number of the barrier is added to the
+/// latter two, so that a late member's answer does not count for the next barrier.
 const TAG_QUESTION: Tag = 3 << 40;
 const TAG_BARRIER: Tag = 4 << 40;
 
-/// How long the first member tells the members that came that a monitored barrier failed.
+/// How long the first member tries to tell the other members that a monitored barrier failed.
 const FAILURE_NOTICE: Duration = Duration::from_millis(200);
 
 /// The point-to-point operations of one communicator.
@@ -35,18 +35,18 @@ struct PointToPointShared {
     monitor: Arc<Monitor>,
     timeout: Duration,
     closed: Arc<OnceLock<String>>,
-    /// COM-7.
+    /// The error of a spoiled group (COM-7).
     spoiled: Arc<OnceLock<Error>>,
     state: Mutex<PointToPointQueue>,
     changed: Condvar,
     barriers: AtomicU32,
-    /// The question of a monitored barrier that came while the one before it ended here.
+    /// A question that arrived for the next monitored barrier while the previous one ended here.
     next_question: Mutex<Option<u32>>,
 }
 
 #[derive(Default)]
 struct PointToPointQueue {
-    /// Submitted since the thread last looked.
+    /// Messages that the thread has not taken yet.
     submitted: Vec<PendingMessage>,
     thread: Option<ThreadId>,
 }
@@ -94,7 +94,7 @@ impl PointToPoint {
         wait_all(&*self.shared.transport, &[message], &self.shared.wait(&during, start, timeout, &partners))
     }
 
-    /// Starts a message; the thread calls `done`.
+    /// Starts a message; the thread completes it and calls `done`.
     pub(super) fn submit(&self, request: Request, timeout: Option<Duration>, done: Done) {
         let shared = &self.shared;
         let start = Instant::now();
@@ -120,7 +120,7 @@ impl PointToPoint {
         state.submitted.push(pending);
         shared.changed.notify_all();
         drop(state);
-        // The thread may doze over others' messages.
+        // Wakes the thread, which may sleep until one of its other messages makes progress.
         shared.transport.ring();
     }
 
@@ -138,7 +138,7 @@ impl PointToPoint {
         self.shared.transport.ring();
     }
 
-    /// Waits for the thread's end after the communicator was closed.
+    /// Waits until the thread has ended, after the communicator was closed.
     pub(super) fn wait_ended(&self, deadline: Instant) {
         let mut state = self.shared.state.lock();
         let me = std::thread::current().id();
@@ -199,8 +199,8 @@ impl PointToPointShared {
         }
     }
 
-    /// The first member's part: asks everybody, with the number of the call, waits for the answers, and tells those who
-    /// answered how it went.
+    /// The first member's part: sends the number of the call to every member, waits for their answers, and sends the
+    /// result to those that answered.
     fn lead_barrier(&self, timeout: Option<Duration>, all: bool) -> Result<()> {
         let transport = &*self.transport;
         let members = transport.members();
@@ -219,7 +219,7 @@ impl PointToPointShared {
             })
             .unzip();
         let outcome = wait_all(transport, &answers, &wait);
-        // Questions to members who did not come were taken when they were asked: they are small.
+        // Cancels the receives. The questions themselves are small and were sent eagerly.
         asked.iter().for_each(|message| transport.cancel(message));
         let outcome_byte = [u8::from(outcome.is_err())];
         let came = (1..members.size()).filter(|&peer| matches!(answers[peer - 1].poll(), Some(Ok(_))));
@@ -229,7 +229,7 @@ impl PointToPointShared {
         match outcome {
             Ok(()) => wait_all(transport, &told, &wait),
             Err(Error::Timeout { waited, mut missing, limit, .. }) => {
-                // The failure is what counts; that it cannot be told adds nothing.
+                // The first error is reported; an error while telling the others is ignored.
                 let _ = wait_all(transport, &told, &self.wait(&during, Instant::now(), Some(FAILURE_NOTICE), &[]));
                 missing.truncate(if all { missing.len() } else { 1 });
                 let names = missing.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
@@ -247,8 +247,8 @@ impl PointToPointShared {
         }
     }
 
-    /// The other members' part: answers every question, since the first ones may be of calls that failed without this
-    /// member, until a call is decided.
+    /// The other members' part: answers every question until a call is decided. The first questions may belong to calls
+    /// that failed without this member.
     fn follow_barrier(&self, timeout: Option<Duration>) -> Result<()> {
         let transport = &*self.transport;
         let members = transport.members();
@@ -267,7 +267,7 @@ impl PointToPointShared {
         let outcome = loop {
             let seen = transport.doorbell();
             transport.progress();
-            // Before the next question: the first member may have asked it already.
+            // Before the next question, which the first member may have sent already.
             if let Some(result) = answered.last().and_then(Message::poll) {
                 // SAFETY: the receive that filled it has ended.
                 break result.map(|_| unsafe { outcome_at.read() });
@@ -323,7 +323,7 @@ impl PointToPointShared {
         }
     }
 
-    /// The thread.
+    /// The body of the thread.
     fn work(&self) {
         let mut pending: Vec<PendingMessage> = Vec::new();
         loop {
@@ -375,7 +375,7 @@ impl PointToPointShared {
     }
 }
 
-/// A message, for messages to the user.
+/// Describes a message in errors.
 pub(super) fn describe(request: &Request) -> String {
     match request {
         Request::Send { data, to, tag } => {

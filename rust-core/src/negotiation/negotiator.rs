@@ -1,9 +1,9 @@
-//! Who calls a negotiation, and the threads that bring it on.
+//! The calls into a negotiation, and the threads that run it.
 //!
-//! Note "who drives". A caller that waits brings the negotiation on by itself ([`NamedHandle::drive`]), and runs what is small: a
-//! hand-over to the thread of the negotiation, from there to the communicator's, and back would take longer than the messages. That thread
-//! keeps out of the way meanwhile, and for a moment after, as the next such call often follows at once: woken, it
-//! would take the core from somebody.
+//! Note "who drives". A caller that waits runs the negotiation itself ([`NamedHandle::drive`]), and executes small
+//! operations. Handing over to the negotiation's thread, from there to the communicator's thread, and back takes longer
+//! than the messages. Meanwhile and for a short time afterwards, the negotiation's thread sleeps without the doorbell,
+//! because the next such call often follows at once and a woken thread would take a core from another one.
 
 use std::collections::{HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -26,37 +26,38 @@ use crate::error::{Error, Result};
 use crate::transport::{Backoff, Members, NAP, Transport, cores};
 use crate::world::Monitor;
 
-/// Makes the communicator that only the negotiation uses: collective.
+/// Creates the communicator that only the negotiation uses. Collective.
 pub type Connect = Box<dyn FnOnce() -> Result<Arc<Communicator>> + Send>;
 
-/// How a negotiation goes; see the knobs of the same names.
+/// Settings of a negotiation, named as in `config`.
 #[derive(Clone, Debug)]
 pub struct NegotiatorOptions {
-    /// Names that are remembered. The first member's counts.
+    /// The capacity of the response cache, in names. The first member's setting counts.
     pub cache_capacity: u32,
-    /// What is ready together runs as one operation up to this size. The first member's counts.
+    /// The fusion size: names that are ready together run as one operation up to this many bytes. The first member's
+    /// setting counts.
     pub fusion_bytes: u64,
-    /// A wait of this length is told on standard error.
+    /// The time after which a stall is reported on standard error.
     pub stall_warning: Duration,
-    /// A wait of this length ends everything that waits.
+    /// The time after which a stall ends the negotiation.
     pub stall_limit: Duration,
-    /// Tries sizes of what runs together. The first member's counts.
+    /// Autotuning of the fusion size. The first member's setting counts.
     pub tuning: Option<FusionTuning>,
-    /// The core that the thread stays on.
+    /// The CPU core to which the thread is pinned.
     pub core: Option<usize>,
-    /// This process's number on its host.
+    /// The local rank of this process.
     pub local_rank: usize,
 }
 
-/// How long [`Negotiator::close`] waits for the thread, and the thread for its last messages.
+/// How long [`Negotiator::close`] waits for the thread, and the thread for its last messages to be sent.
 const CLOSE_LIMIT: Duration = Duration::from_secs(3);
-/// So long after a caller has driven the thread sleeps without the doorbell.
+/// How long the thread sleeps without the doorbell after a caller has driven.
 const ASIDE: Duration = Duration::from_millis(2);
 /// How long a caller drives before it looks for signals.
 const DRIVE: Duration = Duration::from_millis(50);
-/// Naps of a caller while another one drives.
+/// The sleep of a caller while another one drives.
 const TURN_NAP: Duration = Duration::from_millis(1);
-/// Naps of a thread that nobody waits for.
+/// The longest sleep of the thread while no call is in flight.
 pub(super) const LONG_NAP: Duration = Duration::from_millis(500);
 
 /// Runs collectives by name in one group: each runs when all members have submitted it.
@@ -66,29 +67,29 @@ pub struct Negotiator {
 
 pub(super) struct NegotiatorState {
     id: u64,
-    /// Runs what has no name.
+    /// The group's own communicator, which creates the one of the negotiation.
     pub(super) group: Arc<Communicator>,
     pub(super) members: Members,
     pub(super) monitor: Arc<Monitor>,
     pub(super) options: NegotiatorOptions,
     pub(super) elsewhere: Option<Box<dyn OtherWaits>>,
     pub(super) start: Instant,
-    /// This member's tuner tries sizes.
+    /// Whether this member tunes the fusion size.
     pub(super) tunes: AtomicBool,
-    /// The CUDA device of the last call on one; -1 before.
+    /// The CUDA device of the last call on one; -1 before the first.
     device: AtomicI32,
     pub(super) inbox: Mutex<NegotiatorInbox>,
-    /// The thread has ended, or need not stand aside any more.
+    /// Signalled when the thread ends, or need not sleep without the doorbell any more.
     changed: Condvar,
-    /// From when the members have met until nothing can be called any more.
+    /// Set after the members are connected, until the negotiation ends.
     work: Mutex<Option<Work>>,
-    /// Callers that drive.
+    /// The number of callers that drive.
     drivers: AtomicU32,
-    /// When the last one stopped, in nanoseconds after `start`.
+    /// When the last caller stopped driving, in nanoseconds after `start`.
     driven: AtomicU64,
-    /// What a turn of a caller ended with; the thread draws the consequences.
+    /// The error of a caller's turn. The thread ends the negotiation with it.
     failure: OnceLock<Error>,
-    /// There once the members have met.
+    /// Set after the members are connected.
     transport: OnceLock<Arc<dyn Transport>>,
     closed: OnceLock<String>,
 }
@@ -96,38 +97,38 @@ pub(super) struct NegotiatorState {
 #[derive(Default)]
 pub(super) struct NegotiatorInbox {
     pub(super) calls: Vec<NegotiatorCommand>,
-    /// The thread stands aside.
+    /// Whether the thread sleeps without the doorbell.
     is_aside: bool,
-    /// Of [`Negotiator::request`], without an end.
+    /// Names of [`Negotiator::request`] that are in flight.
     names: HashSet<String>,
-    /// How many names were given to each kind (NEG-8).
+    /// The number of generated names of each kind (NEG-8).
     pub(super) given: HashMap<String, u64>,
     thread: Option<ThreadId>,
-    /// Why nothing can be called any more.
+    /// The error that ended the negotiation.
     pub(super) ended: Option<Error>,
 }
 
-/// What is asked for by [`Negotiator::request`].
+/// One call of [`Negotiator::request`].
 #[derive(Debug)]
 pub struct NamedRequest {
-    /// Under which name.
+    /// The name under which ranks match the call.
     pub name: Name,
-    /// Collectives, and the shapes of their tensors; run together or not at all.
+    /// Collectives, and the shapes of their tensors, which ranks compare. They run together or not at all.
     pub tensors: Vec<(Request, Option<Vec<u64>>)>,
-    /// Of reductions.
+    /// Prescale and postscale factors of reductions.
     pub factors: Factors,
-    /// This process does nothing else until it is done.
+    /// Whether this process does nothing else until completion.
     pub blocking: bool,
 }
 
-/// A name, or the wish for one.
+/// How a call gets its name.
 #[derive(Debug)]
 pub enum Name {
-    /// This one, which nothing else of this member has.
+    /// This name. An error if another call of this member has it.
     Given(String),
-    /// `<kind>.noname.<count>`.
+    /// A generated name, `<kind>.noname.<count>`.
     Next(String),
-    /// This one, and what has it already comes first.
+    /// This name. Calls of this member with the same name run one after the other.
     Shared(String),
 }
 
@@ -142,7 +143,7 @@ pub(super) enum NegotiatorCommand {
         done: Done,
     },
     Join {
-        /// Where to take part on devices meanwhile.
+        /// Hints on which device to take part in the others' operations.
         signs: DeviceHints,
         since: Instant,
         done: Done,
@@ -150,11 +151,12 @@ pub(super) enum NegotiatorCommand {
 }
 
 impl Negotiator {
-    /// For the members of `group`. Starts the thread, which first lets `connect` find the other members: their threads do the same when they are
-    /// first called there. `id` is for names of threads; `elsewhere` tells what else this process waits for.
+    /// Creates a negotiator for the members of `group`. Starts the thread, which first calls `connect`; the other
+    /// members' threads do the same at their first call. `id` is for thread names. `elsewhere` reports what else this
+    /// process waits for.
     ///
     /// # Errors
-    /// [`Error::Io`] if there can be no thread.
+    /// [`Error::Io`] if no thread can be started.
     pub fn start(
         id: u64,
         group: Arc<Communicator>,
@@ -196,16 +198,17 @@ impl Negotiator {
         Ok(Arc::new(Self { shared }))
     }
 
-    /// Has `request` run once every rank has asked for the same under `name`; `done` is called when it is complete. The
-    /// views' promise must hold until then. A second call of a name before the first is complete comes after it.
+    /// Submits `request` under `name`. It runs once every rank has submitted an equal request under this name; `done`
+    /// is called when it is complete. The views must stay valid until then. A second call of a name runs after the
+    /// first.
     ///
-    /// `shape` is the tensor's, if it has one; it is compared. `blocking` says that this process does nothing else until
-    /// `done` is called, so that ranks which wait for different names hear of it soon.
+    /// `shape` is the tensor's shape, if it has one; ranks compare it. `blocking` says that this process does nothing
+    /// else until `done` is called. Ranks that block on different names are told so soon.
     pub fn submit(&self, name: &str, shape: Option<&[u64]>, request: Request, blocking: bool, done: Done) {
         let Members { ranks, me } = &self.shared.members;
         let (description, done) = match Description::of(&request, shape, *me, ranks.len()) {
             Ok(description) => (description, done),
-            // The others are told through the name, and this member what it did wrong.
+            // The other ranks get the error under this name, and this rank gets its own error.
             Err(error) => (Description::poison(error.to_string()), Box::new(move |_| done(Err(error))) as Done),
         };
         let (name, since) = (name.to_owned(), Instant::now());
@@ -214,12 +217,12 @@ impl Negotiator {
         self.shared.call(NegotiatorCommand::Named { name, requests, factors, description, blocking, since, done });
     }
 
-    /// As [`Negotiator::submit`], for callers that hear of their own mistakes at once (NEG-8), and that may ask for several
-    /// collectives together. `done` is made once nothing can be refused any more.
+    /// As [`Negotiator::submit`], for callers that want their own mistakes reported at once (NEG-8) and may submit
+    /// several collectives together. `done` is called only after all checks have passed, to create the completion.
     ///
     /// # Errors
-    /// What this member cannot ask for: [`Error::InvalidArgument`], also for a name that is
-    /// under way; [`Error::Unsupported`]; whatever ended the negotiation.
+    /// [`Error::InvalidArgument`], also for a name that is in flight; [`Error::Unsupported`]; the error that ended the
+    /// negotiation.
     pub fn request(&self, request: NamedRequest, done: impl FnOnce() -> Done) -> Result<NamedHandle> {
         let NamedRequest { name, tensors, factors, blocking } = request;
         let Members { ranks, me } = &self.shared.members;
@@ -229,7 +232,8 @@ impl Negotiator {
         self.enqueue_named(name, description, requests, factors, blocking, done)
     }
 
-    /// Has all ranks compare which gradients a step has. If they differ, all of them get an error that names ranks and parameters.
+    /// Compares across ranks which gradients a step has. If they differ, all ranks get an error that names ranks and
+    /// parameters.
     ///
     /// # Errors
     /// As [`Negotiator::request`].
@@ -279,7 +283,7 @@ impl Negotiator {
         let done = done();
         let done: Done = Box::new(move |result| {
             if unique {
-                // Before the caller hears of it, who may use the name again.
+                // Before the completion, because the caller may reuse the name in it.
                 shared.inbox.lock().names.remove(&free);
             }
             done(result);
@@ -297,19 +301,20 @@ impl Negotiator {
             since: Instant::now(),
             done,
         });
-        // A caller that is going to wait comes to drive; should it not, dropping the handle wakes the thread.
+        // A blocking caller drives the negotiation itself. If it does not, dropping the handle wakes the thread.
         if !blocking {
             self.shared.wake(inbox);
         }
         Ok(handle)
     }
 
-    /// This rank has nothing more to submit: `done` is called, with the rank that joined last, when no rank has. Until
-    /// then it contributes to the others' all-reduces what changes nothing; their other collectives fail.
+    /// Joins: this rank has nothing more to submit. `done` is called with the rank that joined last, when all ranks
+    /// have joined. Until then this rank contributes neutral elements to the others' all-reduces; their other
+    /// collectives fail.
     ///
-    /// All-reduces on CUDA devices take place on the device that collectives by name were called on; before there were any, on the
-    /// one that the script has `named`, on the `current` one, or on the one with this process's number on its host. If there is
-    /// none, the others' all-reduces on devices fail.
+    /// All-reduces on CUDA devices use the device of this rank's last collective by name. Before the first one, they
+    /// use `named`, which the script has chosen, then the `current` device, then the device with the local rank's
+    /// number. Without a device, the others' all-reduces on devices fail.
     pub fn join(&self, named: Option<u16>, current: Option<u16>, done: Done) {
         let shared = &self.shared;
         let used = u16::try_from(shared.device.load(Ordering::Relaxed)).ok();
@@ -317,13 +322,13 @@ impl Negotiator {
         shared.call(NegotiatorCommand::Join { signs, since: Instant::now(), done });
     }
 
-    /// Whether this member tries sizes of what runs together, and so needs collectives by name: the first one does, until it
-    /// has tried all.
+    /// Whether this member tunes the fusion size and therefore needs collectives by name. True on the first member
+    /// until all sizes are tried.
     pub fn is_tuning(&self) -> bool {
         self.shared.tunes.load(Ordering::Relaxed)
     }
 
-    /// Ends the thread; whatever waits or runs fails with [`Error::Closed`].
+    /// Ends the thread. Waiting and running calls fail with [`Error::Closed`].
     pub fn close(&self, reason: &str) {
         let shared = &self.shared;
         let _ = shared.closed.set(reason.to_owned());
@@ -369,11 +374,11 @@ impl NegotiatorCommand {
     }
 }
 
-/// A call that is under way, for a caller that waits for it.
+/// A call in flight, for a caller that waits for it.
 pub struct NamedHandle {
     shared: Arc<NegotiatorState>,
     is_over: Arc<AtomicBool>,
-    /// Whether the thread was woken for it, or the caller came to drive.
+    /// Whether the thread was woken for the call, or the caller has driven.
     is_seen_to: AtomicBool,
 }
 
@@ -386,8 +391,8 @@ impl Drop for NamedHandle {
 }
 
 impl NamedHandle {
-    /// Brings the negotiation on until the call is over, for 50 ms at most. False at once if there is nothing that
-    /// this thread could do: the others have not been met yet, or the operation is one that another thread runs.
+    /// Runs the negotiation on this thread until the call is complete, for 50 ms at most. Returns false at once if this
+    /// thread can do nothing: members are not connected yet, or another thread executes the operation.
     pub fn drive(&self) -> bool {
         let shared = &*self.shared;
         let Some(transport) = shared.transport.get() else { return false };
@@ -396,7 +401,7 @@ impl NamedHandle {
         let outcome = self.take_turns(&**transport);
         shared.driven.store(shared.now().as_nanos() as u64, Ordering::Relaxed);
         if shared.drivers.fetch_sub(1, Ordering::SeqCst) > 1 {
-            // Another caller's turn.
+            // Wakes the caller that drives at present.
             transport.ring();
         }
         outcome
@@ -425,7 +430,7 @@ impl NamedHandle {
             };
             match turn {
                 Some(Ok((true, _))) => backoff = Backoff::new(),
-                // What runs is told by whoever runs it.
+                // The thread that executes the operation completes it.
                 Some(Ok((false, false))) => return self.is_over.load(Ordering::Acquire),
                 Some(Ok((false, true))) if backoff.pause(|| crowded) => {}
                 Some(Ok((false, true))) => transport.doze(seen, NAP),
@@ -461,7 +466,7 @@ impl NegotiatorState {
         }
     }
 
-    /// Has whoever drives, or the thread, look at what is new.
+    /// Wakes the caller that drives, or the thread.
     fn wake(&self, inbox: MutexGuard<'_, NegotiatorInbox>) {
         if inbox.is_aside {
             self.changed.notify_all();
@@ -470,7 +475,7 @@ impl NegotiatorState {
         self.ring();
     }
 
-    /// Whether a caller drives, or did a moment ago.
+    /// Whether a caller drives, or has driven a moment ago.
     fn is_driven(&self, inbox: &NegotiatorInbox) -> bool {
         let since = self.now().saturating_sub(Duration::from_nanos(self.driven.load(Ordering::Relaxed)));
         let idle = inbox.calls.is_empty() && since < ASIDE && self.driven.load(Ordering::Relaxed) > 0;
@@ -478,7 +483,7 @@ impl NegotiatorState {
         !ends && (self.drivers.load(Ordering::SeqCst) > 0 || idle)
     }
 
-    /// A caller may be in an operation, which the end of the group ends.
+    /// Takes the turn for the thread. A caller may be blocked in an operation; closing the group ends that.
     fn turn_of_thread(&self, communicator: &Communicator) -> MutexGuard<'_, Option<Work>> {
         loop {
             if let Some(work) = self.work.try_lock_for(NAP) {
@@ -490,7 +495,7 @@ impl NegotiatorState {
         }
     }
 
-    /// Works until the group is closed, and returns the reason; after an error nothing can be called any more.
+    /// Works until the group is closed, and returns the reason. After an error the negotiation has ended.
     fn work(&self, communicator: &Communicator) -> Result<String> {
         let transport = &**communicator.transport();
         loop {
@@ -532,11 +537,11 @@ impl NegotiatorState {
         self.wake(inbox);
     }
 
-    /// The thread.
+    /// The body of the thread.
     fn run(&self, connect: Connect) {
         let outcome = catch_unwind(AssertUnwindSafe(|| {
             let communicator = self.connect(connect)?;
-            // Only now, since threads run where those that start them do.
+            // Pinned only now, because threads inherit the affinity of the thread that starts them.
             self.options.core.into_iter().for_each(affinity::pin);
             *self.work.lock() = Some(Work::new(self, communicator.clone()));
             let _ = self.transport.set(communicator.transport().clone());
@@ -560,14 +565,14 @@ impl NegotiatorState {
         drop(inbox);
         for call in calls {
             let error = told_of(error.clone(), call.name());
-            // What a caller does in there is its own affair.
+            // A panic in a completion must not end the thread.
             let _ = catch_unwind(AssertUnwindSafe(|| call.done()(Err(error))));
         }
         self.inbox.lock().thread = None;
         self.changed.notify_all();
     }
 
-    /// Meets the other members. Those may come late, so waits are told meanwhile.
+    /// Connects the members. Some may be late, so waits are reported meanwhile.
     fn connect(&self, connect: Connect) -> Result<Arc<Communicator>> {
         let (sender, receiver) = mpsc::channel();
         std::thread::Builder::new()
@@ -595,7 +600,7 @@ impl NegotiatorState {
     }
 }
 
-/// The error of a call of `name` that came when nothing could be called any more.
+/// The error of a call of `name` after the negotiation has ended.
 pub(super) fn told_of(error: Error, name: &str) -> Error {
     match error {
         Error::PeerFailed { rank, how, me, .. } => Error::PeerFailed { rank, how, me, during: format!("`{name}`") },

@@ -1,22 +1,23 @@
-//! A group that can run operations: its members, the transport between them, and the order of what they run.
+//! A process group that can run operations: its members, the transport between them, and the order of operations.
 //!
-//! - COM-1: operations of one communicator run one at a time, in the order of [`Communicator::run`] and
-//!   [`Communicator::submit`] calls. Point-to-point messages are outside this order.
-//! - COM-2: `run` works on the caller's thread when nothing is queued, since a hand-over to another thread costs more
+//! - COM-1: operations of one communicator run one at a time, in the order of the [`Communicator::run`] and
+//!   [`Communicator::submit`] calls. Point-to-point messages are not in this order.
+//! - COM-2: `run` works on the caller's thread if nothing is queued, because a hand-over to another thread costs more
 //!   than a small collective.
-//! - COM-3: communicators are independent: each has its own worker thread, started by its first `submit`, so that
-//!   ranks may interleave two groups differently.
-//! - COM-4: a request that one member may not make (a bad argument, an operation that its element type lacks) still
-//!   takes its place in the order: the member gets its error at once, the others hear of it (as from
-//!   [`Communicator::fail_next`]), and the group stays usable.
-//! - COM-5: after an error in the middle of an operation (a departure, a timeout, an interruption) the members may
-//!   stand at different places, so every later operation of the group fails too.
-//! - COM-6: a batch takes one place in the order and runs its collectives one after the other, small ones together (see
-//!   `batch`). The first failure ends it: members that agree see it at the same operation, so they leave the batch at
-//!   the same place. A member that cannot take part fails the whole batch with one [`Communicator::fail_next`].
-//! - COM-7: a panic ends no thread of the group. A panic inside an operation breaks the group (COM-5). After a panic in a
-//!   completion the members still agree on their place, so the group is *spoiled*: every later operation ends at once on
-//!   this member with the panic's text, and on the others as after [`Communicator::fail_next`].
+//! - COM-3: communicators are independent. Each has its own worker thread, started by its first `submit`, so ranks may
+//!   interleave two groups differently.
+//! - COM-4: an invalid request (a bad argument, or a reduction that its element type lacks) still takes its place in
+//!   the order. The member gets its error at once, the others get one as from [`Communicator::fail_next`], and the
+//!   group stays usable.
+//! - COM-5: after an error in the middle of an operation (a departure, a timeout, an interruption) the members may be
+//!   at different places, so every later operation of the group fails, too.
+//! - COM-6: a batch takes one place in the order and runs its collectives one after the other, small ones packed
+//!   together (see `batch`). The first failure ends it. All members see the failure at the same operation, so they
+//!   leave the batch at the same place. A member that cannot take part fails the whole batch with one
+//!   [`Communicator::fail_next`].
+//! - COM-7: a panic ends no thread of the group. A panic inside an operation breaks the group (COM-5). After a panic in
+//!   a completion the members still agree on their place, so the group is *spoiled*: every later operation ends at once
+//!   on this member with the panic's text, and on the others as after [`Communicator::fail_next`].
 
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -44,10 +45,12 @@ use self::queue::{QueuedOperation, Turns};
 mod execution;
 mod queue;
 
-/// Called once, from the worker thread, when an operation has completed or failed; a receive says which member sent.
+/// A completion. It is called once, on a thread of the core, with the result. After a receive, the number is the member
+/// that sent.
 pub type Done = Box<dyn FnOnce(Result<Option<usize>>) + Send>;
 
-/// How long [`Communicator::close`] waits for its threads: several naps, so only a stuck callback exceeds it.
+/// How long [`Communicator::close`] waits for its threads. They wake several times in this period, so only a completion
+/// that hangs exceeds it.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 
 /// A process group over one transport. It orders and runs the group's collectives and messages (COM-1 to COM-7).
@@ -56,7 +59,7 @@ pub struct Communicator {
     point_to_point: PointToPoint,
 }
 
-/// What the worker thread shares with the callers.
+/// The state that the worker thread shares with callers.
 struct GroupState {
     id: u64,
     transport: Arc<dyn Transport>,
@@ -66,24 +69,24 @@ struct GroupState {
     turns: Mutex<Turns>,
     changed: Condvar,
     closed: Arc<OnceLock<String>>,
-    /// COM-5.
+    /// The error of a broken group (COM-5).
     broken: OnceLock<Error>,
-    /// COM-7.
+    /// The error of a spoiled group (COM-7).
     spoiled: Arc<OnceLock<Error>>,
-    /// The last arrival was not waited for (SHM-3).
+    /// Whether the last arrival was not waited for (SHM-3).
     unsettled: AtomicBool,
     publisher: Publisher,
     made: Instant,
-    /// When the operation under way began, in nanoseconds since then and one more; 0 if there is none.
+    /// When the running operation began, in nanoseconds after `made`, plus one; 0 if none runs.
     entered: AtomicU64,
-    /// Operations and windows so far: the same on all members.
+    /// The numbers of operations and windows so far, which are equal on all members.
     operations: AtomicU64,
     windows: AtomicU64,
 }
 
 impl Communicator {
-    /// The communicator over `transport`, which nobody else uses; `id` is the same on all members and unique in the
-    /// job.
+    /// Creates a communicator over `transport`, which must have no other user. `id` is equal on all members and unique
+    /// in the job.
     pub fn new(id: u64, transport: Arc<dyn Transport>, monitor: Arc<Monitor>, timeout: Duration) -> Arc<Self> {
         let closed = Arc::new(OnceLock::new());
         let spoiled = Arc::new(OnceLock::new());
@@ -111,42 +114,43 @@ impl Communicator {
         Arc::new(Self { shared, point_to_point })
     }
 
-    /// Says where the members meet before their first operation on CUDA tensors.
+    /// Sets the store over which members exchange addresses before their first operation on CUDA tensors.
     pub fn set_store(&self, store: Arc<dyn Store>) {
         self.shared.cuda.set_store(store);
     }
 
-    /// The job-wide name of the group; 0 is the world.
+    /// The id of the group, unique in the job; 0 is the world.
     pub fn id(&self) -> u64 {
         self.shared.id
     }
 
-    /// Its transport, whose messages with tags of their own may be used beside the operations.
+    /// The transport, over which other parts of the core may send messages with tags of their own.
     pub(crate) fn transport(&self) -> &Arc<dyn Transport> {
         &self.shared.transport
     }
 
-    /// For how long the operation under way on CPU tensors has been, if there is one.
+    /// How long the current operation on CPU tensors has been running, if there is one.
     pub(crate) fn under_way(&self) -> Option<Duration> {
         let entered = self.shared.entered.load(Ordering::Relaxed).checked_sub(1)?;
         Some(self.shared.made.elapsed().saturating_sub(Duration::from_nanos(entered)))
     }
 
-    /// The members.
+    /// The members of the group.
     pub fn members(&self) -> &Members {
         self.shared.transport.members()
     }
 
-    /// Runs `request` and returns when this member's part is complete; on CUDA tensors, when it is queued into the stream
-    /// that they name ([`super::cuda`]).
+    /// Runs `request`. On CPU tensors it returns when this member's part is complete. On CUDA tensors it returns when
+    /// the operation is queued into the stream that the tensors name ([`super::cuda`]).
     ///
     /// # Errors
-    /// See COL-3, COM-4, COM-5 and [`Wait::check`].
+    /// [`Error::Mismatch`] (COL-3); [`Error::InvalidArgument`] and [`Error::Unsupported`] (COM-4); [`Error::Closed`]
+    /// for a broken group (COM-5); the errors of [`crate::transport::Wait::check`].
     pub fn run(&self, request: &Request) -> Result<()> {
         self.run_within(request, None)
     }
 
-    /// As [`Communicator::run`], waiting for other members for `timeout` instead of the group's own.
+    /// As [`Communicator::run`], with a timeout of its own instead of the group's.
     pub fn run_within(&self, request: &Request, timeout: Option<Duration>) -> Result<()> {
         match request {
             Request::AllGatherRows { .. } | Request::AllToAllRows { .. } if cuda::is_on_device(request) => {
@@ -162,17 +166,16 @@ impl Communicator {
         }
     }
 
-    /// Queues `request`; `done` is called when it is complete, on CUDA tensors: when the device is done. The views' promise
-    /// must hold until then.
+    /// Queues `request`. `done` is called when it is complete; for CUDA tensors, when the device has completed it. The
+    /// tensors must stay valid until then.
     pub fn submit(self: &Arc<Self>, request: Request, done: Done) {
         self.submit_within(request, None, done);
     }
 
-    /// As [`Communicator::submit`], with a timeout as [`Communicator::run_within`] has; it begins when the operation
-    /// does.
+    /// As [`Communicator::submit`], with a timeout of its own, which starts with the operation.
     pub fn submit_within(self: &Arc<Self>, request: Request, timeout: Option<Duration>, done: Done) {
         match request {
-            // The worker learns the numbers of rows first.
+            // The worker exchanges the numbers of rows first.
             Request::AllGatherRows { .. } | Request::AllToAllRows { .. } => {
                 self.shared.queue(QueuedOperation::Run(request, timeout), done);
             }
@@ -182,8 +185,8 @@ impl Communicator {
         }
     }
 
-    /// Queues several requests on CUDA tensors as one operation: they start together, so that messages in both
-    /// directions do not wait for each other. All members say the same of what is done `beside`.
+    /// Queues several requests on CUDA tensors as one operation. They start together, so messages in both directions do
+    /// not wait for each other. `overlap` must be equal on all members.
     ///
     /// # Errors
     /// As [`Communicator::run`]; [`Error::InvalidArgument`] for tensors in CPU memory.
@@ -191,19 +194,19 @@ impl Communicator {
         self.shared.cuda.run(requests, timeout, overlap)
     }
 
-    /// What ended the group's operations on CUDA tensors, if something did: those that were queued before it have no
-    /// result.
+    /// Returns the error that ended the group's operations on CUDA tensors, if there is one. Operations that were
+    /// queued before it have no result. `during` describes the caller in the error.
     ///
     /// # Errors
-    /// That, told of `during`.
+    /// That error.
     pub fn check_device(&self, during: &str) -> Result<()> {
         self.shared.cuda.check(|| during.to_owned())
     }
 
-    /// Runs collectives as one operation (COM-6); returns when this member's part of all is complete.
+    /// Runs collectives as one batch (COM-6). Returns when this member's part of all is complete.
     ///
     /// # Errors
-    /// As [`Communicator::run`]; [`Error::Internal`] for a message between pairs.
+    /// As [`Communicator::run`]; [`Error::Internal`] for a point-to-point message.
     pub fn run_batch(&self, requests: &[Request], timeout: Option<Duration>) -> Result<()> {
         self.shared.run(
             || QueuedOperation::Batch(requests.to_vec(), timeout, None),
@@ -211,15 +214,15 @@ impl Communicator {
         )
     }
 
-    /// As [`Communicator::run_batch`], on this thread, if the group does nothing else now; None, and nothing done, if it does.
-    /// `watch` hears of phases.
+    /// As [`Communicator::run_batch`], on this thread, if the group is idle; otherwise returns none and does nothing.
+    /// `watch` is called at each phase.
     pub fn try_run_batch(&self, requests: &[Request], watch: Option<&dyn PhaseListener>) -> Option<Result<()>> {
         let _turn = self.shared.turn_if_idle()?;
         Some(self.shared.attempt(|| self.shared.batch(requests, None, watch)))
     }
 
-    /// As [`Communicator::run_batch`], queued; `done` is called when all are complete, or one failed. On CUDA tensors,
-    /// which all of them must be then, as [`Communicator::run_on_device`] does it.
+    /// As [`Communicator::run_batch`], queued. `done` is called when all are complete, or one has failed. Either all
+    /// tensors are on CUDA devices, and the batch runs as [`Communicator::run_on_device`] does, or none are.
     pub fn submit_batch(self: &Arc<Self>, requests: Vec<Request>, timeout: Option<Duration>, done: Done) {
         match requests.iter().any(cuda::is_on_device) {
             true => self.shared.launch(requests, timeout, done),
@@ -227,12 +230,12 @@ impl Communicator {
         }
     }
 
-    /// As [`Communicator::submit_batch`], of collectives on CPU tensors; `watch` hears of phases.
+    /// As [`Communicator::submit_batch`], for CPU tensors. `watch` is called at each phase.
     pub fn submit_watched(self: &Arc<Self>, requests: Vec<Request>, watch: Arc<dyn PhaseListener>, done: Done) {
         self.shared.queue(QueuedOperation::Batch(requests, None, Some(watch)), done);
     }
 
-    /// What this group has queued into `stream` so far: its end is told from a thread of the core.
+    /// A handle for what this group has queued into `stream` so far; a thread of the core reports its end.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -240,25 +243,25 @@ impl Communicator {
         self.shared.cuda.in_flight(during, stream)
     }
 
-    /// Makes ready for operations on a CUDA device, which the first one would do: all members call it.
+    /// Connects the members on a CUDA device. Otherwise their first operation on it does so. All members call it.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] without CUDA or NCCL; [`Error::InvalidArgument`] for a device that there is not; what the
-    /// wait for the members ends with.
+    /// [`Error::Unsupported`] without CUDA or NCCL; [`Error::InvalidArgument`] for a device that does not exist; the
+    /// errors of the wait for the other members.
     pub fn connect_device(&self, device: u16) -> Result<()> {
         self.shared.cuda.connect(Context::primary(device)?)
     }
 
-    /// The CUDA device on which the group is connected, if it is; of several `last`, if that is among them. `last` otherwise.
+    /// The CUDA device on which the group is connected: `last` if it is one of several, or if there is none.
     pub(crate) fn device_in_use(&self, last: Option<u16>) -> Option<u16> {
         let devices = self.shared.cuda.devices();
         let newest = devices.last().copied();
         last.filter(|last| devices.contains(last)).or(newest).or(last)
     }
 
-    /// How many bytes of gradients on devices a reducer had best send at once, if that is measured (`SMD_AUTOTUNE`): when the
-    /// group is used on its devices first. If it was not so far and member 0 says that something is measured, all members
-    /// connect theirs. The same on all members; collective.
+    /// Measures the best bucket size for gradients on devices, in bytes, if that is enabled (`SMD_AUTOTUNE`); none if
+    /// not. Measured once, before the first use of the group on its devices; the members are connected first. The
+    /// result is equal on all members. Collective.
     ///
     /// # Errors
     /// As [`Communicator::connect_device`].
@@ -275,7 +278,7 @@ impl Communicator {
         Ok(self.shared.cuda.measured_bucket_bytes())
     }
 
-    /// A communicator of NCCL for a group that is made out of this one ([`cuda::Side`]); `None` where there can be none.
+    /// Splits an NCCL communicator for a new group from this group's ([`cuda::Side`]); none if that is not possible.
     /// Collective.
     ///
     /// # Errors
@@ -291,52 +294,54 @@ impl Communicator {
             Ok(bounds[0] == -bounds[1] && bounds[0] >= 0)
         };
         match self.shared.cuda.split(side, agree) {
-            // A group whose operations have failed is not divided.
+            // The operations of this group have failed, so its NCCL communicator cannot be split.
             Err(Error::Closed { .. }) => Ok(None),
             outcome => outcome,
         }
     }
 
-    /// What the first operation on CUDA tensors begins with instead of a communicator of its own making.
+    /// Sets a split NCCL communicator, which the first operation on CUDA tensors uses instead of creating one.
     pub(crate) fn adopt(&self, split_comm: Parent) {
         self.shared.cuda.adopt(split_comm);
     }
 
-    /// Ends the group's operations on CUDA tensors, because the members' no longer fit together: every later one of this
-    /// member fails with `reason`. What the others have under way ends with this member's name about a second later (CUDA-4).
+    /// Ends the group's operations on CUDA tensors, because the members' operations do not match any more. Every later
+    /// one of this member fails with `reason`. Operations of the other members end about a second later with an error
+    /// that names this member (CUDA-4).
     pub fn end_devices(&self, reason: Error) {
         self.shared.cuda.end(reason);
     }
 
-    /// A barrier that says who does not come, even if members are stuck in another operation: the first member hears
-    /// from every other one, and answers. Stands outside the order of operations, as messages do; a group that fails it
-    /// stays usable.
+    /// A barrier that names the members that do not come, even if they are stuck in another operation: the first member
+    /// gets a message from every other one and answers. It is not ordered with operations. The group stays usable after
+    /// a failure.
     ///
     /// # Errors
-    /// On the first member, [`Error::Timeout`] naming the first one that is missing, or `all` of them; on those who came,
-    /// [`Error::Timeout`] that sends the reader there. The words are those of torch's `monitored_barrier`.
+    /// On the first member, [`Error::Timeout`] naming the first missing member, or all of them with `all`. On the
+    /// others, [`Error::Timeout`] that refers to the first member. The texts are those of torch's `monitored_barrier`.
     pub fn monitored_barrier(&self, timeout: Option<Duration>, all: bool) -> Result<()> {
         self.point_to_point.monitored_barrier(timeout, all)
     }
 
-    /// Memory of `bytes` bytes that every member contributes and, on one host, every member sees. Collective.
+    /// Allocates memory to which every member contributes `bytes` bytes. On one host, every member can access all of
+    /// it. Collective.
     ///
     /// # Errors
-    /// As [`Communicator::run`]; [`Error::Io`] or [`Error::Unsupported`] when the system refuses the memory.
+    /// As [`Communicator::run`]; [`Error::Io`] or [`Error::Unsupported`] if the system refuses the memory.
     pub fn window(&self, bytes: usize) -> Result<Arc<Window>> {
         let made = Arc::new(OnceLock::new());
         self.shared.run(|| QueuedOperation::Window(bytes, made.clone()), || self.shared.window(bytes, &made))?;
         made.get().cloned().ok_or_else(|| Error::Internal("a window was made and is not there".into()))
     }
 
-    /// Takes part in the group's next operation by failing it: every other member's next operation ends with
-    /// [`Error::PeerFailed`] carrying `message`. The group stays usable. Where memory is shared, `done` is called
-    /// without waiting for the others.
+    /// Fails the group's next operation instead of taking part in it. The other members' next operation ends with
+    /// [`Error::PeerFailed`] carrying `message`. The group stays usable. With shared memory, `done` is called without
+    /// waiting for the others.
     pub fn fail_next(self: &Arc<Self>, message: String, done: Done) {
         self.shared.queue(QueuedOperation::Fail(message), done);
     }
 
-    /// Ends the worker thread; queued operations fail with [`Error::Closed`], and so does a running one that waits.
+    /// Ends the worker thread. Queued operations fail with [`Error::Closed`], and so does a running one that waits.
     pub fn close(&self, reason: &str) {
         let _ = self.shared.closed.set(reason.to_owned());
         self.point_to_point.wake();
@@ -361,7 +366,7 @@ impl Drop for Communicator {
     }
 }
 
-/// Takes note of a panic in a completion of group `id` (COM-7).
+/// Notes a panic in a completion of group `id` (COM-7).
 pub(in crate::collectives) fn spoil(spoiled: &OnceLock<Error>, id: u64, panic: &(dyn Any + Send)) {
     let error = match Error::from_panic(panic) {
         Error::Internal(text) => Error::Internal(format!("a completion of group {id} panicked: {text}")),
@@ -371,7 +376,7 @@ pub(in crate::collectives) fn spoil(spoiled: &OnceLock<Error>, id: u64, panic: &
     let _ = spoiled.set(error);
 }
 
-/// A view of numbers in host memory, for operations that have ended before these are used again.
+/// A view of `values`, for operations that end before the caller uses `values` again.
 fn numbers(values: &mut [i64]) -> Result<TensorView> {
     // SAFETY: callers keep the values, untouched, while `Communicator::run`, which blocks, uses the view.
     unsafe { TensorView::new(values.as_mut_ptr().cast(), values.len(), DType::Int64, Device::Cpu, 0) }

@@ -1,4 +1,4 @@
-//! The order of a group's operations: a queue, and the worker thread that empties it (COM-1, COM-2).
+//! The order of a group's operations: the queue, and the worker thread that runs it (COM-1, COM-2).
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 
 #[derive(Default)]
 pub(super) struct Turns {
-    /// Somebody executes an operation.
+    /// Whether a thread runs an operation.
     pub(super) busy: bool,
     pub(super) queue: VecDeque<(QueuedOperation, Done)>,
     pub(super) worker: Option<ThreadId>,
@@ -23,13 +23,13 @@ pub(super) struct Turns {
 pub(super) enum QueuedOperation {
     Run(Request, Option<Duration>),
     Batch(Vec<Request>, Option<Duration>, Option<Arc<dyn PhaseListener>>),
-    /// On CUDA tensors.
+    /// Operations on CUDA tensors, which start together.
     Launch(Vec<Request>, Option<Duration>),
     Fail(String),
     Window(usize, Arc<OnceLock<Arc<Window>>>),
 }
 
-/// Gives the turn back.
+/// The right to run one operation. Dropping it lets the next one run.
 pub(super) struct Turn<'a>(&'a GroupState);
 
 impl Drop for Turn<'_> {
@@ -43,7 +43,7 @@ impl Drop for Turn<'_> {
 }
 
 impl GroupState {
-    /// Runs on this thread if nothing is before it, otherwise queues and waits (COM-1, COM-2).
+    /// Runs on this thread if the group is idle, otherwise queues and waits (COM-1, COM-2).
     pub(super) fn run(
         self: &Arc<Self>,
         job: impl FnOnce() -> QueuedOperation,
@@ -53,7 +53,7 @@ impl GroupState {
             return self.attempt(now);
         }
         let (sender, receiver) = std::sync::mpsc::channel();
-        // The receiver is there: this function waits for it.
+        // The send cannot fail, because this function waits for the receiver.
         self.queue(job(), Box::new(move |result| drop(sender.send(result))));
         let outcome = receiver.recv();
         outcome.unwrap_or_else(|_| Err(Error::Internal("the group's worker thread ended early".into()))).map(drop)
@@ -93,7 +93,7 @@ impl GroupState {
         self.changed.notify_all();
     }
 
-    /// The worker thread.
+    /// The body of the worker thread.
     pub(super) fn work(&self) {
         loop {
             let mut turns = self.turns.lock();
@@ -111,7 +111,7 @@ impl GroupState {
         }
     }
 
-    /// Runs a job whose turn it is.
+    /// Runs an operation whose turn it is, and completes it.
     pub(super) fn execute(&self, job: &QueuedOperation, done: Done) {
         let turn = Turn(self);
         let outcome = self.attempt(|| match job {
@@ -134,14 +134,14 @@ impl GroupState {
         }
     }
 
-    /// Calls a completion (COM-7).
+    /// Calls a completion; a panic in it spoils the group (COM-7).
     pub(super) fn complete(&self, done: Done, result: Result<Option<usize>>) {
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| done(result))) {
             spoil(&self.spoiled, self.id, &*panic);
         }
     }
 
-    /// What `operation` gives; a panic in it breaks the group (COM-7).
+    /// Runs `operation`; a panic in it breaks the group (COM-7).
     pub(super) fn attempt<T>(&self, operation: impl FnOnce() -> Result<T>) -> Result<T> {
         catch_unwind(AssertUnwindSafe(operation)).unwrap_or_else(|panic| {
             let error = Error::from_panic(&*panic);
@@ -150,7 +150,8 @@ impl GroupState {
         })
     }
 
-    /// Queues operations on CUDA tensors: on this thread, if nothing is before them (COM-1) and no member is waited for.
+    /// Queues operations on CUDA tensors into their stream: on this thread if the group is idle (COM-1) and connected
+    /// on the device, otherwise on the worker thread.
     pub(super) fn launch(self: &Arc<Self>, requests: Vec<Request>, timeout: Option<Duration>, done: Done) {
         let ready = self.closed.get().is_none() && self.cuda.has_part(&requests);
         let job = QueuedOperation::Launch(requests, timeout);
