@@ -354,11 +354,11 @@ def test_sizes_are_tried_before_gradients_go_by_plan(tmp_path):
 def _cannot_have_a_reducer():
     torch, hvd, rank, _ = start()
     pair = Pair(torch, hvd)
-    making = torch.classes.smd.PendingReducer
+    pending_reducer = torch.classes.smd.PendingReducer
 
     class Failing:
         def __init__(self, *arguments):
-            self.made = making(*arguments)
+            self.made = pending_reducer(*arguments)
 
         def is_done(self):
             return self.made.is_done()

@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.timeout(200),
 ]
 _ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-# Of a side of the weights: large enough to be lent a slot.
+# Of a side of the weights: large enough to get a slot.
 _WIDTH = 192
 
 
@@ -26,7 +26,7 @@ def _window_ranges():
         ]
 
 
-def lent(used_before):
+def placed(used_before):
     import numpy as np
     import tensorflow as tf
 
@@ -118,7 +118,7 @@ def _by_hand(weights, data):
 
 @pytest.mark.parametrize("used_before", [False, True])
 def test_gradients_are_right_wherever_they_are_made(used_before):
-    for inside in run_ranks(lent, 2, used_before, launcher=Forked("tensorflow"), env=_ENV, timeout=180):
+    for inside in run_ranks(placed, 2, used_before, launcher=Forked("tensorflow"), env=_ENV, timeout=180):
         # Where there are GPUs, TensorFlow's own CPU devices stay.
         can_place = not used_before and not os.path.exists("/proc/driver/nvidia/version")
         assert max(inside) == (4 if can_place else 0), inside

@@ -23,7 +23,7 @@ from smdistributed.dataparallel.bucket_size import bucket_bytes
 # The bridge's numbers for what a bucket's reduction is, for what a rank without a reducer brings, and for the vote's
 # result.
 _REDUCTIONS = {Compression.none: 0, Compression.fp16: 1, Compression.bf16: 2}
-_STANDS_BY_NAME, _WITHOUT, _MAKING = range(3)
+_READY_BY_NAME, _NO_REDUCER, _CREATING = range(3)
 UNKNOWN = -1
 PLANNED, BY_NAME, MAKE, FORGET = range(4)
 # What a compression leaves as it is; other half types it casts, which a plan does not do.
@@ -60,13 +60,13 @@ class PlannedReducer:
         self._index: dict[torch.Tensor, int] = {}
         self._name = self._what = ""
         self._reducer: Any = None
-        self._making: Any = None
+        self._pending_reducer: Any = None
         self._reset()
 
     def _reset(self) -> None:
         self._begun = False
         self._ballot: Any = None
-        # Whether the reducer has a round that waits for the verdict, or has it.
+        # Whether the reducer has a round, whose vote is under way or has a result.
         self._is_open = False
         self._taken: dict[torch.Tensor, None] = {}
         # Places of planned parameters in the order in which their gradients came.
@@ -96,15 +96,15 @@ class PlannedReducer:
                 self._ballot = self._reducer.open_by_vote(number, self._name, self._what)
                 self._is_open = True
             else:
-                self._ballot = torch.classes.smd.Ballot(number, self._name, self._what, self._standing())
+                self._ballot = torch.classes.smd.Ballot(number, self._name, self._what, self._readiness())
         except (RuntimeError, ValueError):
             # What is wrong is told by the collectives that follow.
             self._ballot = None
 
-    def _standing(self) -> int:
-        if self._making is not None:
-            return _MAKING
-        return _WITHOUT if self._planned and self._can_plan and self._is_settled else _STANDS_BY_NAME
+    def _readiness(self) -> int:
+        if self._pending_reducer is not None:
+            return _CREATING
+        return _NO_REDUCER if self._planned and self._can_plan and self._is_settled else _READY_BY_NAME
 
     def _follow(self, parameters: list[torch.Tensor]) -> None:
         """Plans for these parameters."""
@@ -115,7 +115,7 @@ class PlannedReducer:
         self._is_settled = same or not self._planned
         if same and self._what:
             return
-        self._reducer, self._making, self._planned = None, None, planned
+        self._reducer, self._pending_reducer, self._planned = None, None, planned
         self._index = {parameter: index for index, parameter in enumerate(planned)}
         # Optimizers that are at work at the same time must not have it in common, as they must not have names of
         # parameters.
@@ -134,16 +134,16 @@ class PlannedReducer:
 
     def _take_made(self) -> None:
         """Has the reducer that a thread of the core has made. Between backwards, since it adds hooks."""
-        if self._making is None or not self._making.is_done():
+        if self._pending_reducer is None or not self._pending_reducer.is_done():
             return
         try:
-            self._reducer = self._making.take()
+            self._reducer = self._pending_reducer.take()
         except (RuntimeError, ValueError) as error:
             # If others are gone, whatever comes next says so.
             self._can_plan = may_pass(error)
             if not self._can_plan:
                 warn_once(f"gradients are reduced one by one instead of in buckets: {at_execution(error)}")
-        self._making = None
+        self._pending_reducer = None
 
     def take(self, parameter: torch.Tensor, accumulating: bool) -> bool:
         """Take a complete gradient into the round, if its parameter is planned.
@@ -212,7 +212,7 @@ class PlannedReducer:
             if self.vote_result == MAKE:
                 self._make()
             else:
-                # Whoever has a reducer keeps gradients till the verdict; without one they go at once.
+                # With a reducer, gradients wait for the result of the vote; without one they are reduced at once.
                 self._let_go()
             return taken
         except (RuntimeError, ValueError) as error:
@@ -244,7 +244,7 @@ class PlannedReducer:
         ranks = torch.ops.smd.process_set_members(self._process_set.process_set_id)
         names = [self._names[each] for each in self._planned]
         sizes = _core.bucket_sizes(bucket_bytes(None))
-        self._making = torch.classes.smd.PendingReducer(
+        self._pending_reducer = torch.classes.smd.PendingReducer(
             self._ballot.token(), self._planned, names, ranks, sizes, settings, self._order
         )
 
