@@ -1,4 +1,4 @@
-//! What a collective means.
+//! Collectives of a process group: what they mean, and the code that runs them.
 //!
 //! - COL-1: a reduction is the fold over ranks 0, 1, .. n-1 in the accumulation type of its element type
 //!   (float32 for float16 and bfloat16, the type itself otherwise), rounded once at the end. Every algorithm keeps
@@ -40,53 +40,52 @@ pub(crate) use cuda::Side;
 pub use rows::MakeOutputs;
 pub use window::Window;
 
-/// What the device computes while a collective runs. It decides how much of the device the collective may use.
+/// What the device computes while a collective runs. NCCL may use more of the device if nothing does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Overlap {
-    /// A computation.
+    /// A computation runs at the same time.
     Computation,
-    /// Nothing: what comes next waits for the operation.
+    /// Nothing runs: the next computation waits for the collective.
     Nothing,
-    /// The caller of the operation does not say.
+    /// The caller does not know.
     Unknown,
 }
 
-/// One member's part in an operation of its group. Roots and peers are ranks inside the group; counts and sizes are
-/// in elements. Input and output may be the same memory (in place) where both have the same shape; they must not
-/// overlap otherwise.
+/// One member's part in an operation of its group. Roots and peers are ranks inside the group. Counts and sizes are in
+/// elements. Input and output may be the same memory (in place) where both have the same shape; otherwise they must not
+/// overlap. All tensors of a request have one element type and lie on one device.
 #[derive(Clone, Debug)]
 pub enum Request {
-    /// `output = op over ranks (input)`.
+    /// All-reduce: `output = op over ranks (input)`.
     AllReduce {
         /// n elements.
         input: TensorView,
         /// n elements.
         output: TensorView,
-        /// How.
+        /// The reduction.
         op: ReduceOp,
     },
-    /// As [`Request::AllReduce`], where vectors are added that are orthogonal, averaged that are parallel, and mixed
-    /// otherwise: of `a` and `b`, `(1 - ab / 2aa) a + (1 - ab / 2bb) b`. Ranks are combined in pairs, pairs in fours and so
-    /// on, so there is a power of 2 of them.
+    /// All-reduce with Adasum: orthogonal vectors are added, parallel ones averaged, and others combined to `(1 - ab /
+    /// 2aa) a + (1 - ab / 2bb) b`. Ranks are combined in pairs, pairs in fours and so on, so the number of ranks must
+    /// be a power of 2.
     Adasum {
-        /// n floats.
+        /// n floating-point elements.
         input: TensorView,
         /// n elements.
         output: TensorView,
     },
-    /// As [`Request::AllReduce`], in place, over a range of each member's part of `window`. Every member says where
-    /// its own range starts, and these offsets may differ: a member whose usual place is taken uses another one.
-    /// When it returns, nobody reads or writes this member's range any more.
+    /// As [`Request::AllReduce`], in place, over a range of each member's part of `window`. The members' offsets may
+    /// differ. When it returns, no member reads or writes this member's range any more.
     AllReduceWindow {
-        /// Made by [`Communicator::window`] of this group.
+        /// A window of this group, from [`Communicator::window`].
         window: Arc<Window>,
-        /// Start of this member's range in its own part, in bytes; a multiple of 64. Not compared across members.
+        /// The start of the range in this member's part, in bytes; a multiple of 64. Not compared across members.
         offset_bytes: usize,
-        /// Length of the range.
+        /// The length of the range, in elements.
         elems: usize,
-        /// Element type.
+        /// The element type.
         dtype: DType,
-        /// How.
+        /// The reduction.
         op: ReduceOp,
     },
     /// As [`Request::AllReduce`], but only `root` gets `output`.
@@ -95,133 +94,134 @@ pub enum Request {
         input: TensorView,
         /// n elements on the root; empty elsewhere.
         output: TensorView,
-        /// How.
+        /// The reduction.
         op: ReduceOp,
-        /// Who gets the result.
+        /// The member that gets the result.
         root: usize,
     },
-    /// `data` of `root` everywhere.
+    /// Broadcast: `data` of `root` on every member.
     Broadcast {
         /// n elements, in place.
         data: TensorView,
-        /// Whose.
+        /// The member whose data is sent.
         root: usize,
     },
-    /// Rank i's input becomes block i of every output. Blocks may differ in size: `counts[i]` elements.
+    /// All-gather: rank i's input becomes block i of every output. Block i has `counts[i]` elements.
     AllGather {
         /// `counts[me]` elements.
         input: TensorView,
-        /// Block i, `counts[i]` elements, for every member; blocks need not be adjacent.
+        /// Block i has `counts[i]` elements; blocks need not be adjacent.
         outputs: Vec<TensorView>,
     },
     /// As [`Request::AllGather`], but only `root` gets the outputs.
     Gather {
-        /// This rank's block.
+        /// This member's block.
         input: TensorView,
-        /// One block a member on the root; empty elsewhere.
+        /// One block for each member on the root; empty elsewhere.
         outputs: Vec<TensorView>,
-        /// Who gets them.
+        /// The member that gets the blocks.
         root: usize,
     },
-    /// Block i of `root` becomes rank i's output.
+    /// Scatter: block i of `root` becomes rank i's output.
     Scatter {
-        /// One block a member on the root; empty elsewhere.
+        /// One block for each member on the root; empty elsewhere.
         inputs: Vec<TensorView>,
-        /// This rank's block.
+        /// This member's block.
         output: TensorView,
-        /// Whose.
+        /// The member whose blocks are sent.
         root: usize,
     },
-    /// `output = op over ranks r (inputs[me] of r)`.
+    /// Reduce-scatter: `output = op over ranks r (inputs[me] of r)`.
     ReduceScatter {
-        /// One block a member.
+        /// One block for each member.
         inputs: Vec<TensorView>,
         /// As long as `inputs[me]`.
         output: TensorView,
-        /// How.
+        /// The reduction.
         op: ReduceOp,
     },
-    /// Block j of rank i becomes block i of rank j. Blocks may differ in size.
+    /// All-to-all: block j of rank i becomes block i of rank j. Blocks may differ in size.
     AllToAll {
         /// Block j goes to rank j.
         inputs: Vec<TensorView>,
         /// Block i comes from rank i.
         outputs: Vec<TensorView>,
     },
-    /// As [`Request::AllGather`], of rows, where a member knows how many it has and not how many the others have: the
-    /// members tell each other first, and the outputs are made then.
+    /// As [`Request::AllGather`], for rows whose number the other members do not know. Members exchange the numbers
+    /// first, then allocate the outputs.
     AllGatherRows {
         /// `rows` rows.
         input: TensorView,
-        /// Any number, also of rows that have no elements.
+        /// The number of rows; rows may have no elements.
         rows: usize,
-        /// Elements of one; the same on all members.
+        /// Elements of one row; equal on all members.
         row_elems: usize,
-        /// Makes the memory for everybody's rows.
+        /// Allocates one output for each member.
         outputs: Arc<dyn MakeOutputs>,
     },
-    /// As [`Request::AllToAll`], of rows, where a member knows what it sends and not what it gets.
+    /// As [`Request::AllToAll`], for rows: a member knows how many rows it sends, but not how many it receives.
     AllToAllRows {
         /// Block j, `rows[j]` rows, goes to rank j.
         inputs: Vec<TensorView>,
-        /// Any numbers.
+        /// The number of rows for each member.
         rows: Vec<usize>,
-        /// Elements of one row; the same on all members.
+        /// Elements of one row; equal on all members.
         row_elems: usize,
-        /// Makes the memory for what comes.
+        /// Allocates one output for each member.
         outputs: Arc<dyn MakeOutputs>,
     },
-    /// Returns when every member has called it.
+    /// Barrier: completes when every member has called it.
     Barrier,
-    /// A message to one member; see [`Request::Recv`]. Not compared across ranks.
+    /// A message to one member; see [`Request::Recv`]. Not compared across members.
     Send {
         /// n elements.
         data: TensorView,
-        /// To whom.
+        /// The receiver.
         to: usize,
-        /// Matches the receiver's.
+        /// The tag, equal to the receiver's.
         tag: u32,
     },
-    /// A message from one member. Messages of one pair and tag arrive in order.
+    /// A message from one member. Messages between two members under one tag arrive in order.
     Recv {
         /// n elements, as many as were sent.
         data: TensorView,
-        /// From whom; `None` takes the next message with the tag from anybody.
+        /// The sender; `None` takes the next message with the tag from any member.
         from: Option<usize>,
-        /// Matches the sender's.
+        /// The tag, equal to the sender's.
         tag: u32,
     },
 }
 
-/// What one running operation needs to know of its group.
+/// What a running operation knows of its group.
 pub(crate) struct Group<'a> {
     transport: &'a dyn Transport,
-    /// Memory that all members see, if the transport has it.
+    /// Memory that all members share, if they are on one host.
     memory: Option<&'a SharedMemory>,
-    /// Who is where, and the memory that the members of this host see, if the members are on several.
+    /// The layout of ranks on hosts, and the memory that the members of this host share, if the group is on several
+    /// hosts.
     hosts: Option<&'a Hosts>,
     members: &'a Members,
     publisher: &'a Publisher,
     wait: Wait<'a>,
     id: u64,
-    /// Operations of the group before this one; the same on all members.
+    /// The number of operations of the group before this one; equal on all members.
     operation: u64,
-    /// All members are at the same place although the operation failed: the group can go on.
+    /// Set if the operation has failed and all members are at the same place: the group stays usable.
     in_step: Cell<bool>,
 }
 
 impl Group<'_> {
-    /// A name for the operation that is the same on all members.
+    /// A name for the operation that is equal on all members.
     fn title(&self) -> String {
         format!("operation {} of group {}", self.operation, self.id)
     }
 
-    /// For algorithms that accept only groups with shared memory.
+    /// The shared memory; for algorithms that accept only groups that have it.
     fn shared(&self) -> &SharedMemory {
         self.memory.expect("the algorithm accepted a group with shared memory")
     }
 
-    /// For algorithms that accept only groups on several hosts.
+    /// The layout on hosts; for algorithms that accept only groups on several hosts.
     fn several_hosts(&self) -> &Hosts {
         self.hosts.expect("the algorithm accepted a group on several hosts")
     }

@@ -1,6 +1,6 @@
-//! The ways to run an operation. The first in [`ALGORITHMS`] that accepts it runs it; as all members call the same,
-//! all choose the same. If their calls differ, they may choose differently, and meet at the arrival with which every
-//! algorithm begins.
+//! The algorithms of collectives on CPU tensors. The first one in [`ALGORITHMS`] that accepts a call runs it. All
+//! members make the same call, so all choose the same algorithm. If their calls differ, they may choose differently;
+//! every algorithm begins with the same arrival, which finds the difference.
 
 use super::call::Call;
 use super::{Group, Request, agreement};
@@ -17,17 +17,17 @@ pub(super) mod sizes;
 mod two_shot;
 mod window;
 
-/// One way to run some operations.
+/// An algorithm for some kinds of calls.
 pub(crate) trait Algorithm: Sync {
-    /// For the log.
+    /// The name for the log.
     fn name(&self) -> &'static str;
-    /// Whether it can run the call in this group, and is meant to.
+    /// Whether the algorithm can run the call in this group and is the preferred one for its size.
     fn accepts(&self, call: &Call, group: &Group<'_>) -> bool;
-    /// Arrives, compares, and runs.
+    /// Compares the members' calls, then runs the operation.
     fn run(&self, request: &Request, call: &Call, group: &Group<'_>) -> Result<()>;
 }
 
-/// In order of preference.
+/// All algorithms, in order of preference.
 pub(crate) const ALGORITHMS: &[&dyn Algorithm] = &[
     &adasum::Adasum,
     &window::WindowAllReduce,
@@ -48,7 +48,7 @@ pub(crate) fn run(request: &Request, call: &Call, group: &Group<'_>) -> Result<(
     algorithm.run(request, call, group)
 }
 
-/// The synchronisations of one operation over shared memory: the first compares the calls.
+/// The synchronisation points of one operation over shared memory; the first one compares the calls.
 struct SyncSteps<'a> {
     memory: &'a SharedMemory,
     call: &'a Call,
@@ -62,7 +62,7 @@ impl<'a> SyncSteps<'a> {
         Self { memory, call, group, calls: None }
     }
 
-    /// Everybody's writes for this phase are done and visible.
+    /// Waits until the writes of all members in this phase are visible.
     fn sync(&mut self) -> Result<()> {
         if self.calls.is_some() {
             return self.memory.sync(&self.group.wait);
@@ -72,10 +72,10 @@ impl<'a> SyncSteps<'a> {
     }
 }
 
-/// Copies `bytes` bytes between places that are the same or do not overlap.
+/// Copies `bytes` bytes. `from` and `to` are equal or do not overlap.
 ///
 /// # Safety
-/// Both are valid for that.
+/// `from` is valid for reads and `to` for writes of `bytes` bytes.
 unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
     if bytes > 0 && from != to.cast_const() {
         // SAFETY: the caller promises validity, and that different places do not overlap.

@@ -1,14 +1,16 @@
-//! Operations between the devices of one host, without NCCL: one kernel a call, which writes to the peers' memory over
-//! NVLink or PCIe. It starts faster than NCCL's and folds as COL-1 says, so the result is bit by bit the CPU's (but for the
-//! payload of a NaN). Small ones of any group, and large all-reduces between at most eight ([`chunks`]).
+//! Collectives between the devices of one host without NCCL. Each call is one kernel, which writes to the peers' memory
+//! over NVLink or PCIe. It starts faster than NCCL's kernels and folds in the order of COL-1, so the result has the
+//! same bits as on the CPU, except for the payload of NaNs. It runs small operations of any group, and large
+//! all-reduces between at most eight members ([`chunks`]).
 //!
-//! Each member has an *arena* on its device, which its peers map: flags by which the kernels' blocks meet, and staging
-//! memory. `device/kernels/arena.cuh` says how kernels use it, and holds the invariants PEER-1 to PEER-5. On the host:
+//! Each member has an *arena* on its device, which its peers map: flags with which the kernels' blocks synchronise, and
+//! staging memory. `device/kernels/arena.cuh` describes its use by kernels, with the invariants PEER-1 to PEER-5. On
+//! the host:
 //!
-//! - PEER-6: members decide together whether they have peers: all or none. Whoever cannot share its memory or reach
-//!   another's says so, and everybody uses NCCL.
-//! - PEER-7: calls of a member run one after the other, whichever streams they are queued into; in one CUDA graph too.
-//! - PEER-8: an arena is freed only when its owner knows that nobody uses it any more; otherwise it stays until the
+//! - PEER-6: the members decide together whether they are peers: all or none. If one cannot share its memory or reach
+//!   another's, all use NCCL.
+//! - PEER-7: calls of a member run one after the other, whichever streams they are queued into, also in one CUDA graph.
+//! - PEER-8: an arena is freed only when its owner knows that no member uses it any more. Otherwise it stays until the
 //!   process ends.
 
 mod chunks;
@@ -34,23 +36,23 @@ pub use memory_exchange::{MemberStore, read, write};
 const SOURCE: KernelSource =
     KernelSource { name: "reduce.cu", text: include_str!("../../../device/kernels/reduce.cu") };
 
-/// Most members; mirrored by arena.cuh, as are the next ones.
+/// The largest number of members. This constant and those below are mirrored in arena.cuh.
 const MAX_RANKS: usize = 16;
 const MAX_BLOCKS: u32 = 128;
 const FINGERPRINT_BITS: u32 = 24;
-/// Bytes of an arena before its staging memory.
+/// Bytes in front of an arena's staging memory.
 const HEADER_BYTES: usize = MAX_BLOCKS as usize * (MAX_RANKS + 1) * 8 + 256;
-/// Bytes that move as one.
+/// Bytes of one vector load or store.
 const VECTOR: usize = 16;
-/// Who has a reduction's result: no member's number.
+/// The value of the result's owner if all members get the result.
 const ALL: u64 = u64::MAX;
 
-/// Words of the control block, which the host and the kernels see.
+/// Words of the control block, which the host and the kernels share.
 const ABORT: usize = 0;
 const MISMATCH: usize = 1;
 const MISMATCH_CALL: usize = 2;
 
-/// `Peers` of arena.cuh.
+/// The struct `Peers` of arena.cuh.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct PeersArgument {
@@ -61,7 +63,7 @@ struct PeersArgument {
     fingerprint: u32,
 }
 
-/// `AllReduce` of reduce.cu.
+/// The struct `AllReduce` of reduce.cu.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct AllReduceArgument {
@@ -71,7 +73,7 @@ struct AllReduceArgument {
     elems: u64,
 }
 
-/// `ReduceScatter` of reduce.cu.
+/// The struct `ReduceScatter` of reduce.cu.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct ReduceScatterArgument {
@@ -81,12 +83,12 @@ struct ReduceScatterArgument {
     elems: u64,
 }
 
-/// The members of a group as devices that reach each other's memory.
+/// The members of a group whose devices access each other's memory directly.
 pub struct Peers {
     context: &'static Context,
     me: usize,
     size: usize,
-    /// PEER-8.
+    /// Freed only if `unused` is set (PEER-8).
     arena: ManuallyDrop<DeviceBuffer>,
     mapped: ManuallyDrop<Vec<PeerMemory>>,
     control: ManuallyDrop<HostMapped>,
@@ -94,32 +96,32 @@ pub struct Peers {
     half_bytes: usize,
     tuning: Mutex<KernelTuning>,
     turn: Mutex<CallState>,
-    /// Whether there were calls that a CUDA graph repeats.
+    /// Whether calls were captured in a CUDA graph, which may repeat them.
     captured: AtomicBool,
-    /// PEER-8.
+    /// Whether no member uses the arenas any more (PEER-8).
     unused: AtomicBool,
 }
 
-/// Two members whose calls differ.
+/// A difference between the calls of two members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mismatch {
-    /// The other one.
+    /// The other member.
     pub member: usize,
-    /// Which call of this member's it was; `None` once calls were captured, since replays are not counted here.
+    /// The number of this member's call; `None` once calls were captured, because replays are not counted.
     pub call: Option<u32>,
 }
 
 struct CallState {
-    /// Calls so far, but for those that were captured.
+    /// The number of calls so far, without captured ones.
     calls: u32,
     kernels: Vec<(&'static str, DType, ReduceOp, &'static Kernel)>,
-    /// PEER-7, for calls that were run.
+    /// The last call that was queued directly (PEER-7).
     run: LastCall<usize>,
-    /// PEER-7, for calls that became parts of a graph.
+    /// The last call that was captured in a graph (PEER-7).
     captured: LastCall<(usize, Capture)>,
 }
 
-/// Where the last call was queued.
+/// The place where the last call was queued, and an event behind it.
 struct LastCall<T> {
     place: Option<T>,
     done: Event,
@@ -132,7 +134,7 @@ impl<T> LastCall<T> {
 }
 
 impl CallState {
-    /// The kernel of this name and kind; `load` gives one that was not needed before.
+    /// Returns the kernel for this type and reduction; `load` compiles it at the first use.
     fn kernel(
         &mut self,
         entry: &'static str,
@@ -149,8 +151,8 @@ impl CallState {
         Ok(kernel)
     }
 
-    /// Lets `stream` wait for the last call, if that was queued elsewhere. What is captured and what is run cannot wait for
-    /// each other: a graph is ordered where it is launched.
+    /// Makes `stream` wait for the last call, if that was queued into another stream. Captured and direct calls cannot
+    /// wait for each other; a graph is ordered where it is launched.
     fn follow(&self, stream: &Stream, capture: Option<Capture>) -> Result<()> {
         let (elsewhere, done) = match capture {
             None => (self.run.place.is_some_and(|last| last != stream.raw()), &self.run.done),
@@ -162,7 +164,7 @@ impl CallState {
         if elsewhere { stream.wait(done) } else { Ok(()) }
     }
 
-    /// Notes a launch that was just queued and counts as so many calls.
+    /// Notes a launch that was just queued and counts as `calls` calls.
     fn note(&mut self, stream: &Stream, capture: Option<Capture>, calls: u32) -> Result<()> {
         match capture {
             None => {
@@ -179,8 +181,8 @@ impl CallState {
 }
 
 impl Peers {
-    /// Finds out together with the other members whether they all reach each other, for messages of at most
-    /// `peer_bytes` (the smallest that a member says counts). `None` if not, with the reason in the log.
+    /// Finds out with the other members whether all reach each other's memory. Messages of at most `peer_bytes` will
+    /// use it; the smallest value of all members counts. Returns none if they do not, and logs the reason. Collective.
     ///
     /// # Errors
     /// Those of `store`.
@@ -194,7 +196,8 @@ impl Peers {
         if !(2..=MAX_RANKS).contains(&size) {
             return Ok(None);
         }
-        // The commonest reduction; shows that there is a compiler, and takes its time before anybody waits in a kernel.
+        // Compiles the most frequent reduction. This shows that there is a compiler, and takes its time before any
+        // kernel waits.
         let mut kernels = Vec::new();
         let compile = || {
             if peer_bytes == 0 {
@@ -232,22 +235,22 @@ impl Peers {
         }))
     }
 
-    /// Where this member changes over from one way to the next.
+    /// The sizes at which this member changes its algorithm.
     pub fn tuning(&self) -> KernelTuning {
         *self.tuning.lock()
     }
 
-    /// Changes that; on all members, between the same calls.
+    /// Sets these sizes; on all members between the same calls.
     pub fn set_tuning(&self, tuning: KernelTuning) {
         *self.tuning.lock() = tuning;
     }
 
-    /// Largest message that needs no pieces, in bytes.
+    /// The largest message that is not divided, in bytes.
     pub fn piece_bytes(&self) -> usize {
         self.half_bytes / 2
     }
 
-    /// Whether an all-reduce of `bytes` would be made as `tuning` says: in one piece, or in chunks.
+    /// Whether an all-reduce of `bytes` would run here with `tuning`: in one piece, or in chunks.
     pub fn takes(&self, bytes: usize, tuning: &KernelTuning) -> bool {
         if tuning.chunks_bytes <= bytes {
             return self.size == 2;
@@ -257,7 +260,8 @@ impl Peers {
         bytes <= self.piece_bytes() && one_shot == (bytes <= tuning.one_shot_bytes)
     }
 
-    /// Whether `request` is one for [`Peers::queue`]; the same on all members. What NCCL cannot reduce is, at any size.
+    /// Whether [`Peers::queue`] runs `request`; equal on all members. Reductions that NCCL lacks are accepted at any
+    /// size.
     pub fn accepts(&self, request: &Request) -> bool {
         let most = self.tuning.lock().peer_bytes.min(self.piece_bytes());
         match request {
@@ -272,14 +276,15 @@ impl Peers {
         }
     }
 
-    /// Queues `request`, which [`Peers::accepts`], into `stream`: in pieces if it is larger than the staging memory.
-    /// How many calls this member has made then, as counted in [`Mismatch::call`].
+    /// Queues `request`, which [`Peers::accepts`], into `stream`; divided into pieces if it is larger than the staging
+    /// memory. Returns the number of calls so far, as counted in [`Mismatch::call`].
     ///
     /// # Errors
     /// [`Error::Device`]; those of [`Kernel::get`].
     ///
     /// # Safety
-    /// The views are as the request demands, on this device, until what is queued is done; `stream` is of this device.
+    /// The views are valid on this device, as the request demands, until the device has completed the operation.
+    /// `stream` belongs to this device.
     pub unsafe fn queue(&self, request: &Request, stream: &Stream) -> Result<u32> {
         let mut turn = self.turn.lock();
         // SAFETY, for every call: the caller's promise.
@@ -309,7 +314,7 @@ impl Peers {
         Ok(turn.calls)
     }
 
-    /// Reduces to `output`, where this member has one; `who` says which members do.
+    /// Reduces to `output`, if this member has one; `who` says which members do.
     ///
     /// # Safety
     /// As [`Peers::queue`].
@@ -368,19 +373,20 @@ impl Peers {
         Ok(())
     }
 
-    /// Ends what waits in kernels now, and every later call: they return at once, without a result.
+    /// Ends the kernels that wait now, and every later call. They return at once without a result.
     pub fn abort(&self) {
         self.control.word(ABORT).store(1, Ordering::Release);
     }
 
-    /// The member that called something else than this one did; the kernels of both have given up.
+    /// The difference between this member's call and another's, if kernels have found one; the kernels of both have
+    /// given up.
     pub fn mismatch(&self) -> Option<Mismatch> {
         let member = (self.control.word(MISMATCH).load(Ordering::Acquire) as usize).checked_sub(1)?;
         let call = self.control.word(MISMATCH_CALL).load(Ordering::Acquire);
         Some(Mismatch { member, call: (!self.captured.load(Ordering::Relaxed)).then_some(call) })
     }
 
-    /// Says that no member has anything under way any more, so that the memory may be freed (PEER-8).
+    /// Declares that no member has a call in flight any more, so that the memory may be freed (PEER-8).
     pub fn set_unused(&self) {
         self.unused.store(true, Ordering::Release);
     }
@@ -395,7 +401,7 @@ impl Peers {
         }
     }
 
-    /// Launches `kernel`, which counts as so many calls.
+    /// Launches `kernel`, which counts as `calls` calls.
     ///
     /// # Safety
     /// As [`Kernel::launch`].
@@ -445,12 +451,12 @@ fn kernel(
     Kernel::get(context, &SOURCE, entry, &defines)
 }
 
-/// Whether all members get blocks of one length.
+/// Whether all blocks have one length.
 fn is_even(blocks: &[TensorView]) -> bool {
     blocks.windows(2).all(|pair| pair[0].elems() == pair[1].elems())
 }
 
-/// `elems` elements as starts and lengths of at most `most`.
+/// Divides `elems` elements into ranges of at most `most`, as starts and lengths.
 fn pieces(elems: usize, most: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..elems).step_by(most.max(1)).map(move |start| (start, most.min(elems - start)))
 }
@@ -461,7 +467,7 @@ fn addresses(views: &[TensorView], start: usize, elems: usize) -> [u64; MAX_RANK
     addresses
 }
 
-/// PEER-2: FNV-1a, folded to the bits that a flag has room for.
+/// A hash of a call, which members compare (PEER-2): FNV-1a, folded to the bits that a flag has room for.
 fn fingerprint(call: &[u64]) -> u32 {
     let bytes = call.iter().flat_map(|word| word.to_le_bytes());
     let hash = bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
@@ -469,7 +475,7 @@ fn fingerprint(call: &[u64]) -> u32 {
     (hash ^ (hash >> FINGERPRINT_BITS)) & ((1 << FINGERPRINT_BITS) - 1)
 }
 
-/// Types of number.cuh.
+/// Names of element types in number.cuh.
 fn type_name(dtype: DType) -> &'static str {
     match dtype {
         DType::UInt8 => "u8",
@@ -487,7 +493,7 @@ fn type_name(dtype: DType) -> &'static str {
     }
 }
 
-/// Operations of number.cuh.
+/// Names of reductions in number.cuh.
 fn op_name(op: ReduceOp) -> &'static str {
     match op {
         ReduceOp::Sum => "Sum",
@@ -517,7 +523,7 @@ mod tests {
         }
     }
 
-    /// All reductions in one program, since each one's takes long.
+    /// Compiles all reductions in one program, because each program takes long.
     #[test]
     fn every_reduction_has_its_arithmetic() {
         let mut text = "#include \"number.cuh\"\n".to_owned();
