@@ -9,31 +9,30 @@
 //! backward:  gradient ready -> its slot (often it was made there) -> bucket full -> all-reduce in place -> done
 //! ```
 //!
-//! - RED-1: all ranks derive the same [`BucketPlan`] from the same parameters, and compare what they derive it from once,
-//!   when the reducer is made ([`fingerprint`]). A difference is an error on every rank.
-//! - RED-2: buckets are reduced in plan order, one after the other, on a communicator that nothing else uses while
-//!   backward runs. So the order needs no messages, and a bucket that fails ends the step after the same number of
-//!   operations on every rank.
-//! - RED-3: a slot belongs to at most one tensor at a time ([`Arena`]). A slot that a tensor of the caller still
-//!   refers to is never overwritten: that gradient takes the parameter's other slot. If that one is taken, too, or not all
-//!   gradients of a bucket are in the same set of slots, the bucket is reduced by way of the spare range.
+//! - RED-1: all ranks derive the same [`BucketPlan`] from the same parameters. They compare the inputs once, when the
+//!   reducer is created ([`fingerprint`]). A difference is an error on every rank.
+//! - RED-2: buckets are reduced in plan order, one after the other, on a communicator without other users during
+//!   backward. So the order needs no messages, and a failed bucket ends the step after the same number of operations on
+//!   every rank.
+//! - RED-3: a slot belongs to at most one tensor at a time ([`Arena`]). A slot that a tensor of the caller refers to is
+//!   never overwritten: the gradient takes the parameter's other slot. If that one is taken, too, or a bucket's
+//!   gradients are in different sets of slots, the bucket is reduced in the spare range.
 //! - RED-4: a step ends in one of two ways on every rank: all buckets are reduced, or an error names the rank that
-//!   could not go on. Either way the next step starts afresh.
-//! - RED-5: the plan is made anew once, after the first step, in the order in which rank 0 saw the gradients.
-//! - RED-6: a parameter whose gradients are sparse has an empty slot: it is counted like any other, and what there is
-//!   to exchange is exchanged between steps.
-//! - RED-7: on a CUDA device, a bucket counts as reduced when its reduction is queued ([`Reducer::follow`] makes a stream
-//!   wait for the values). The host of a rank does not wait for the others, so one that cannot go on before it has
-//!   queued all buckets reduces no more: its next step raises, and what the others have under way ends with its name
-//!   about a second later (CUDA-4). Gradients of graphs are kept, and count as reduced, until the device is done: their
-//!   framework's one stream must not wait for communication.
+//!   could not continue. Either way the next step is independent of it.
+//! - RED-5: the plan is rebuilt once, after the first step, in the order in which rank 0's gradients arrived.
+//! - RED-6: a parameter with sparse gradients has an empty slot. It is counted like any other, and its gradients are
+//!   exchanged between steps.
+//! - RED-7: on a CUDA device, a bucket counts as reduced when its reduction is queued ([`Reducer::follow`] makes a
+//!   stream wait for the values). A rank's host does not wait for the other ranks. If a rank cannot continue before it
+//!   has queued all buckets, its reducer reduces no more: its next step raises an error, and the others' reductions end
+//!   about a second later with an error that names this rank (CUDA-4). Gradients of graphs count as reduced when the
+//!   device has completed the reduction, because the framework's one stream must not wait for communication.
+//! - RED-8: a step in which members need not all take part is a *round*. It begins with a vote ([`ballot`]), before
+//!   whose result nothing is reduced. The caller begins and ends a round; a backward may end in between.
 //!
-//! - RED-8: a step whose members need not all take part is a *round*: it begins with a vote ([`ballot`]), before whose end
-//!   nothing is reduced. Whoever drives it says when it begins and when it ends; a backward may end in between.
-//!
-//! [`plan`], [`step`], [`history`], [`gradient_placement`] and [`op_placement`] are values without threads or memory; [`Reducer`] joins them to a
-//! communicator. A framework that has a backward drives it (`begin` .. `finish`); where gradients come one by one from
-//! the operations of a graph, [`arrival`] does, with a reducer for each [`spec`].
+//! [`plan`], [`step`], [`history`], [`gradient_placement`] and [`op_placement`] are values without threads or memory;
+//! [`Reducer`] connects them with a communicator. A framework with a backward drives it (`begin` .. `finish`). Where
+//! the operations of a graph produce gradients one by one, [`arrival`] drives it, with one reducer for each [`spec`].
 
 use crate::buffer::{DType, ReduceOp};
 use crate::error::{Error, Result};
@@ -64,23 +63,23 @@ pub use sizes::{bucket_bytes, bucket_sizes};
 pub use state::Record;
 pub use step::Step;
 
-/// What the plan needs to know of a parameter.
+/// The properties of a parameter that the plan depends on.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct ParamSpec {
-    /// Its name, for messages.
+    /// The name, for messages.
     pub name: String,
-    /// Its shape.
+    /// The shape.
     pub shape: Vec<u64>,
-    /// Its element type.
+    /// The element type.
     pub dtype: DType,
-    /// Whether its gradients are sparse. They take no part in buckets.
+    /// Whether its gradients are sparse. Sparse gradients are not in buckets.
     pub sparse: bool,
-    /// Whether it is reduced after all parameters that are not delayed, and may stay without a gradient.
+    /// Whether it is reduced after all other parameters and may stay without a gradient.
     pub delayed: bool,
 }
 
 impl ParamSpec {
-    /// A parameter with dense gradients, reduced as soon as they are there.
+    /// A parameter with dense gradients that is not delayed.
     pub fn dense(name: impl Into<String>, shape: impl Into<Vec<u64>>, dtype: DType) -> Self {
         Self { name: name.into(), shape: shape.into(), dtype, sparse: false, delayed: false }
     }
@@ -96,15 +95,16 @@ impl ParamSpec {
     }
 }
 
-/// What happens to a full bucket.
+/// How a full bucket is reduced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum BucketReduction {
-    /// It becomes the average over the members, or their sum.
+    /// Averaged over the members, or summed ([`ReducerOptions::sum`]).
     Average,
-    /// The same, but floating-point values wider than this type are rounded to it before they travel. The sum is
-    /// still taken as COL-1 says, and rounded once more.
+    /// Averaged or summed after wider floating-point elements are rounded to this type. The sum follows COL-1 and is
+    /// rounded once more.
     Compressed(DType),
-    /// The caller reduces it ([`Reducer::mark_ready`] says when) and tells ([`Reducer::reduced_by_caller`]).
+    /// Reduced by the caller, for whom [`Reducer::mark_ready`] returns full buckets and who reports them with
+    /// [`Reducer::reduced_by_caller`].
     ByCaller,
 }
 
@@ -118,39 +118,39 @@ impl std::fmt::Display for BucketReduction {
     }
 }
 
-/// What the caller chooses. All ranks choose the same.
+/// The options of a reducer; equal on all ranks.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct ReducerOptions {
-    /// Largest size of the first bucket, the second, and so on, in bytes; the last one is also that of all others. A
-    /// parameter that is larger gets a bucket of its own. A small first bucket lets the reduction start early.
+    /// The largest sizes of the first bucket, the second, and so on, in bytes; the last one is also that of all further
+    /// buckets. A larger parameter gets a bucket of its own. A small first bucket lets the reduction start early.
     pub bucket_bytes: Vec<usize>,
-    /// Whether a parameter may stay without a gradient. It then counts as zero.
+    /// Whether a parameter may stay without a gradient, which then counts as zero.
     pub find_unused_parameters: bool,
-    /// Reduce in every n-th backward only; the others accumulate locally.
+    /// Reduces every n-th backward only; the others accumulate locally.
     pub accumulation_steps: u32,
-    /// Whether every backward does what the first one did ([`history`]): a gradient may come in several parts, and
-    /// parameters that get none are known.
+    /// Whether every backward repeats the first one ([`history`]). A gradient may then arrive in several parts, and the
+    /// unused parameters are known.
     pub static_graph: bool,
-    /// What happens to a full bucket.
+    /// How a full bucket is reduced.
     pub reduction: BucketReduction,
-    /// Whether gradients are added up, instead of averaged.
+    /// Whether gradients are summed instead of averaged.
     pub sum: bool,
-    /// Names of parameters that never get a gradient. They are no part of the plan; ranks compare them.
+    /// Names of parameters that never get a gradient. They are not in the plan, but ranks compare them.
     pub absent: Vec<String>,
-    /// Whether gradients are on a CUDA device. Buckets then lie in memory of the caller, who packs and launches them
-    /// with [`Reducer::launch`] when [`Reducer::mark_ready`] says that they are full; [`arrival`] does so by itself.
+    /// Whether gradients are on a CUDA device. Buckets then lie in the caller's memory; the caller packs and launches
+    /// them with [`Reducer::launch`] when [`Reducer::mark_ready`] returns them. [`arrival`] does so by itself.
     pub on_device: bool,
 }
 
 impl ReducerOptions {
-    /// 25 MiB: large enough that a reduction is bound by bandwidth, small enough to overlap.
+    /// 25 MiB: large enough to be bound by bandwidth, small enough to overlap.
     pub const DEFAULT_BUCKET_BYTES: usize = 25 << 20;
-    /// The same on devices, where gradients of some size are reduced where they lie, so that a bucket is hardly any memory:
-    /// few long reductions leave more of the device to the computation than many short ones.
+    /// The same on devices. Large gradients are reduced in place there, so a bucket needs little memory, and few long
+    /// reductions leave more of the device to the computation than many short ones.
     pub const DEFAULT_DEVICE_BUCKET_BYTES: usize = 100 << 20;
-    /// 1 MiB.
+    /// 1 MiB: the first reduction starts early.
     pub const DEFAULT_FIRST_BUCKET_BYTES: usize = 1 << 20;
-    /// See [`ReducerOptions::sets_apart`].
+    /// The smallest gradient that [`ReducerOptions::sets_apart`].
     const APART_BYTES: usize = 1 << 20;
 
     fn check(&self) -> Result<()> {
@@ -171,36 +171,36 @@ impl ReducerOptions {
         }
     }
 
-    /// Whether the caller does something for every full bucket.
+    /// Whether [`Reducer::mark_ready`] returns full buckets to the caller.
     fn gives_buckets(&self) -> bool {
         self.on_device || self.reduction == BucketReduction::ByCaller
     }
 
-    /// Whether the gradient of `param` is reduced where it lies, without a place in its bucket's memory: on a device,
-    /// large ones, which cost more to copy than to name.
+    /// Whether the gradient of `param` is reduced in place, outside of its bucket's memory. This is so for large
+    /// gradients on a device, where a copy costs more than another entry in the reduction.
     pub fn sets_apart(&self, param: &ParamSpec) -> bool {
         self.on_device && self.reduction == BucketReduction::Average && param.bytes() >= Self::APART_BYTES
     }
 
-    /// The largest size of a bucket that follows `full` others.
+    /// The largest size, in bytes, of the bucket after `full` others.
     fn cap_of(&self, full: usize) -> usize {
         self.bucket_bytes[full.min(self.bucket_bytes.len() - 1)]
     }
 
-    /// Whether a parameter may stay without a gradient, so that ranks have to ask each other.
+    /// Whether a parameter may stay without a gradient, so that ranks must exchange which are used.
     fn may_leave_unused(&self) -> bool {
         self.find_unused_parameters || self.static_graph
     }
 
-    /// How the members' values become one.
+    /// The reduction of gradients.
     fn op(&self) -> ReduceOp {
         if self.sum { ReduceOp::Sum } else { ReduceOp::Average }
     }
 
-    /// What a bucket of `dtype` values travels as.
+    /// The element type in which a bucket of `dtype` elements is reduced.
     pub fn wire_dtype(&self, dtype: DType) -> DType {
         match self.reduction {
-            // The packing kernels cast 32-bit floats only.
+            // The packing kernels cast float32 only.
             BucketReduction::Compressed(_) if self.on_device && dtype != DType::Float32 => dtype,
             BucketReduction::Compressed(wire) => copy::wire_dtype(dtype, wire),
             BucketReduction::Average | BucketReduction::ByCaller => dtype,

@@ -1,5 +1,5 @@
-//! What carries messages, and with them CPU tensors, from host to host: MPI, where the job was started by an MPI launcher
-//! and its plug-in can be had on all hosts (MPI-4), and TCP otherwise.
+//! Chooses the transport between the hosts of a job: MPI, if an MPI launcher started the job and its plug-in is
+//! available on all hosts (MPI-4), otherwise TCP.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::transport::{HostsTransport, Members, Transport};
 use crate::world::rendezvous::Client;
 use crate::world::{Monitor, env};
 
-/// What is between the hosts of a job.
+/// The connection between the hosts of a job.
 pub(super) enum HostConnection {
     /// All ranks are on one host.
     OneHost,
@@ -27,10 +27,10 @@ pub(super) enum HostConnection {
     Tcp(Arc<Network>),
 }
 
-/// A rank leaves after this time, whatever is still to be sent.
+/// The longest time that a leaving rank waits for its messages to be sent.
 const FLUSH_TIME: Duration = Duration::from_secs(1);
 
-/// Where the ranks of a job tell what they can use, and rank 0 what is used.
+/// The prefix of the store's keys with the reports of ranks and rank 0's choice.
 const PREFIX: &str = "hosts/";
 const VERDICT: &str = "hosts/choice";
 
@@ -38,36 +38,36 @@ fn answer_key(rank: usize) -> String {
     format!("{PREFIX}{rank}")
 }
 
-/// Where the ranks of a job on one host tell whether they can use MPI, and rank 0 whether all can.
-const MPI_VERDICT: &str = "mpi/choice";
+/// The same for jobs on one host, where only the availability of MPI matters.
+const MPI_CHOICE: &str = "mpi/choice";
 
 fn mpi_key(rank: usize) -> String {
     format!("mpi/{rank}")
 }
 
-/// What a rank tells.
+/// A rank's report.
 #[derive(Serialize, Deserialize)]
 struct HostReport {
-    /// Why it cannot use MPI, if so.
+    /// The reason why it cannot use MPI, if it cannot.
     without_mpi: Option<String>,
-    /// Where it listens.
+    /// The address at which it listens for TCP.
     address: tcp::TcpAddress,
 }
 
-/// What all ranks use.
+/// The transport that all ranks use.
 #[derive(Serialize, Deserialize)]
 enum TransportChoice {
     Mpi,
     Tcp {
-        /// Why not MPI.
+        /// The reason for not using MPI.
         why: String,
-        /// Where each rank listens.
+        /// The address of each rank.
         book: Vec<tcp::TcpAddress>,
     },
 }
 
 impl Session {
-    /// Finds out what is between the hosts; every rank of the job calls it.
+    /// Connects the hosts of the job. Every rank of the job calls it.
     pub(super) fn meet_hosts(&self, variables: &env::Variables, deadline: Instant) -> Result<HostConnection> {
         let client = match &self.control {
             Control::Connected(client) if self.hosts.len() > 1 => client,
@@ -106,11 +106,12 @@ impl Session {
         }
     }
 
-    /// Sees to it that MPI is initialised in all processes of a job that an MPI launcher started, as scripts of Horovod expect.
-    /// Every rank of the job calls it. Returns whether any thread may call MPI.
+    /// Initialises MPI in all processes of a job that an MPI launcher started, as Horovod's scripts expect. Every rank
+    /// of the job calls it. Returns whether any thread may call MPI.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] with the reason, on every rank alike, if MPI cannot be used; those of every wait for all ranks.
+    /// [`Error::Unsupported`] with the reason, on every rank, if MPI cannot be used; the errors of a wait for all
+    /// ranks.
     pub fn start_mpi(&self, deadline: Instant) -> Result<bool> {
         let provided = || match env::started_by_mpi(&env::variables()) {
             true => mpi::provide(deadline),
@@ -123,14 +124,14 @@ impl Session {
                 Ok(_) => Err(Error::Unsupported("another host of the job cannot use MPI".to_owned())),
             },
             Some(HostConnection::OneHost) | None => {
-                // MPI-4.
+                // All ranks must have the same plug-in (MPI-4).
                 let plugin = self.all_have_mpi(provided(), deadline)?;
                 mpi::hold(&plugin, self.size(), &self.monitor, deadline)
             }
         }
     }
 
-    /// The plug-in of this rank, if all ranks have one.
+    /// The path of this rank's plug-in, if all ranks have one.
     fn all_have_mpi(&self, own: Result<PathBuf>, deadline: Instant) -> Result<PathBuf> {
         use crate::world::Store as _;
         let Control::Connected(client) = &self.control else { return own };
@@ -138,7 +139,7 @@ impl Session {
         let reason: Option<String> = own.as_ref().err().map(Error::text);
         if self.rank() > 0 {
             client.set(&mpi_key(self.rank()), &encode(&reason)?)?;
-            let choice: Option<String> = decode(&client.get(MPI_VERDICT, &[0], remaining())?, 0)?;
+            let choice: Option<String> = decode(&client.get(MPI_CHOICE, &[0], remaining())?, 0)?;
             return choice.map_or(own, |why| Err(Error::Unsupported(why)));
         }
         let mut why = reason.map(|reason| format!("rank 0: {reason}"));
@@ -149,11 +150,11 @@ impl Session {
             }
         }
         client.remove_prefix("mpi/")?;
-        client.set(MPI_VERDICT, &encode(&why)?)?;
+        client.set(MPI_CHOICE, &encode(&why)?)?;
         why.map_or(own, |why| Err(Error::Unsupported(why)))
     }
 
-    /// Comes to the same choice on all ranks.
+    /// Agrees on one transport for all ranks: each reports to rank 0, which decides.
     fn agree(&self, client: &Client, own: HostReport, deadline: Instant) -> Result<TransportChoice> {
         use crate::world::Store as _;
         let remaining = || deadline.saturating_duration_since(Instant::now());
@@ -177,7 +178,7 @@ impl Session {
         Ok(choice)
     }
 
-    /// The transport of a group on several hosts.
+    /// Creates the transport of a group on several hosts.
     pub(super) fn reach_hosts(
         &self,
         id: u64,
@@ -192,7 +193,7 @@ impl Session {
                 return Err(Error::Internal("a group on hosts that never met".to_owned()));
             }
         };
-        // Ids are unique in a session, and sessions have ids of their own.
+        // The port's id is unique: group ids are unique in a session, and sessions have ids of their own.
         let mut hash = Sha256::new();
         hash.update(self.id.to_le_bytes());
         hash.update(id.to_le_bytes());
@@ -201,7 +202,7 @@ impl Session {
         let hosts: Vec<usize> = members.ranks.iter().map(|rank| self.places[*rank].host as usize).collect();
         let plan = HostsGroup {
             name,
-            // `MPI_COMM_WORLD` numbers processes as the launcher does: `mpi::start` has checked it. TCP knows ranks.
+            // `mpi::start` has checked that `MPI_COMM_WORLD` numbers processes as the launcher does. TCP uses ranks.
             processes: members.ranks.clone(),
             members,
             hosts: &hosts,
@@ -224,7 +225,7 @@ fn decode<'a, T: Deserialize<'a>>(bytes: &'a [u8], rank: usize) -> Result<T> {
 }
 
 impl HostConnection {
-    /// What this rank has sent is on its way when the others hear that it left.
+    /// Waits until this rank's messages are sent, before the other ranks learn that it leaves.
     pub(super) fn flush(&self) {
         let deadline = Instant::now() + FLUSH_TIME;
         match self {
@@ -234,7 +235,7 @@ impl HostConnection {
         }
     }
 
-    /// Ends what the session alone uses: MPI lives as long as the process.
+    /// Closes what belongs to the session. MPI stays initialised until the process ends.
     pub(super) fn close(&self) {
         if let Self::Tcp(network) = self {
             network.close();
@@ -242,7 +243,7 @@ impl HostConnection {
     }
 }
 
-/// Ends MPI, if this process has started it. After a failure there is nothing to end in good order.
+/// Finalises MPI, if this process has initialised it. After a failure MPI is not finalised.
 pub(super) fn leave_mpi() {
     if serve::has_failed() {
         return;
@@ -250,7 +251,7 @@ pub(super) fn leave_mpi() {
     let timeout = config::EXIT_TIMEOUT_SECONDS.seconds().unwrap_or_default();
     let monitor = match &*STATE.lock() {
         SessionState::Running(session) => session.monitor.clone(),
-        // Nobody tells of departures without a session, and the deadline has to do.
+        // Without a session departures are not reported; the deadline must suffice.
         SessionState::Idle | SessionState::Starting => Arc::new(Monitor::new(0)),
     };
     mpi::finish(&monitor, Instant::now() + timeout);

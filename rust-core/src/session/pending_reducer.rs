@@ -1,5 +1,5 @@
-//! A reducer that is made by a thread of the core while the script goes on: ranks that make one together come to it at
-//! different times, and meanwhile may wait for each other elsewhere.
+//! Creates a reducer in a thread of the core while the script continues. The ranks that create it together reach this
+//! point at different times and may wait for each other elsewhere meanwhile.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use super::Session;
 use crate::error::{Error, Result};
 use crate::reducer::{ParamSpec, Reducer, ReducerOptions};
 
-/// A reducer that is being made. One that nobody takes goes with this.
+/// A reducer that is being created. If it is not taken, dropping this drops it.
 pub struct PendingReducer {
     session: Arc<Session>,
     state: Arc<Mutex<CreationState>>,
@@ -18,16 +18,17 @@ pub struct PendingReducer {
 enum CreationState {
     UnderWay,
     Made(Result<Arc<Reducer>>),
-    /// Taken, or not wanted any more.
+    /// Taken, or dropped.
     Gone,
 }
 
 impl Session {
-    /// Starts to make a reducer of `ranks` for `params`, whose gradients came in this `order` here. All of the ranks call it with
-    /// the same `token`, which no other call has ([`crate::reducer::ballot::Ballot::token`]), and none waits for another.
+    /// Starts to create a reducer of `ranks` for `params`, whose gradients arrived in `order` here. All of the ranks
+    /// call it with the same `token`, which no other call has ([`crate::reducer::ballot::Ballot::token`]). Does not
+    /// wait.
     ///
     /// # Errors
-    /// [`Error::Io`] if there can be no thread.
+    /// [`Error::Io`] if no thread can be started.
     pub fn create_reducer_async(
         self: &Arc<Self>,
         token: u64,
@@ -67,27 +68,27 @@ impl Session {
             Ok(reducer)
         });
         made.inspect_err(|_| {
-            // The reason counts; that the group cannot be removed either adds nothing.
+            // The first error is reported; an error of the clean-up is ignored.
             let _ = self.remove_group(own.id());
         })
     }
 
     fn drop_group_of(&self, reducer: &Reducer) {
-        // The group is gone already after `shutdown()`.
+        // After `shutdown()` the group is gone already.
         let _ = self.remove_group(reducer.communicator().id());
     }
 }
 
 impl PendingReducer {
-    /// Whether [`PendingReducer::take`] has something.
+    /// Whether the creation has ended, so that [`PendingReducer::take`] returns its result.
     pub fn is_done(&self) -> bool {
         matches!(*self.state.lock(), CreationState::Made(_))
     }
 
-    /// The reducer, once it is made; who takes it removes its group in the end.
+    /// Returns the reducer after [`PendingReducer::is_done`]. The caller removes its group in the end.
     ///
     /// # Errors
-    /// Why it could not be made; [`Error::Internal`] if it is not done.
+    /// The error of the creation; [`Error::Internal`] if it has not ended.
     pub fn take(&self) -> Result<Arc<Reducer>> {
         let mut state = self.state.lock();
         match std::mem::replace(&mut *state, CreationState::Gone) {
@@ -99,7 +100,7 @@ impl PendingReducer {
         }
     }
 
-    /// Where it is made.
+    /// The session of the reducer.
     pub fn session(&self) -> &Arc<Session> {
         &self.session
     }

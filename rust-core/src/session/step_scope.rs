@@ -1,12 +1,12 @@
-//! A step of a pipeline that runs here, while the other ranks wait for what comes of it.
+//! The scope of a pipeline step on this rank, for which the other ranks wait.
 //!
-//! An operation of it may fail on this rank alone. What else the step has under way here then waits for the others, and they wait
-//! for what the operation would have become; and a script that catches the error may never meet them again.
+//! An operation of the step may fail on this rank alone. The step's other operations here then wait for other ranks,
+//! which wait for the result of the failed operation. A script that catches the error may never call them again.
 //!
-//! - ATT-1: a step that fails and has not ended [`PATIENCE`] later has failed for all, at once if it fails since another rank did. What waits
-//!   here ends, and so does this process's part in the job.
-//! - ATT-2: who runs the step may tell the others before, or within [`LAST_WORDS`] of the end of the waits, in words that say more. Then
-//!   there is nothing to add.
+//! - ATT-1: a step that fails and has not ended [`PATIENCE`] later has failed on all ranks; at once, if it fails
+//!   because another rank did. Its waits here end, and so does this process's part in the job.
+//! - ATT-2: the code that runs the step may tell the other ranks before that, or within [`DRAIN_TIMEOUT`] of the end of
+//!   the waits, with a more specific message. Then nothing is added.
 
 use std::sync::{Arc, Weak};
 use std::thread;
@@ -17,28 +17,28 @@ use parking_lot::{Condvar, Mutex};
 use super::Session;
 use crate::error::Result;
 
-/// How long a step that has failed here is left alone: where all ranks fail alike, each has an error of its own to raise.
+/// How long a failed step is left alone. If all ranks fail alike, each raises its own error in this time.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// How long a script whose waits have ended has for what it has to say.
-const LAST_WORDS: Duration = Duration::from_millis(500);
+/// How long the script may take to tell the other ranks after its waits have ended.
+const DRAIN_TIMEOUT: Duration = Duration::from_millis(500);
 const LOOK: Duration = Duration::from_millis(5);
 
-/// A step that has begun. Any thread may say what becomes of it.
+/// The scope of one step. Any thread may end or fail it.
 pub struct StepScope {
     progress: Arc<ScopeProgress>,
     job: Arc<dyn JobLink>,
     patience: Duration,
 }
 
-/// The job, as a step sees it.
+/// The operations of a session that a step needs; replaced in tests.
 trait JobLink: Send + Sync {
-    /// How another rank has failed, if one has.
+    /// The failure of another rank, if there is one.
     fn failure(&self) -> Option<String>;
-    /// Whether the others have been told that this rank failed, or cannot be told any more.
+    /// Whether the other ranks have been told that this rank failed, or cannot be told any more.
     fn has_told(&self) -> bool;
-    /// Ends what waits here.
+    /// Ends this process's waits.
     fn end_waits(&self);
-    /// Tells the others, unless they have been told, and ends this process's part.
+    /// Tells the other ranks, unless they have been told, and ends this process's part in the job.
     fn give_up(&self, message: &str);
 }
 
@@ -57,7 +57,7 @@ enum ScopeState {
 }
 
 impl StepScope {
-    /// A step begins.
+    /// Begins the scope of a step.
     ///
     /// # Errors
     /// [`crate::Error::NotInitialized`] without a session.
@@ -66,13 +66,13 @@ impl StepScope {
         Ok(Self { progress: Arc::default(), job: Arc::new(session), patience: PATIENCE })
     }
 
-    /// All that the step had to do here is done, or all ranks know that it will not be.
+    /// Ends the scope: the step's operations here are complete, or all ranks know that they will not complete.
     pub fn end(&self) {
         *self.progress.state.lock() = ScopeState::Ended;
         self.progress.changed.notify_all();
     }
 
-    /// An operation of the step failed, or the step was cancelled. Returns at once.
+    /// Reports that an operation of the step failed, or that the step was cancelled. Returns at once.
     pub fn fail(&self) {
         {
             let mut state = self.progress.state.lock();
@@ -84,13 +84,13 @@ impl StepScope {
         let (progress, job, patience) = (self.progress.clone(), self.job.clone(), self.patience);
         let watch = move || progress.watch(&*job, patience);
         if thread::Builder::new().name("smd-step".to_owned()).spawn(watch).is_err() {
-            // Nobody is there to wait.
+            // No thread could be started for the wait.
             self.job.give_up(OWN_FAILURE);
         }
     }
 }
 
-/// What the others are told of a step that fails here first.
+/// The message to the other ranks if the step fails here first.
 const OWN_FAILURE: &str = "an operation of its step failed";
 
 impl JobLink for Weak<Session> {
@@ -116,7 +116,7 @@ impl JobLink for Weak<Session> {
     }
 }
 
-/// What waits here ends with.
+/// The error with which this process's waits end.
 const REASON: &str = "an operation of this step failed, and the others wait for what comes of it";
 
 impl ScopeProgress {
@@ -136,7 +136,7 @@ impl ScopeProgress {
             return;
         }
         job.end_waits();
-        let deadline = Instant::now() + LAST_WORDS;
+        let deadline = Instant::now() + DRAIN_TIMEOUT;
         while Instant::now() < deadline && !job.has_told() {
             thread::sleep(LOOK);
         }
@@ -151,11 +151,11 @@ mod tests {
     const SOON: Duration = Duration::from_millis(50);
     const LATER: Duration = Duration::from_secs(30);
 
-    /// A job in which others know what it is told.
+    /// A job whose messages to other ranks are recorded.
     #[derive(Default)]
     struct MockJob {
         failure: Option<String>,
-        /// What the script says when its waits end.
+        /// The message of the script when its waits end.
         last_message: Option<String>,
         told: Mutex<Vec<String>>,
         given_up: Mutex<Option<Instant>>,
@@ -188,7 +188,7 @@ mod tests {
         (StepScope { progress: Arc::default(), job: job.clone(), patience }, job)
     }
 
-    /// Returns when nobody watches any more; how long that took.
+    /// Waits until no thread watches the step any more. Returns how long that took.
     fn wait(scope: StepScope, job: &Arc<MockJob>) -> Duration {
         let began = Instant::now();
         drop(scope);
@@ -206,7 +206,7 @@ mod tests {
         scope.fail();
         scope.fail();
         wait(scope, &job);
-        assert!(job.given_up.lock().is_some_and(|at| at >= began + SOON + LAST_WORDS));
+        assert!(job.given_up.lock().is_some_and(|at| at >= began + SOON + DRAIN_TIMEOUT));
         assert_eq!(*job.told.lock(), [OWN_FAILURE]);
     }
 
@@ -239,7 +239,7 @@ mod tests {
         scope.fail();
         scope.end();
         scope.fail();
-        // The watch ends with the step, long before the patience does.
+        // The thread ends with the step, long before `PATIENCE`.
         assert!(wait(scope, &job) < LATER);
         assert!(job.given_up.lock().is_none() && job.told.lock().is_empty());
     }

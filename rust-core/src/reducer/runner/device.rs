@@ -1,4 +1,4 @@
-//! Buckets on a CUDA device (RED-7).
+//! The reduction of buckets on a CUDA device (RED-7).
 
 use std::sync::Arc;
 
@@ -9,16 +9,17 @@ use crate::error::{Error, Result};
 use crate::reducer::device_queue::{DeviceBucket, DeviceQueue, HeldBucket, Launched};
 
 impl Reducer {
-    /// Packs and reduces a bucket that [`Reducer::mark_ready`] gave, on the device where it is. In plan order. Reductions
-    /// run in the stream `communication`, the same in every call; the host does not wait for them.
+    /// Packs a full bucket from [`Reducer::mark_ready`] on its device and queues its reduction. Called in plan order.
+    /// Reductions run in the stream `communication`, which must be the same in every call. The host does not wait for
+    /// them.
     ///
     /// # Errors
-    /// [`Error::Device`]; what the communicator reports is told by [`Reducer::finish`].
+    /// [`Error::Device`]. [`Reducer::finish`] returns the errors of the communicator.
     ///
     /// # Safety
-    /// Views and pieces are memory of the device as their types say, from what the bucket's stream has been given so far
-    /// until a stream that follows ([`Reducer::follow`]) gets there. `communication` is a stream of that device that
-    /// lives as long as the process.
+    /// Views and pieces are valid memory of the device, with the given types, from the work queued so far in the
+    /// bucket's stream until a stream that follows ([`Reducer::follow`]) gets there. `communication` is a stream of
+    /// that device that lives as long as the process.
     pub unsafe fn launch(
         self: &Arc<Self>,
         index: usize,
@@ -54,15 +55,16 @@ impl Reducer {
         unsafe { device_queue.launch(bucket, is_last, Box::new(launched)) }
     }
 
-    /// As [`Reducer::launch`], for gradients that stay where they lie, on `device`: in a stream of the reducer's own.
-    /// `completed` is called when the device is done, from a thread of the core, unless this is an error.
+    /// As [`Reducer::launch`], for gradients that are reduced in place on `device`, in a stream of the reducer's own.
+    /// `completed` is called on a thread of the core when the device has completed the reduction, unless this returns
+    /// an error.
     ///
     /// # Errors
     /// [`Error::Device`].
     ///
     /// # Safety
-    /// Until `completed` is called, the memory is valid and nobody else touches it. What was done to it before, also by who
-    /// had it before, was queued into the bucket's stream, one of the device's.
+    /// Until `completed` is called, the memory is valid and has no other user. Earlier uses of it, also by its earlier
+    /// owners, were queued into the bucket's stream, which belongs to the device.
     pub(in crate::reducer) unsafe fn launch_held(
         self: &Arc<Self>,
         bucket: HeldBucket,
@@ -99,20 +101,20 @@ impl Reducer {
         let state = &mut *self.state.lock();
         let Some(active) = state.active.as_mut().filter(|active| active.id == id) else { return };
         match outcome {
-            // When it was queued: the device is not asked.
+            // A bucket counts as reduced when its reduction is queued (RED-7).
             Ok(()) => active.note_reduced(),
             Err(error) => active.error = Some(error),
         }
         self.changed.notify_all();
     }
 
-    /// Makes the stream with this handle wait for every reduction that was launched on its device, if there was one.
+    /// Makes the stream with this handle wait for every reduction launched so far.
     ///
     /// # Errors
     /// [`Error::Device`].
     ///
     /// # Safety
-    /// It is a stream of the device that buckets are on.
+    /// The stream belongs to the device of the buckets.
     pub unsafe fn follow(&self, stream: usize) -> Result<()> {
         match self.device_queue.get() {
             // SAFETY: the caller's promise.

@@ -1,4 +1,5 @@
-//! The end of a step: all buckets are reduced, or the step is abandoned (RED-4); and the plan that follows the first one.
+//! The end of a step: all buckets are reduced, or the step is abandoned (RED-4). After the first step, the plan is
+//! rebuilt.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,15 +15,15 @@ use crate::reducer::state::{PlannedBuckets, ReducerAction};
 use crate::reducer::{BucketPlan, BucketReduction, ReducerEvent};
 use crate::world::monitor::interrupt_pending;
 
-/// Ctrl-C ends the wait for the end of a step.
+/// The interval at which the wait for the end of a step looks for signals.
 const LOOK_FOR_SIGNALS: Duration = Duration::from_millis(50);
 
 impl Reducer {
-    /// At the end of a backward: the parameters of [`Reducer::missing`] in the order in which the caller marks them
-    /// ready, with the gradient that they have or with a stand-in. `frozen` are those of them that require none by now.
+    /// At the end of a backward: the parameters without a gradient, in the order in which the caller must mark them
+    /// ready, with an earlier gradient or with zeros. `frozen` are parameters that require no gradient any more.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] naming the parameters that should have got a gradient, on every member.
+    /// [`Error::InvalidArgument`], on every member, naming the parameters that should have a gradient.
     pub fn unused_parameters(self: &Arc<Self>, frozen: &[usize]) -> Result<Vec<usize>> {
         let (without, order) = {
             let state = self.state.lock();
@@ -41,16 +42,16 @@ impl Reducer {
         if without.is_empty() { Ok(order) } else { Err(self.give_up(self.unused_message(&without, frozen))) }
     }
 
-    /// Ends a backward: waits until every bucket is reduced. Returns which parameters got a gradient on any rank if
-    /// they need not get one, and nothing otherwise.
+    /// Ends a backward: waits until every bucket is reduced. If parameters may be unused, returns for each whether any
+    /// rank computed its gradient; otherwise none.
     ///
     /// # Errors
-    /// What the communicator reports; of a round that began with a vote, also that others do not come to its end.
-    /// [`Reducer::abandon`] follows.
+    /// Those of the communicator. In a round that began with a vote, also an error if the other members do not end it.
+    /// [`Reducer::abandon`] must follow.
     pub fn finish(self: &Arc<Self>) -> Result<Option<Vec<bool>>> {
         let missing = self.missing();
         if !missing.is_empty() {
-            // The caller has not asked for `unused_parameters`: the wait would not end.
+            // The caller has not marked unused parameters ready, so the wait would never end.
             return Err(self.give_up(self.unused_message(&missing, &[])));
         }
         self.request_end();
@@ -68,10 +69,11 @@ impl Reducer {
                 break (result, state.layout.clone(), active.step.observed_order());
             }
             if let Some(error) = &active.called_off {
-                // What is under way is settled by `abandon`.
+                // `abandon` waits for the operation in flight.
                 return Err(error.clone());
             }
-            // To look for signals may take the lock of an interpreter: not while others may need this one.
+            // Without the lock, because looking for signals may take an interpreter's lock while other threads need
+            // this one.
             if self.changed.wait_for(state, LOOK_FOR_SIGNALS).timed_out()
                 && MutexGuard::unlocked(state, interrupt_pending)
             {
@@ -122,11 +124,11 @@ impl Reducer {
         Ok(used)
     }
 
-    /// Makes the plan anew for gradients that come in the order of the first member, instead of after the first step. Those that
-    /// `order` does not have come last. Between steps; collective.
+    /// Rebuilds the plan in the first member's `order` now, instead of after the first step. Parameters missing from
+    /// `order` come last. Call it between steps. Collective.
     ///
     /// # Errors
-    /// What the communicator reports.
+    /// Those of the communicator.
     pub fn follow_order(&self, mut order: Vec<usize>) -> Result<()> {
         let layout = self.settle()?.layout.clone();
         let mut rest: Vec<bool> = vec![true; self.params.len()];
@@ -141,8 +143,8 @@ impl Reducer {
         Ok(used.into_iter().map(|used| used != 0).collect())
     }
 
-    /// Makes the plan anew in the order that rank 0 observed (RED-5). Gradients in slots of the old window stay
-    /// valid, since their leases keep it; they move when they next become ready.
+    /// Rebuilds the plan in the order that rank 0 observed (RED-5). Gradients in slots of the old window stay valid,
+    /// because their leases keep it; they move when they next become ready.
     fn rebuild(&self, layout: &PlannedBuckets, order: Vec<usize>) -> Result<()> {
         let mut order: Vec<u64> = order.into_iter().map(|param| param as u64).collect();
         // SAFETY: `order` lives, untouched, until `run`, which blocks, has returned.
@@ -191,7 +193,7 @@ impl Reducer {
         )
     }
 
-    /// Ends the step with an error that the other members get too, and waits until they have it. Returns the error.
+    /// Ends the step with an error on all members, and waits until the others have been told. Returns the error.
     fn give_up(self: &Arc<Self>, message: String) -> Error {
         let error = Error::InvalidArgument(message.clone());
         self.abandon(&message, false);
@@ -202,15 +204,15 @@ impl Reducer {
         error
     }
 
-    /// Ends a backward that cannot go on, without waiting; the other members' step ends with an error that carries
-    /// `message`. `more_follows` says whether the caller would have run more on the communicator after
-    /// [`Reducer::finish`], as the others will: it counts also after a `finish` that has abandoned the backward by
-    /// itself. Otherwise this does nothing if no backward is under way.
+    /// Abandons a backward without waiting. The other members' step ends with an error that carries `message`.
+    /// `more_follows` says whether the caller would have run more operations on the communicator after
+    /// [`Reducer::finish`], as the other members will. With it, this has an effect also after a `finish` that has
+    /// abandoned the backward itself. Otherwise this does nothing if no backward is under way.
     pub fn abandon(self: &Arc<Self>, message: &str, more_follows: bool) {
-        // The others do.
+        // The other members request the end of the round, too.
         self.request_end();
         if let Some(device_queue) = self.device_queue.get() {
-            // Buckets may be gone as soon as this function returns.
+            // Waits for queued packing, because the caller may free the buckets after this returns.
             device_queue.settle();
         }
         let mut settled = false;
@@ -232,12 +234,12 @@ impl Reducer {
                 break 'decided ReducerAction::Nothing;
             }
             active.abandoned = true;
-            // Their gradients may be gone as soon as this function returns.
+            // Discards queued buckets, because the caller may free their gradients after this returns.
             active.queue.clear();
             active.more_follows |= more_follows;
             let own = state.options.on_device && state.options.reduction != BucketReduction::ByCaller;
             if own && active.reduced < state.layout.plan.buckets().len() && self.communicator.members().size() > 1 {
-                // RED-7.
+                // The other members' reductions would wait for this rank's (RED-7).
                 self.communicator.end_devices(Error::InvalidArgument(format!(
                     "an earlier backward of rank {} ended before its gradients were reduced ({message}), so the ranks' \
                      reductions no longer fit together: wrap the model in a new DistributedDataParallel on all of them, or, with TensorFlow, start the job \
@@ -245,7 +247,7 @@ impl Reducer {
                     self.my_rank()
                 )));
             }
-            // After an error the others' steps have ended already: `next` tells them nothing.
+            // After an error the others' steps have ended, and `next` sends them nothing.
             if self.communicator.members().size() > 1 {
                 active.giving_up = Some(message.to_owned());
             }

@@ -1,7 +1,7 @@
-//! A plan, a window and a communicator at work: who drives the steps of a [`StepState`].
+//! A bucket plan, a window and a communicator at work: runs the steps of a [`StepState`].
 //!
-//! Threads: autograd threads call [`Reducer::mark_ready`], which takes one short lock and may queue an operation; the
-//! communicator's worker thread runs it and queues the next; the thread that called backward waits in
+//! Threads: autograd's threads call [`Reducer::mark_ready`], which takes one short lock and may queue an operation. The
+//! communicator's worker thread runs it and queues the next. The thread that called backward waits in
 //! [`Reducer::finish`]. No lock is held while an operation is queued or runs.
 
 use std::ops::Range;
@@ -29,37 +29,37 @@ pub struct Reducer {
     params: Arc<[ParamSpec]>,
     state: Mutex<StepState>,
     changed: Condvar,
-    /// Made with the first bucket on a device.
+    /// Created with the first bucket on a device.
     device_queue: OnceLock<DeviceQueue>,
     listener: OnceLock<Box<dyn Listener>>,
 }
 
-/// Hears of a step while it is under way, for whoever cannot wait in [`Reducer::finish`].
+/// Receives the events of a step, for callers that cannot wait in [`Reducer::finish`].
 pub trait Listener: Send + Sync {
-    /// Takes a note, in the order in which things happened. Called with no lock held, but inside calls of the
-    /// reducer, so that it must not call the reducer.
+    /// Takes an event; events come in order. Called without a lock, but inside of calls of the reducer, so it must not
+    /// call the reducer.
     fn note(&self, event: ReducerEvent);
-    /// Follows one or more notes; may call the reducer.
+    /// Called after one or more events; may call the reducer.
     fn wake(&self);
 }
 
-/// What a [`Listener`] hears.
+/// An event of a step.
 #[derive(Debug)]
 pub enum ReducerEvent {
-    /// The bucket with this index.
+    /// The bucket with this index is reduced.
     Reduced(usize),
-    /// The step failed; [`Reducer::abandon`] ends it.
+    /// The step has failed; [`Reducer::abandon`] must end it.
     Failed(Error),
-    /// A step that was abandoned is over: the next one may begin.
+    /// An abandoned step is over: the next one may begin.
     Settled,
 }
 
 impl Reducer {
-    /// A reducer for `params` over `communicator`, which nothing else may use while a backward runs. Collective:
-    /// compares the parameters with the other members' and makes the window.
+    /// Creates a reducer for `params` over `communicator`, which must have no other user while a backward runs.
+    /// Compares the parameters with the other members' and allocates the window. Collective.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] naming the parameter and the ranks; [`Error::InvalidArgument`] for bad options.
+    /// [`Error::Mismatch`] naming the parameter and the ranks; [`Error::InvalidArgument`] for invalid options.
     pub fn new(communicator: Arc<Communicator>, params: Vec<ParamSpec>, options: ReducerOptions) -> Result<Arc<Self>> {
         options.check()?;
         let description = ReducerDescription { params, options };
@@ -77,12 +77,12 @@ impl Reducer {
         }))
     }
 
-    /// From now on `listener` hears of buckets that the core reduces. One reducer has one listener.
+    /// Sets the listener to the buckets that the core reduces. It can be set once.
     pub fn set_listener(&self, listener: Box<dyn Listener>) {
         assert!(self.listener.set(listener).is_ok(), "a reducer has one listener");
     }
 
-    /// Whether [`Reducer::finish`] has nothing to do with other members any more, once all buckets are reduced.
+    /// Whether [`Reducer::finish`] needs no exchange with other members after all buckets are reduced.
     pub fn finishes_alone(&self) -> bool {
         let state = self.state.lock();
         state.rebuilt && (!state.options.may_leave_unused() || state.used_always.is_some())
@@ -93,15 +93,15 @@ impl Reducer {
         &self.params
     }
 
-    /// What was chosen.
+    /// The options in force.
     pub fn options(&self) -> ReducerOptions {
         self.state.lock().options.clone()
     }
 
-    /// Chooses anew, between backwards; what earlier backwards taught is forgotten. Collective.
+    /// Changes the options between backwards, and discards what earlier backwards have taught. Collective.
     ///
     /// # Errors
-    /// As [`Reducer::new`]; [`Error::InvalidArgument`] during a backward. After an error everything is as it was.
+    /// As [`Reducer::new`]; [`Error::InvalidArgument`] during a backward. After an error nothing has changed.
     pub fn configure(&self, options: ReducerOptions) -> Result<()> {
         options.check()?;
         drop(self.settle()?);
@@ -119,27 +119,27 @@ impl Reducer {
         self.state.lock().options.on_device
     }
 
-    /// What a bucket of `dtype` values travels as.
+    /// The element type in which a bucket of `dtype` elements is reduced.
     pub(in crate::reducer) fn wire_dtype(&self, dtype: DType) -> DType {
         self.state.lock().options.wire_dtype(dtype)
     }
 
-    /// The communicator; see [`Reducer::run`].
+    /// The communicator of the reducer; see [`Reducer::await_step`].
     pub fn communicator(&self) -> &Arc<Communicator> {
         &self.communicator
     }
 
-    /// The plan in force, for messages and tests.
+    /// The plan in force.
     pub fn plan(&self) -> Arc<BucketPlan> {
         Arc::clone(&self.state.lock().layout.plan)
     }
 
-    /// Tells the plan in force from every other one of this process.
+    /// The number of the plan in force, unique in this process.
     pub fn plan_number(&self) -> u64 {
         self.state.lock().layout.number
     }
 
-    /// Returns when the communicator may run another operation, between steps and in order with them.
+    /// Waits until the communicator may run another operation. Call it between steps, in the same place on all members.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] during a backward.
@@ -147,9 +147,9 @@ impl Reducer {
         self.settle().map(drop)
     }
 
-    /// Begins a backward that is to be reduced, or, without `sync`, one whose gradients accumulate locally. Returns
-    /// whether it is reduced, which is not so in the first of several accumulation steps either; if not,
-    /// [`Reducer::note_local`] is all that the caller says about its gradients.
+    /// Begins a backward. Without `sync`, gradients accumulate locally. Returns whether the backward is reduced; it is
+    /// not in the first of several accumulation steps, either. If not, the caller reports gradients with
+    /// [`Reducer::note_local`] only.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if another backward is under way.
@@ -167,13 +167,13 @@ impl Reducer {
         Ok(true)
     }
 
-    /// Waits until no abandoned step is left.
+    /// Waits until an abandoned step has ended.
     fn settle(&self) -> Result<MutexGuard<'_, StepState>> {
         let mut state = self.state.lock();
         loop {
             match &state.active {
                 None => return Ok(state),
-                // The communicator's answer comes: its waits have deadlines.
+                // The operation in flight completes, because its waits have deadlines.
                 Some(active) if active.abandoned => self.changed.wait(&mut state),
                 Some(_) => {
                     return Err(Error::InvalidArgument(
@@ -184,7 +184,7 @@ impl Reducer {
         }
     }
 
-    /// Takes note of a gradient that stays local in this backward.
+    /// Notes a gradient that stays local in this backward.
     pub fn note_local(&self, param: usize) {
         let state = &mut *self.state.lock();
         if state.options.may_leave_unused() {
@@ -192,11 +192,11 @@ impl Reducer {
         }
     }
 
-    /// In a static graph: takes note that autograd has accumulated into the gradient of `param`. Returns whether the
-    /// gradient is complete; if not, [`Reducer::unused_parameters`] may ask for it at the end of backward.
+    /// In a static graph: notes that autograd has accumulated into the gradient of `param`. Returns whether the
+    /// gradient is complete. If not, [`Reducer::unused_parameters`] may return it at the end of backward.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if this backward does more than the first one did.
+    /// [`Error::InvalidArgument`] if this backward has more parts than the first one.
     pub fn accumulated(&self, param: usize) -> Result<bool> {
         let state = &mut *self.state.lock();
         match state.history.as_mut().map_or(GradientPart::Last, |history| history.accumulated(param)) {
@@ -216,17 +216,17 @@ impl Reducer {
         self.state.lock().layout.arena.as_ref().is_some_and(|arena| arena.copy_at(param, ptr).is_some())
     }
 
-    /// Takes a slot of `param`, unless tensors still refer to all of them.
+    /// Returns a free slot of `param`; none if tensors still refer to all of them.
     pub fn take_slot(&self, param: usize) -> Option<SlotLease> {
         let state = self.state.lock();
-        // What an abandoned step has under way is still written to its slots.
+        // An abandoned step may still write to its slots.
         if state.active.as_ref().is_some_and(|active| active.abandoned) {
             return None;
         }
         state.layout.arena.as_ref()?.lease(param)
     }
 
-    /// A backward begins on a thread whose allocator calls [`Reducer::place`].
+    /// Starts the predictions for a backward on a thread whose allocator calls [`Reducer::place`].
     pub fn start_placement(&self) {
         self.state.lock().placement.start();
     }
@@ -236,11 +236,11 @@ impl Reducer {
     /// ([`Reducer::placed_elsewhere`]).
     pub fn place(&self, bytes: usize) -> Option<SlotLease> {
         let StepState { active, placement, layout, options, .. } = &mut *self.state.lock();
-        // What an abandoned step has under way is still written to its slots.
+        // An abandoned step may still write to its slots.
         if active.as_ref().is_some_and(|active| active.abandoned) {
             return None;
         }
-        // Slots that lie side by side are not aligned as memory for tensors is.
+        // Adjacent slots are not aligned as memory for tensors must be.
         if options.reduction == BucketReduction::ByCaller {
             return None;
         }
@@ -248,26 +248,27 @@ impl Reducer {
         placement.request(bytes, |param| arena.lease(param).map(|lease| (lease.ptr() as usize, lease)))
     }
 
-    /// See [`Reducer::place`].
+    /// Reports where an allocation lies for which [`Reducer::place`] returned no slot.
     pub fn placed_elsewhere(&self, bytes: usize, ptr: *const u8) {
         self.state.lock().placement.placed_elsewhere(bytes, ptr as usize);
     }
 
-    /// Takes note that the gradient of `param` was made at `ptr`, which is not its slot.
+    /// Notes that the gradient of `param` was computed at `ptr`, which is not its slot.
     pub fn observe(&self, param: usize, ptr: *const u8) {
         self.state.lock().placement.observe(param, self.params[param].bytes(), ptr as usize);
     }
 
-    /// Takes note that the gradient of `param` is complete at `ptr`: in its slot, or elsewhere, contiguous in the
-    /// parameter's layout. Starts the reduction of buckets that it completes, or returns them if the caller does
-    /// ([`BucketReduction::ByCaller`], [`ReducerOptions::on_device`]). `used` is false for a stand-in of a gradient that this backward did not make.
+    /// Marks the gradient of `param` complete at `ptr`: in its slot, or elsewhere, contiguous in the parameter's
+    /// layout. Starts the reduction of the buckets that it completes. If the caller reduces buckets
+    /// ([`BucketReduction::ByCaller`], [`ReducerOptions::on_device`]), returns them instead. `used` is false if this
+    /// backward did not compute the gradient.
     ///
     /// # Errors
-    /// What ended the step already; [`Error::InvalidArgument`] for a second gradient of one parameter.
+    /// The error that ended the step; [`Error::InvalidArgument`] for a second gradient of one parameter.
     ///
     /// # Safety
-    /// From this call until [`Reducer::finish`] or [`Reducer::abandon`] has returned, the bytes at `ptr` are valid, and
-    /// nobody else touches them.
+    /// Until [`Reducer::finish`] or [`Reducer::abandon`] has returned, the bytes at `ptr` are valid and have no other
+    /// user.
     pub unsafe fn mark_ready(self: &Arc<Self>, param: usize, ptr: *mut u8, used: bool) -> Result<Range<usize>> {
         let action = {
             let state = &mut *self.state.lock();
@@ -282,14 +283,14 @@ impl Reducer {
         Ok(0..0)
     }
 
-    /// The caller has reduced a bucket that [`Reducer::mark_ready`] gave it. In plan order.
+    /// Notes that the caller has reduced a bucket from [`Reducer::mark_ready`]. Called in plan order.
     pub fn reduced_by_caller(&self) {
         if let Some(active) = &mut self.state.lock().active {
             active.note_reduced();
         }
     }
 
-    /// The memory that slots lie in now, if it is the core's; stays valid while the handle is held.
+    /// The memory of the slots; none if it is the caller's. It stays valid while the handle is held.
     pub fn arena(&self) -> Option<Arc<Arena>> {
         self.state.lock().layout.arena.clone()
     }
@@ -300,7 +301,7 @@ impl Reducer {
             ReducerAction::GiveUp(id, message) => {
                 let reducer = Arc::clone(self);
                 let told = Error::InvalidArgument(message.clone());
-                // Whatever the answer is, the others know or are gone; this rank reports its own reason.
+                // Whatever the result, the others have been told or are gone; this rank reports its own error.
                 self.communicator.fail_next(message, Box::new(move |_| reducer.answered(id, None, Err(told))));
             }
             ReducerAction::Reduce(id, bucket, layout, offset_bytes, (dtype, op)) => {
@@ -322,7 +323,7 @@ impl Reducer {
         }
     }
 
-    /// The communicator has done its part for `bucket`, or for giving up.
+    /// The completion of `bucket`, or of giving up.
     fn answered(self: &Arc<Self>, id: u64, bucket: Option<usize>, result: Result<()>) {
         let event = match (&result, bucket) {
             (Ok(()), Some(bucket)) => Some(ReducerEvent::Reduced(bucket)),
@@ -355,12 +356,12 @@ impl Reducer {
         }
     }
 
-    /// What the last step that was reduced did.
+    /// Statistics of the last reduced step.
     pub fn record(&self) -> Record {
         self.state.lock().record.clone()
     }
 
-    /// Parameters that have no gradient in this backward so far.
+    /// Parameters without a gradient in this backward so far.
     pub fn missing(&self) -> Vec<usize> {
         self.state.lock().active.as_ref().map_or_else(Vec::new, |active| active.step.missing())
     }

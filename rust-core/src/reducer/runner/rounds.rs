@@ -7,8 +7,8 @@ use crate::error::{Error, Result};
 use crate::reducer::ballot::Vote;
 
 impl Reducer {
-    /// Begins a round, of which it is not yet known whether all members take part: gradients may be marked ready, and
-    /// nothing is reduced before [`Reducer::release`]. Returns the round's number.
+    /// Begins a round whose vote is open. Gradients may be marked ready; nothing is reduced before
+    /// [`Reducer::release`]. Returns the round's number.
     ///
     /// # Errors
     /// As [`Reducer::begin`].
@@ -18,13 +18,13 @@ impl Reducer {
         Ok(state.steps)
     }
 
-    /// All members take part in the round that was held.
+    /// Closes the vote: all members take part, and full buckets are reduced.
     pub(in crate::reducer) fn release(self: &Arc<Self>, round: u64) {
         self.unhold(round, false);
     }
 
-    /// A round that was held does not take place, on all members alike: its gradients stay as they are. It is over for this
-    /// member with [`Reducer::abandon`], which tells nobody, since a backward may be in the middle of it.
+    /// Closes the vote: not all members take part, and the round's gradients keep their values. [`Reducer::abandon`]
+    /// must follow; it tells the others nothing, because they may be in the middle of a backward.
     pub(in crate::reducer) fn cancel(self: &Arc<Self>, round: u64) {
         self.unhold(round, true);
     }
@@ -41,7 +41,7 @@ impl Reducer {
         }
     }
 
-    /// The end of a round that began with a vote has failed by name: its caller waits no longer, and gives it up.
+    /// Ends the wait for a round's end, because its request by name has failed. Its caller abandons the round.
     fn call_off(&self, round: u64, error: Error) {
         if let Some(active) = self.state.lock().active.as_mut().filter(|active| active.id == round) {
             active.called_off = Some(error);
@@ -49,7 +49,7 @@ impl Reducer {
         }
     }
 
-    /// Tells the others by name that this member has come to the end of its round, if that began with a vote and takes place.
+    /// Requests the round's end by name, if the round began with a vote and takes place.
     pub(super) fn request_end(self: &Arc<Self>) {
         let (vote, round) = match &mut self.state.lock().active {
             Some(active) if !active.held && !active.refused => (active.vote.take(), active.id),
