@@ -136,7 +136,7 @@ pub struct Hosts {
 
 /// A member that leaves says so when the network has taken all that it sent ([`Carrier::flush`]). This is for the way from
 /// there.
-const LAST_WORDS: Duration = Duration::from_secs(2);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The transport of a group whose members are on several hosts.
 pub struct HostsTransport {
@@ -274,7 +274,7 @@ impl Transport for HostsTransport {
     }
 
     fn drain_timeout(&self) -> Duration {
-        LAST_WORDS
+        DRAIN_TIMEOUT
     }
 }
 
