@@ -215,7 +215,8 @@ class CollectiveKernel : public NamedKernel {
     named.blocking = is_blocking();
     named.num_dims = {num_dims.data(), num_dims.size()};
     named.dims = {dims.data(), dims.size()};
-    ask(named, {calls.data(), calls.size()}, std::make_unique<GroupCompletion>(context, done, std::move(group)));
+    submit_group_named(named, {calls.data(), calls.size()},
+                       std::make_unique<GroupCompletion>(context, done, std::move(group)));
   }
 
   std::int64_t root_ = 0;
@@ -444,7 +445,7 @@ class BarrierKernel final : public AsyncOpKernel {
       named.is_scaled = false;
       named.blocking = true;
       named.num_dims = {&num_dims, 1};
-      ask(named, {&call, 1}, std::make_unique<GroupCompletion>(context, done, Group()));
+      submit_group_named(named, {&call, 1}, std::make_unique<GroupCompletion>(context, done, Group()));
     });
     OP_REQUIRES_OK_ASYNC(context, status, done);
   }

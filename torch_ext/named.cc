@@ -101,13 +101,13 @@ static Handle start(const NamedOptions& options, Group group) {
   std::vector<Call> calls;
   for (const auto& core : cores) calls.push_back(core.call());
   NamedCall named;
-  named.kind = asked.kind;
-  named.name = asked.name;
-  named.shared = asked.shared;
-  named.prescale = asked.prescale;
-  named.postscale = asked.postscale;
-  named.is_scaled = asked.is_scaled;
-  named.blocking = asked.blocking;
+  named.kind = options.kind;
+  named.name = options.name;
+  named.shared = options.shared;
+  named.prescale = options.prescale;
+  named.postscale = options.postscale;
+  named.is_scaled = options.is_scaled;
+  named.blocking = options.blocking;
   named.num_dims = {num_dims.data(), num_dims.size()};
   named.dims = {dims.data(), dims.size()};
   auto work = c10::make_intrusive<NamedWork>();
@@ -257,7 +257,7 @@ static Handle barrier(std::string kind, int64_t process_set) {
     Group group;
     group.add({Collective::Barrier, static_cast<int64_t>(process_set_group(process_set))}, {});
     NamedOptions options{std::move(kind), "noname", true};
-    asked.shared = true;
+    options.shared = true;
     return start(options, std::move(group));
   });
 }
