@@ -386,3 +386,33 @@ impl Arena {
         guard(|| Ok(self.0.as_ref().map_or(std::ptr::null_mut(), |arena| arena.at(offset_bytes))))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use smd_core::session::InitOptions;
+
+    use super::*;
+
+    #[test]
+    fn a_bucket_that_the_plan_lacks_is_an_error() {
+        session::init(InitOptions { variables: Some(Default::default()), ..InitOptions::default() })
+            .expect("a job of one");
+        let param =
+            ffi::Param { name: "p".into(), shape: vec![4], dtype: ffi::DType::Float32, sparse: false, delayed: false };
+        let options = ffi::ReducerOptions {
+            bucket_bytes: vec![512],
+            find_unused_parameters: false,
+            accumulation_steps: 1,
+            static_graph: false,
+            reduction: ffi::Reduction::Average,
+            sum: false,
+            on_device: false,
+        };
+        let reducer = new_reducer(&[], &[param], &options).expect("it can be made");
+        assert_eq!(reducer.bucket(0).expect("it is there").num_buckets, 1);
+        let report = reducer.bucket(1).expect_err("it is not there").to_string();
+        assert_eq!(report, "the plan has 1 buckets, and none 1 [smd:invalid_argument]");
+        drop(reducer);
+        session::shutdown();
+    }
+}

@@ -127,7 +127,11 @@ impl Vote {
         };
         // The request of the previous round may still be in flight.
         let name = Name::Shared(format!("{}{}", self.name, VOTE_END));
-        Numbers::submit(&self.negotiator, name, vec![0], ReduceOp::Sum, told).map(drop)
+        match Numbers::submit(&self.negotiator, name, vec![0], ReduceOp::Sum, told) {
+            // The departure has already ended the negotiation.
+            Err(error) if error.is_orderly_departure() => Ok(()),
+            submitted => submitted.map(drop),
+        }
     }
 }
 
@@ -181,7 +185,75 @@ fn result_of(votes: &[u64]) -> VoteResult {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc::{RecvTimeoutError, channel};
+    use std::time::Duration;
+
     use super::*;
+    use crate::negotiation::NegotiatorOptions;
+    use crate::transport::mock::{MockOptions, MockTransport};
+    use crate::world::{Departure, Monitor};
+
+    const LIMIT: Duration = Duration::from_secs(20);
+
+    /// When the other member departs.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    enum Departs {
+        /// After this one has asked for the end of its round.
+        After,
+        Before,
+        /// Before, and something else by name has failed for it.
+        Known,
+    }
+
+    /// What fails a round whose end this member asks for, when the other one departs.
+    fn failure_of_the_round(how: Departure, when: Departs) -> Option<Error> {
+        let net = MockTransport::net(2, MockOptions { seed: 1, max_delay: Duration::ZERO });
+        let monitor = Arc::new(Monitor::new(0));
+        let communicator = |id| Communicator::new(id, net[0].clone(), monitor.clone(), LIMIT);
+        let (first, second) = (communicator(3), communicator(4));
+        let connect = Box::new(move || Ok(first));
+        let options = NegotiatorOptions {
+            cache_capacity: 100,
+            fusion_bytes: 1 << 20,
+            stall_warning: LIMIT,
+            stall_limit: LIMIT,
+            tuning: None,
+            core: None,
+            local_rank: 0,
+        };
+        let negotiator = Negotiator::start(3, second, monitor.clone(), options, connect, None).unwrap();
+        if when != Departs::After {
+            monitor.report(1, how.clone());
+        }
+        if when == Departs::Known {
+            let other = Name::Given("other".to_owned());
+            let asked = Numbers::submit(&negotiator, other, vec![0], ReduceOp::Sum, |_| ());
+            asked.and_then(|asked| asked.wait("the test")).expect_err("nobody answers");
+        }
+        let vote = Vote { negotiator, name: "round".to_owned() };
+        let (sender, receiver) = channel();
+        if let Err(error) = vote.request_end(move |error| drop(sender.send(error))) {
+            return Some(error);
+        }
+        monitor.report(1, how);
+        // Who is not called is dropped when the end is known.
+        match receiver.recv_timeout(LIMIT) {
+            Ok(error) => Some(error),
+            Err(RecvTimeoutError::Disconnected) => None,
+            Err(RecvTimeoutError::Timeout) => panic!("the end is never told"),
+        }
+    }
+
+    #[test]
+    fn a_departure_in_good_order_does_not_fail_the_round() {
+        for when in [Departs::After, Departs::Before, Departs::Known] {
+            let failure = failure_of_the_round(Departure::Left, when).map(|error| error.report());
+            assert_eq!(failure, None, "{when:?}");
+            let died = Departure::Died { detail: "killed by signal 9".to_owned() };
+            let error = failure_of_the_round(died, when).expect("a death fails it");
+            assert!(error.to_string().contains("rank 1 died (killed by signal 9)"), "{when:?}: {error}");
+        }
+    }
 
     #[test]
     fn ranks_reduce_by_plan_only_if_all_have_the_same() {
