@@ -99,7 +99,7 @@ mod ffi {
         row_elems: usize,
     }
 
-    /// How operations are handle for by name (`smd_core::negotiation::NamedRequest`).
+    /// How operations are submitted by name (`smd_core::negotiation::NamedRequest`).
     #[derive(Debug)]
     struct NamedCall<'a> {
         /// In front of the name: `allreduce`; may be empty if there is a name.
@@ -126,7 +126,7 @@ mod ffi {
         names: &'a str,
         /// Empty: they are known by their names.
         numbers: &'a [u64],
-        /// They have all been handle for.
+        /// They have all been submitted.
         is_last: bool,
     }
 

@@ -199,7 +199,7 @@ pub fn compare_gradients(
     })
 }
 
-/// What was handle for by name, for whoever waits for it.
+/// The result of a call submitted by name, kept until it is waited for.
 pub struct NamedHandle(negotiation::NamedHandle);
 
 impl NamedHandle {
@@ -254,7 +254,7 @@ fn unknown(process_set: i64) -> Error {
     Error::InvalidArgument(format!("process set {process_set} does not exist, or has not been registered"))
 }
 
-/// A completion that may be handle for outputs before it is called.
+/// A completion that may be asked for outputs before it is called.
 struct Shared(Mutex<UniquePtr<ffi::Completion>>);
 
 impl Shared {
@@ -455,7 +455,7 @@ unsafe fn request(call: &ffi::Call, outputs_of: Option<&Arc<Shared>>) -> Result<
         ffi::Collective::Send => Request::Send { data: one(call, inputs)?, to: peer(call)?, tag: call.tag },
         ffi::Collective::Recv => Request::Recv { data: one(call, outputs)?, from: Some(peer(call)?), tag: call.tag },
         ffi::Collective::RecvAny => Request::Recv { data: one(call, outputs)?, from: None, tag: call.tag },
-        other => return Err(Error::Internal(format!("a shim handle for operation {}", other.repr))),
+        other => return Err(Error::Internal(format!("a shim asked for operation {}", other.repr))),
     })
 }
 
@@ -607,7 +607,7 @@ mod tests {
         let report = refusal(&call(ffi::Collective::AllReduce, &[], &views));
         assert!(report.contains("`all_reduce` came with 0 tensors, not one"), "{report}");
         let report = refusal(&call(ffi::Collective { repr: 99 }, &[], &[]));
-        assert!(report.contains("a shim handle for operation 99"), "{report}");
+        assert!(report.contains("a shim asked for operation 99"), "{report}");
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use libfuzzer_sys::fuzz_target;
 use smd_core::world::rendezvous::JobKey;
 use smd_core::world::rendezvous::frame::{Opener, Sealer};
-use smd_core::world::rendezvous::handshake::{ANSWER_BYTES, Answer, Challenge, GREETING_BYTES};
+use smd_core::world::rendezvous::handshake::{ANSWER_BYTES, Challenge, ChallengeResponse, GREETING_BYTES};
 use smd_core::world::rendezvous::job::{Job, Disposition};
 use smd_core::world::rendezvous::message::{ToClient, ToServer, decode, encode};
 
@@ -65,7 +65,7 @@ fn handshake(bytes: &[u8]) {
         assert!(Challenge::new().expect("random bytes").verify(&key, answer).is_none());
     }
     if let Some(greeting) = bytes.first_chunk::<GREETING_BYTES>() {
-        if let Ok(Some(answer)) = Answer::new(greeting) {
+        if let Ok(Some(answer)) = ChallengeResponse::new(greeting) {
             assert!(answer.verify(&key, &[0; 32]).is_none());
         }
     }

@@ -145,7 +145,8 @@ def torch_framework() -> Framework:
             "-isystem",
             str(include / "torch/csrc/api/include"),
         ),
-        link_flags=(f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"),
+        # `dlsym` is in a library of its own before glibc 2.34.
+        link_flags=(f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", "-ldl"),
         standard=_wanted_standard(include / "ATen/ATen.h"),
     )
 

@@ -26,7 +26,7 @@ const THREADS: u32 = 256;
 /// Bytes, of the wider type, that one block moves: enough for its start to be cheap, few enough to fill the device.
 const BLOCK_BYTES: usize = 32 << 10;
 
-/// `PackedPiece` of pack.cu.
+/// `Piece` of pack.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct Entry {

@@ -39,7 +39,7 @@ pub struct NegotiatorOptions {
     pub fusion_bytes: u64,
     /// The time after which a stall is reported on standard error.
     pub stall_warning: Duration,
-    /// The time after which a stall ends the negotiation.
+    /// The time after which everything that waits fails (NEG-5).
     pub stall_limit: Duration,
     /// Autotuning of the fusion size. The first member's setting counts.
     pub tuning: Option<FusionTuning>,

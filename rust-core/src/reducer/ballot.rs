@@ -94,7 +94,7 @@ impl Ballot {
     /// Waits for the result.
     ///
     /// # Errors
-    /// [`Error::Interrupted`]; the error that ended the negotiation, such as a stall because a member did not vote.
+    /// [`Error::Interrupted`]; the error that ended the vote, such as a stall because a member did not vote.
     pub fn result(&self) -> Result<VoteResult> {
         self.0.wait("the vote on a round of gradients").map(|votes| result_of(&votes))
     }

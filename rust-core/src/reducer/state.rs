@@ -90,7 +90,7 @@ pub(super) struct ActiveStep {
     pub(super) abandoned: bool,
     /// Whether a vote is still open; nothing is submitted to the communicator until then.
     pub(super) held: bool,
-    /// Whether the vote has failed. Gradients may still arrive, and are ignored.
+    /// Whether the round does not take place as planned. Gradients may still arrive, and are ignored.
     pub(super) refused: bool,
     /// In a round that began with a vote: used to request its end.
     pub(super) vote: Option<Vote>,

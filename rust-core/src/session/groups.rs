@@ -123,7 +123,7 @@ fn tuning() -> Result<Option<negotiation::FusionTuning>> {
     }))
 }
 
-/// The time after which a stalled name fails; none means the group's timeout. As in Horovod, it is not shorter than the
+/// The time after which everything that waits for a member fails; none means the group's timeout. As in Horovod, it is not shorter than the
 /// time of the warning.
 fn stall_limit() -> Result<Option<Duration>> {
     let (knob, told) = (&config::STALL_SHUTDOWN_SECONDS, &config::STALL_WARNING_SECONDS);

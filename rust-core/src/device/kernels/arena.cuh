@@ -17,7 +17,7 @@
 
 #include "number.cuh"
 
-// Mirrored by collectives/cuda/p2p.rs, as is Peers.
+// Mirrored by collectives/cuda/p2p/mod.rs, as is Peers.
 #define MAX_RANKS 16
 #define MAX_BLOCKS 128
 #define FINGERPRINT_BITS 24

@@ -12,7 +12,7 @@ typedef Element<TYPE>::Number Number;
 // Vectors of each member that a thread loads before it folds: some eight loads hide the memory's latency.
 constexpr int UNROLL = RANKS >= 8 ? 1 : 8 / RANKS;
 
-// Mirrored by collectives/cuda/p2p.rs.
+// Mirrored by collectives/cuda/p2p/mod.rs.
 struct AllReduce {
   Peers peers;
   const TYPE *input;

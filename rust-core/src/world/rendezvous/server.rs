@@ -24,7 +24,7 @@ use crate::world::{fork, socket};
 const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
 /// Connections that have not proved themselves, at most.
 const MAX_UNAUTHENTICATED: usize = 256;
-/// A unauthenticated of this age may be turned away for a new one; a member whom that hits tries again.
+/// An unauthenticated connection of this age may be closed for a new one. A member whose connection is closed so tries again.
 const UNAUTHENTICATED_TIME: Duration = Duration::from_millis(30);
 /// Connections that wait to be accepted.
 const LISTEN_QUEUE: i32 = 4096;
@@ -387,7 +387,7 @@ impl Loop {
         Ok(())
     }
 
-    /// Makes room for a new unauthenticated, if the oldest one had its time.
+    /// Makes room for a new unauthenticated connection, if the oldest one is old enough to be closed.
     fn evict_oldest(&mut self) -> bool {
         match self.unauthenticated.first_key_value() {
             Some((&token, came)) if came.elapsed() >= UNAUTHENTICATED_TIME => {

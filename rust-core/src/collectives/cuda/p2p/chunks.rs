@@ -81,7 +81,7 @@ fn channels(overlap: Overlap) -> usize {
     }
 }
 
-/// `ChunkTensor` of chunk.cuh.
+/// `Tensor` of chunk.cuh.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct ChunkTensor {
