@@ -102,7 +102,8 @@ class Framework:
         for part in (platform.machine(), *switches, *sources):
             digest.update(part.encode())
             digest.update(b"\0")
-        release = self.version.partition("+")[0]
+        # Builds of one release for other devices have the same headers; other builds of it may not.
+        release = re.sub(r"\+(cpu|cu\d+|rocm[\d.]+|xpu)$", "", self.version)
         return f"{self.name}-{release}-core-{_core.__version__}-{digest.hexdigest()[:12]}"
 
     def sources(self) -> dict[str, str]:

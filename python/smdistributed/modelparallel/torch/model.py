@@ -425,7 +425,7 @@ class DistributedModel(nn.Module):
         for _, buffer in self.local_named_buffers():
             yield buffer
 
-    # State: `state_dicts.py` says how it is gathered, split and named.
+    # State: `checkpoint/state_dicts.py` says how it is gathered, split and named.
 
     def state_dict(self, gather_to_rank0: bool = False) -> dict[str, torch.Tensor]:  # type: ignore[override]
         """The whole model's, on every rank of one replica, all of which call it.

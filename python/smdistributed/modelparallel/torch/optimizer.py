@@ -151,7 +151,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             "partitions"
         )
 
-    # State: `state_dicts.py` says how it is gathered, split and named.
+    # State: `checkpoint/state_dicts.py` says how it is gathered, split and named.
 
     def state_dict(self) -> dict[str, Any]:
         """The whole optimizer's, on every rank of one replica, all of which call it."""

@@ -1,20 +1,16 @@
-"""Numbers that the body of a step asks of tensors which are the same in each microbatch, such as masks made of
-positions.
+"""Numbers that the body of a step asks of tensors that are the same in each microbatch, such as masks made of positions.
 
-Asking a CUDA tensor for a number waits for all that its stream has to do. Bodies ask the same in each microbatch:
-    transformers looks at
-``torch.arange`` for packed sequences, for example. Such a question is put to the device once, and the answer is
-remembered:
+Asking a CUDA tensor for a number waits for all that its stream has to do. Bodies ask the same in each microbatch: transformers
+looks at ``torch.arange`` for packed sequences, for example. Such a question is put to the device once, and the answer is remembered:
 
-- CON-1: a tensor is constant if a function of :data:`_FUNCTIONS` made it of constant tensors and of what is no tensor.
-  It is known by that function and these arguments, not by its address.
-- CON-2: it is so until its version changes, or that of a tensor with the same storage. Functions that hide writes from
-  the version, such as ``data``, make nothing constant.
+- CON-1: a tensor is constant if a function of :data:`_FUNCTIONS` made it of constant tensors and of what is no tensor. It is known by
+  that function and these arguments, not by its address. Tensors that scripts make to be written to (``zeros``, ``full``) are none.
+- CON-2: it is so until its version changes, or that of a tensor with the same storage, or until a function that is not listed gets
+  it: such a function may write to it without a new version, or give a way to (``data``, ``data_ptr``, collectives).
 """
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +21,7 @@ from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta, 
 
 #: Functions of which the same comes out for the same arguments, in any state of the process.
 _NAMES = (
-    "arange", "zeros", "ones", "full", "eye", "tril", "triu", "zeros_like", "ones_like", "full_like",
+    "arange", "eye", "tril", "triu",
     "view", "reshape", "expand", "expand_as", "unsqueeze", "squeeze", "flatten", "permute", "transpose", "repeat", "flip",
     "cat", "stack", "diff", "cumsum", "where", "to", "type", "long", "int", "float", "bool", "clone", "contiguous",
     "add", "sub", "mul", "div", "floor_divide", "remainder", "neg", "abs", "clamp", "minimum", "maximum",
@@ -39,8 +35,6 @@ _FUNCTIONS = frozenset(
 _QUESTIONS = frozenset(
     getattr(torch.Tensor, name) for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
 ) | {torch.Tensor.is_nonzero, torch.is_nonzero}
-#: Functions that give a way to write to a tensor behind its version.
-_HIDDEN_WRITES = frozenset({torch.Tensor.data.__get__, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__})
 _LIMIT = 10_000
 
 
@@ -81,12 +75,17 @@ class Constants:
                 return compute()
             question = (func, key, producer)
             if question not in self._answers:
-                self._answers[question] = compute()
-            return copy.deepcopy(self._answers[question])
+                answer = compute()
+                if isinstance(answer, list):
+                    # The caller may change it, and it may be long.
+                    return answer
+                self._answers[question] = answer
+            return self._answers[question]
         result = compute()
-        if func in _HIDDEN_WRITES:
-            self._known.clear()
-        elif func in _FUNCTIONS and key is not None and isinstance(result, torch.Tensor):
+        if func not in _FUNCTIONS:
+            if any(id(tensor) in self._known for tensor in tensors):
+                self._known.clear()
+        elif key is not None and isinstance(result, torch.Tensor):
             self._note(result, func, key, tensors)
         return result
 

@@ -110,6 +110,11 @@ class Encoder:
         if kind in pytree.ATOMS:
             key.append((kind.__name__, str(value)) if kind in (float, complex) else (kind.__name__, value))
             return
+        for base in (int, float, complex, str, bytes):
+            if isinstance(value, base):
+                # A class of the script: attributes that it adds do not say which number or text it is.
+                key.append((kind.__qualname__, base.__repr__(value)))
+                return
         if kind is slice:
             key.append("slice")
             for part in (value.start, value.stop, value.step):

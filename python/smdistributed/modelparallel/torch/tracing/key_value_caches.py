@@ -30,7 +30,7 @@ def without_new_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
     Returns:
         ``kwargs``, with ``use_cache=False`` if the module trains, would make a cache by its configuration, and is
-        neither told to nor given one. A warning says so once.
+        neither told to nor given one. For a model that can generate, a warning says so once.
     """
     if not module.training or not getattr(getattr(module, "config", None), "use_cache", False):
         return kwargs

@@ -163,7 +163,7 @@ class Copier:
     """Copies structures with all that they refer to; containers keep their identities among each other.
 
     Args:
-        leaf: Makes what stands for a tensor, or for an object whose class is a leaf (``structure.transform``).
+        leaf: Makes what stands for a tensor, or for an object whose class is a leaf (``pytree.transform``).
 
     Attributes:
         originals: Containers that were met, in order.
@@ -210,7 +210,7 @@ class Copier:
             new.extend(self.copy(item) for item in value)
         elif kind is dict:
             new.update((key, self.copy(item)) for key, item in value.items())
-        elif issubclass(kind, list | dict) or _slots(kind):
+        elif issubclass(kind, list | dict) or _slots(kind) or not hasattr(new, "__dict__"):
             self.copy(State(value)).put_into(new)
         else:
             # Most objects, of which a cache has many: the dictionary alone is theirs.
@@ -225,7 +225,7 @@ class Copier:
         return None if items is None else [self.copy(item) for item in items]
 
     def _other(self, value: Any, kind: type) -> Any:
-        """As ``structure.transform`` has them."""
+        """As ``pytree.transform`` has them."""
         if is_output(kind):
             return pytree.rebuilt_mapping(value, {key: self.copy(item) for key, item in value.items()})
         if isinstance(value, tuple):
