@@ -599,23 +599,27 @@ def _is_world(group: ProcessGroup | None) -> bool:
 
 
 def _id(group: ProcessGroup | None) -> int:
-    """The core's name of the group."""
-    return 0 if _is_world(group) else _member(group)[0]
+    """The core's number of the group."""
+    return 0 if _is_world(group) else _member_id(group)
 
 
 def _members(group: Any) -> tuple[int, ...]:
     """Global ranks of a group that this rank is in and that is not the world."""
-    return _member(group)[1]
+    _member_id(group)
+    ranks: tuple[int, ...] | None = group.ranks
+    assert ranks is not None, (
+        "the group of a DistributedDataParallel has no list of ranks"
+    )
+    return ranks
 
 
-def _member(group: Any) -> tuple[int, tuple[int, ...]]:
-    """Number and global ranks of a group that this rank is in and that is not the world."""
+def _member_id(group: Any) -> int:
+    """The core's number of a group that this rank is in and that is not the world."""
     if not isinstance(group, ProcessGroup):
         raise ValueError(f"{group!r} is not a group: expected `group.WORLD`, None, or what `new_group` returns")
     if group.id is None:
         raise ValueError(f"rank {_core.rank()} is not a member of {group}")
-    assert group.ranks is not None, "only the world has no list of ranks"
-    return group.id, group.ranks
+    return group.id
 
 
 def _group_rank(group: ProcessGroup | None, rank: int, argument: str) -> int:
