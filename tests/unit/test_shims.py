@@ -214,7 +214,9 @@ def test_a_wait_for_another_builder_is_told_and_has_an_end(cache, compiler, monk
         time.sleep(0.01)
     monkeypatch.setattr(shims, "_SILENT_WAIT_SECONDS", 0.2)
     monkeypatch.setattr(shims, "_LONGEST_WAIT_SECONDS", 0.5)
-    with pytest.raises(shims.ShimError, match=f"after waiting 1 s for process {build.pid}, which builds the PyTorch shim in"):
+    with pytest.raises(
+        shims.ShimError, match=f"after waiting 1 s for process {build.pid}, which builds the PyTorch shim in"
+    ):
         shims.ensure(FRAMEWORK)
     assert capsys.readouterr().err.startswith(f"smdistributed: waiting for process {build.pid}, which builds")
     build.kill()

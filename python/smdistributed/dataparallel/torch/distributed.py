@@ -607,9 +607,7 @@ def _members(group: Any) -> tuple[int, ...]:
     """Global ranks of a group that this rank is in and that is not the world."""
     _member_id(group)
     ranks: tuple[int, ...] | None = group.ranks
-    assert ranks is not None, (
-        "the group of a DistributedDataParallel has no list of ranks"
-    )
+    assert ranks is not None, "the group of a DistributedDataParallel has no list of ranks"
     return ranks
 
 
