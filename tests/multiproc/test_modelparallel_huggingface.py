@@ -151,7 +151,7 @@ def _cache_body():
         warnings.simplefilter("always")
         for number in range(2):
             step(model, **huggingface.batch("llama", number))
-    containers = [bool(call.task.follows) for calls in model.pipeline.calls.values() for call in calls]
+    containers = [bool(call.task.has_containers) for calls in model.pipeline.calls.values() for call in calls]
     return asked, caches, containers, [str(each.message) for each in caught if "cache of keys" in str(each.message)]
 
 
