@@ -47,6 +47,12 @@ def anchors(path):
     return {each.strip().lower().replace(" ", "-") for each in plain}
 
 
+def test_the_first_screen_of_the_readme_names_the_two_commands():
+    screen = (ROOT / "README.md").read_text().splitlines()[:24]
+    for command in ("make demo", "make test", "pip install ."):
+        assert any(line.startswith(f"{command} ") for line in screen), command
+
+
 def test_lines_are_short():
     long = [
         f"{path.relative_to(ROOT)}:{number}: {len(line)}"
