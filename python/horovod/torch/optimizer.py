@@ -92,8 +92,8 @@ class _DistributedOptimizer(_Base):
             chunks = [chunk for chunk in split_list(own, groups) if chunk]
         else:
             chunks = [[index_of[parameter] for parameter in group if parameter in index_of] for group in groups]
-        # Rank 0's order counts, since groups could have been made in any. A worker that joins an elastic job late makes
-        # its optimizer while the others train, so there nobody compares.
+        # All ranks use rank 0's order, because a script may list the groups in any order. Elastic jobs skip the
+        # broadcast: a worker that joins late makes its optimizer while the other workers train.
         if self._is_global() and os.environ.get("HOROVOD_ELASTIC") != "1":
             chunks = broadcast_object(chunks, 0, "distributed_optimizer.groups")
         parameters = list(index_of)

@@ -1,7 +1,7 @@
 """Tells the job what a rank is about to train, once, so that replicas that start from different values are noticed.
 
-The core compares (``rust-core/src/session/replicas.rs``): ranks tell a checksum and wait for nobody, and the first rank
-warns.
+Each rank writes a checksum to the job's store without waiting for other ranks. Rank 0 compares the checksums and warns
+(``rust-core/src/session/replicas.rs``).
 """
 
 from __future__ import annotations

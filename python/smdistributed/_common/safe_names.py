@@ -120,7 +120,7 @@ def is_known_object(module: str, found: Any) -> bool:
 
 
 def replacement(module: str, name: str) -> Callable[..., Any] | None:
-    """Return the replacement of a function that would itself unpickle data, or call what it is given.
+    """Return the replacement of a function that unpickles data or calls one of its arguments.
 
     Args:
         module: The module's name.

@@ -7,8 +7,8 @@ A shim depends on the framework's version and on nothing else of the machine, so
 3. otherwise builds it there: once, under a file lock, so that the ranks of a job do not build it side by side. If it
    does not compile, the ranks that waited, or have started meanwhile, get the same error instead of trying in turn.
 
-Only files that nobody but this user and root can have written are loaded from the cache. If others can write to it, an
-owner-only folder among the temporary files takes its place (``rust-core/src/cache.rs``).
+The cache is used only if this user and root alone can write to it. Otherwise an owner-only folder in the directory for
+temporary files replaces it (``rust-core/src/cache.rs``).
 
 ``python -m smdistributed._common.shims torch --into DIR`` builds a shim to be shipped as prebuilt.
 """
@@ -250,7 +250,7 @@ def _ensure_cached(framework: Framework) -> Path:
 
 
 def _folder(key: str) -> Path:
-    """A folder of the cache, which nobody but this user and root can write to; made if need be."""
+    """Make a folder of the cache that only this user and root can write to, unless it exists."""
     folder, warning = _core.cache_folder(key)
     if warning is not None and warning not in _told:
         _told.add(warning)

@@ -39,7 +39,7 @@ def _meet(name: str) -> None:
 
 
 def gather_for(activity: str, value: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
-    """Gathers values as :func:`allgather` does, of all ranks of a pipeline at least; ``activity`` says what they do."""
+    """Gathers values over a group that contains the whole pipeline; ``activity`` names the call for errors of a mismatch."""
     with errors.translated(CLASSES):
         _compare_activity(group.value, activity)
         return object_transport.gather(value, group.value)

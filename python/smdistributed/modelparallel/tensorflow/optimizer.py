@@ -37,8 +37,8 @@ _updating: set[int] = set()
 
 
 def install() -> None:
-    """Puts ours around calls of optimizers, in the Keras packages that this process has imported and in what is derived
-    of their optimizers; leaves alone what has it."""
+    """Wraps the update methods of the optimizers of each Keras package that this process has imported, and of their
+    subclasses. A method that is wrapped already stays as it is."""
     ema.install()
     for package in ("keras", "tf_keras"):
         module = getattr(sys.modules.get(package), "optimizers", None)

@@ -47,7 +47,7 @@ class StagingFolder:
                 os.replace(f"{folder}/{name}", os.path.join(self._folder, self._name + name.removeprefix("merged")))
 
     def close(self) -> None:
-        """Removes what is left of the folder."""
+        """Removes the folder and the files in it."""
         if self._attempt is not None:
             self._attempt.leave()
 

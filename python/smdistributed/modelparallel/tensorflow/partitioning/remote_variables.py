@@ -26,8 +26,8 @@ class RemoteVariable(resource_variable_ops.ResourceVariable):
         return super()._read_variable_op(no_copy)
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compares shapes, unless it gets back what it is read as; in a graph, which the rank that has it runs, an
-        assignment."""
+        """Checks the shape of ``value`` in eager code; the placeholder that a read returns passes. In a graph, adds the
+        assignment, which runs on the rank that holds the variable."""
         if not tf.executing_eagerly():
             return super().assign(value, *args, **kwargs)
         shape = tf.convert_to_tensor(value).shape

@@ -56,7 +56,7 @@ class StepRun:
         begin()
 
     def run_alone(self, calls: Sequence[Call]) -> list[Any]:
-        """Runs the body for each microbatch, with one partition; returns what it returned each time."""
+        """Runs the body once for each microbatch on a single partition, and returns the outputs."""
         model, replicas = self._model, self._model.replicas
         before = GradientSnapshot(model.local_parameters()) if replicas.are_reduced else None
         replicas.sync_buffers(model)

@@ -52,8 +52,8 @@ def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
 @functools.cache
 def _warn(name: str) -> None:
     warnings.warn(
-        f"`{name}` makes no cache of keys and values while it trains over several partitions: each layer's call would "
-        f"carry those of "
-        "all layers. Its output has none, as with `use_cache=False`; to have one, call the model with `use_cache=True`",
+        f"`{name}` trains over several partitions without a cache of keys and values, because each layer's call would "
+        "carry those of all layers. The output has no cache, as with `use_cache=False`. Call the model with "
+        "`use_cache=True` to keep it",
         stacklevel=script_level(),
     )

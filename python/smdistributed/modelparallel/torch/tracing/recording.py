@@ -21,9 +21,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import re
 import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -38,11 +36,26 @@ from smdistributed.modelparallel.torch.runtime.fallbacks import call_site
 from smdistributed.modelparallel.torch.runtime.rng import Draw
 from smdistributed.modelparallel.torch.tracing import masks
 from smdistributed.modelparallel.torch.tracing.copy_on_write import CopyOnWriteTensors, StorageRange
+from smdistributed.modelparallel.torch.tracing.digests import chained_digest, digest_of
 from smdistributed.modelparallel.torch.tracing.encoder import Encoder, leave_out
+from smdistributed.modelparallel.torch.tracing.functions import (
+    BACKWARDS,
+    CASTS,
+    DATA,
+    DETACHES,
+    GRADIENT,
+    GRADIENT_FUNCTION,
+    GRAPH_READS,
+    IS_LEAF,
+    PLAIN_METADATA,
+    READS,
+    REQUIRES_GRAD,
+    STORAGE_WRITES,
+    VERSION,
+)
 from smdistributed.modelparallel.torch.tracing.metadata import OutputSpec, ReadsNumbersError, UnknownOutputError
 from smdistributed.modelparallel.torch.tracing.module_state import UNCHANGED
 from smdistributed.modelparallel.torch.tracing.remote_tensor import (
-    METADATA,
     GraphNode,
     InvalidatedValue,
     RemoteTensor,
@@ -58,46 +71,6 @@ from smdistributed.modelparallel.torch.tracing.tasks import Context, Task, Value
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.runtime.executor import Microbatch
     from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
-
-
-#: Functions whose results are no tensors: all ranks get their operands and call them.
-_READS = frozenset(
-    {
-        getattr(torch.Tensor, name)
-        for name in (
-            "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__",
-            "is_nonzero", "__contains__", "equal", "allclose", "__format__", "is_same_size", "__reduce_ex__",
-            "__deepcopy__",
-        )
-    }
-    | {torch.equal, torch.allclose, torch.is_nonzero}
-)  # fmt: skip
-_REQUIRES_GRAD = frozenset({torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__})
-_GRADIENT = torch.Tensor.grad.__get__
-_GRADIENT_FUNCTION = torch.Tensor.grad_fn.__get__
-_IS_LEAF = torch.Tensor.is_leaf.__get__
-_VERSION = torch.Tensor._version.__get__
-_DATA = torch.Tensor.data.__get__
-_GRAPH_READS = {
-    _GRADIENT: "grad", _GRADIENT_FUNCTION: "grad_fn", _IS_LEAF: "is_leaf", torch.Tensor.retain_grad: "retain_grad",
-}  # fmt: skip
-_METADATA = METADATA - _GRAPH_READS.keys() - {_VERSION}
-_DETACHES = frozenset({torch.Tensor.detach, torch.detach, _DATA})
-#: Functions that replace the storage of a tensor.
-_STORAGE_WRITES = frozenset(
-    {
-        torch.Tensor.set_,
-        torch.Tensor.resize_,
-        torch.Tensor.resize_as_,
-        torch.Tensor.data.__set__,
-        torch.Tensor.grad.__set__,
-    }
-)
-#: Functions that return the same numbers in another type, or on another device.
-_CASTS = frozenset(
-    getattr(torch.Tensor, name) for name in ("to", "type", "float", "double", "half", "bfloat16", "contiguous")
-)
-_BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 
 class Active(threading.local):
@@ -169,22 +142,22 @@ class Recording(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in PLAIN_METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is torch.Tensor.__repr__:
             return func(*args, **kwargs)
         if active.recording is not self:
             return func(*args, **kwargs)
-        if func == _VERSION:
+        if func == VERSION:
             return self._version_of(args[0])
         if func is torch.Tensor.__iter__ and self.is_located(args[0]):
             return iter(self._operation(torch.unbind, args, {}))
-        if func in _REQUIRES_GRAD and id(args[0]) in self.pipeline.located:
+        if func in REQUIRES_GRAD and id(args[0]) in self.pipeline.located:
             return self._set_requires_grad(
                 args[0], bool(args[1]) if len(args) > 1 else kwargs.get("requires_grad", True)
             )
-        if func in _GRAPH_READS:
+        if func in GRAPH_READS:
             if self.is_located(args[0]):
                 answer = self._graph(func, args[0])
                 if answer is not None:
@@ -211,7 +184,7 @@ class Recording(TorchFunctionMode):
 
     def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         if (
-            func in _DETACHES
+            func in DETACHES
             and type(args[0]) is RemoteTensor
             and args[0].recording is not self
             and args[0].requires_grad
@@ -243,19 +216,19 @@ class Recording(TorchFunctionMode):
                 encoder.leaves,
                 lambda: self.copy_on_write.call(func, args, kwargs, encoder.leaves, self.microbatch),
             )
-        if func in _STORAGE_WRITES:
+        if func in STORAGE_WRITES:
             raise SMPUsageError(
                 f"`{getattr(func, '__name__', func)}` gives another storage to a tensor on a partition: inside of a "
                 f"`smp.step` function, "
                 "assign the new tensor instead"
             )
-        if func in _READS:
+        if func in READS:
             self.pipeline.fallbacks.note(
                 "read", f"`{func.__name__}` at {call_site()}", _partition_of(encoder.inputs), "the body asks for it"
             )
             real = pytree.transform((args, kwargs), self._fetch_leaf)
             return func(*real[0], **real[1])
-        if func in _BACKWARDS:
+        if func in BACKWARDS:
             raise SMPUsageError(
                 f"`{getattr(func, '__name__', func)}` inside of a `smp.step` function: call `model.backward(loss)` "
                 f"instead"
@@ -442,7 +415,7 @@ class Recording(TorchFunctionMode):
         task.outputs = [value]
         task.signature = key
         task.digest = digest_of((*key, value.index))
-        self.digest = _chain(self.digest, task.digest)
+        self.digest = chained_digest(self.digest, task.digest)
         self.tasks.append(task)
         return value
 
@@ -454,7 +427,7 @@ class Recording(TorchFunctionMode):
     def _run_now(self, task: Task, encoder: Encoder) -> OutputSpec:
         """Runs all tasks so far, including this one, whose output spec is unknown."""
         task.signature = task.digest = digest_of((task.name, task.rank, encoder.stable()))
-        self.digest = _chain(self.digest, task.digest)
+        self.digest = chained_digest(self.digest, task.digest)
         number = len(self.tasks) - 1
         spec = self.pipeline.run_unknown(self, task)
         if spec.draws:
@@ -473,7 +446,7 @@ class Recording(TorchFunctionMode):
             other = task.outputs[-1 - place] if place < 0 else encoder.leaves[place]
             if isinstance(other, Value):
                 value.base, value.offset = other.storage, other.offset + shared.offset
-                value.versioned = other.versioned and task.call != _DATA
+                value.versioned = other.versioned and task.call != DATA
         if spec.mutated:
             self.storages.check_unversioned(task, encoder.leaves)
             self.storages.add_writes(task, encoder.leaves)
@@ -491,7 +464,7 @@ class Recording(TorchFunctionMode):
             )
             inputs = tuple(value.parameter or value.index for value in task.inputs)
             task.digest = self.pipeline.digest(key, inputs)
-            self.digest = _chain(self.digest, task.digest)
+            self.digest = chained_digest(self.digest, task.digest)
         return self._values(task, encoder.tensors, encoder.containers)
 
     def _values(self, task: Task, tensors: list[torch.Tensor], containers: Sequence[Any] = ()) -> Any:
@@ -533,7 +506,7 @@ class Recording(TorchFunctionMode):
         if is_same_memory and new.meta == known.meta:
             return
         producer = next((task for task in reversed(self.tasks) if new in task.outputs), None)
-        if producer is not None and producer.call in _CASTS and producer.inputs == [known]:
+        if producer is not None and producer.call in CASTS and producer.inputs == [known]:
             self._cast_buffers.append((module, name, buffer))
             module._buffers[name] = tensor
             return
@@ -608,14 +581,14 @@ class Recording(TorchFunctionMode):
         Raises:
             SMPUsageError: the answer is not there yet.
         """
-        if func == _IS_LEAF:
+        if func == IS_LEAF:
             return not tensor.value.meta.requires_grad if type(tensor) is RemoteTensor else None
-        if func == _GRADIENT and not self.copy_on_write.has_backward:
+        if func == GRADIENT and not self.copy_on_write.has_backward:
             return None
-        if func == _GRADIENT_FUNCTION:
+        if func == GRADIENT_FUNCTION:
             return GraphNode() if type(tensor) is RemoteTensor and tensor.value.meta.requires_grad else None
         raise SMPUsageError(
-            f"`{_GRAPH_READS[func]}` of a tensor on a partition, inside of a `smp.step` function: the graph is made, "
+            f"`{GRAPH_READS[func]}` of a tensor on a partition, inside of a `smp.step` function: the graph is made, "
             f"and gradients are "
             "there, when the function has returned"
         )
@@ -644,7 +617,7 @@ class Recording(TorchFunctionMode):
             self.backward_roots.append((tensor.value, gradient))
             self.backward_modules = self.pipeline.module_state.current
             self.copy_on_write.has_backward = True
-            self.digest = _chain(self.digest, digest_of(("backward", tensor.value.index)))
+            self.digest = chained_digest(self.digest, digest_of(("backward", tensor.value.index)))
 
     def returned(self, remote: RemoteTensor, detach: bool) -> Value:
         """The value of a remote tensor that the body returns."""
@@ -685,7 +658,7 @@ class Recording(TorchFunctionMode):
         self.base_level = self._levels + 1
         self._levels = self.base_level
         # What follows makes stages of its own: plans, and the other replicas, must see that.
-        self.digest = _chain(self.digest, digest_of(("asked", self.num_executed)))
+        self.digest = chained_digest(self.digest, digest_of(("asked", self.num_executed)))
 
 
 def _meta_of_leaf(leaf: Any) -> TensorMeta:
@@ -724,16 +697,3 @@ def _partition_of(inputs: list[Value]) -> int:
         if value.rank != best.rank and value.meta.bytes > others:
             return value.rank
     return best.rank
-
-
-def digest_of(key: Any) -> int:
-    """A number that is the same on all ranks; each has a device of its own, so the device's number does not count."""
-    text = _DEVICE_NUMBER.sub("", repr(key))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-
-
-_DEVICE_NUMBER = re.compile(r", index=\d+")
-
-
-def _chain(before: int, digest: int) -> int:
-    return (before * 1_000_003 + digest) & 0x7FFF_FFFF_FFFF_FFFF

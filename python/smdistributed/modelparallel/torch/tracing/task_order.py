@@ -14,7 +14,8 @@ import collections
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from smdistributed.modelparallel.torch.tracing.recording import Recording, digest_of
+from smdistributed.modelparallel.torch.tracing.digests import digest_of
+from smdistributed.modelparallel.torch.tracing.recording import Recording
 from smdistributed.modelparallel.torch.tracing.tasks import Task
 
 if TYPE_CHECKING:

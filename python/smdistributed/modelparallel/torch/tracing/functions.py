@@ -1,0 +1,51 @@
+"""PyTorch's functions that a recording treats in a way of their own, by what they do."""
+
+from __future__ import annotations
+
+import torch
+
+from smdistributed.modelparallel.torch.tracing.remote_tensor import METADATA
+
+#: Functions whose results are no tensors: all ranks get their operands and call them.
+READS = frozenset(
+    {
+        getattr(torch.Tensor, name)
+        for name in (
+            "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__",
+            "is_nonzero", "__contains__", "equal", "allclose", "__format__", "is_same_size", "__reduce_ex__",
+            "__deepcopy__",
+        )
+    }
+    | {torch.equal, torch.allclose, torch.is_nonzero}
+)  # fmt: skip
+#: Functions that freeze or unfreeze a tensor.
+REQUIRES_GRAD = frozenset({torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__})
+GRADIENT = torch.Tensor.grad.__get__
+GRADIENT_FUNCTION = torch.Tensor.grad_fn.__get__
+IS_LEAF = torch.Tensor.is_leaf.__get__
+VERSION = torch.Tensor._version.__get__
+DATA = torch.Tensor.data.__get__
+#: Functions that ask for autograd's graph, by the names of what they ask for.
+GRAPH_READS = {
+    GRADIENT: "grad", GRADIENT_FUNCTION: "grad_fn", IS_LEAF: "is_leaf", torch.Tensor.retain_grad: "retain_grad",
+}  # fmt: skip
+#: Functions that a tensor answers without numbers, and without its graph.
+PLAIN_METADATA = METADATA - GRAPH_READS.keys() - {VERSION}
+#: Functions that return the tensor without its graph.
+DETACHES = frozenset({torch.Tensor.detach, torch.detach, DATA})
+#: Functions that replace the storage of a tensor.
+STORAGE_WRITES = frozenset(
+    {
+        torch.Tensor.set_,
+        torch.Tensor.resize_,
+        torch.Tensor.resize_as_,
+        torch.Tensor.data.__set__,
+        torch.Tensor.grad.__set__,
+    }
+)
+#: Functions that return the same numbers in another type, or on another device.
+CASTS = frozenset(
+    getattr(torch.Tensor, name) for name in ("to", "type", "float", "double", "half", "bfloat16", "contiguous")
+)
+#: Functions that start a backward.
+BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
