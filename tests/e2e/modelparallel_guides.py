@@ -11,9 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "multiproc")]
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "multiproc" / "modelparallel_torch")]
 
-from test_modelparallel_guides import SCRIPTS, check  # noqa: E402
+from test_guides import SCRIPTS, check  # noqa: E402
 
 
 def main() -> None:

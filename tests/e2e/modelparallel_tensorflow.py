@@ -6,7 +6,7 @@
 Rows: every model, number of partitions, number of microbatches and schedule in float64, with `get_gradients` and with a tape; with one
 microbatch, `simple` is `interleaved`. In float32, every schedule with 4 microbatches and one with the others, the ways in turns; `--all`
 has float32 in all of float64's rows. `--keras 2` takes tf_keras. It prints a line for each model and number of partitions, and one for each case that is off, and fails
-if there is one. `tests/multiproc/test_tensorflow_modelparallel.py` runs a sample.
+if there is one. `tests/multiproc/modelparallel_tensorflow/test_training.py` runs a sample.
 """
 
 from __future__ import annotations

@@ -12,9 +12,12 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "multiproc")]
+sys.path[:0] = [
+    str(Path(__file__).parents[1]),
+    str(Path(__file__).parents[1] / "multiproc" / "modelparallel_tensorflow"),
+]
 
-from test_tensorflow_modelparallel_guides import PARAMETERS, check  # noqa: E402
+from test_guides import PARAMETERS, check  # noqa: E402
 
 
 def main() -> None:

@@ -267,7 +267,7 @@ def an_error_of_one_rank(tf, sdp):
 
 def operations():
     tf, sdp = start()
-    from multiproc import test_tensorflow_ops as on_cpus
+    from multiproc.dataparallel import test_tensorflow_ops as on_cpus
 
     # Neither NCCL nor kernels of ours reduce it to one rank, or in blocks of several sizes.
     on_cpus.NUMBERS.remove("int16")
@@ -307,7 +307,7 @@ _AS_ON_CPUS = (
 
 def tape():
     tf, sdp = start()
-    from multiproc import test_tensorflow_tape as on_cpus
+    from multiproc.dataparallel import test_tensorflow_tape as on_cpus
 
     failures = Failures()
     for check in (large_gradients, both_places, any_order, fit):
@@ -325,7 +325,7 @@ def test_gradients():
 
 def differing_steps():
     tf, sdp = start()
-    from multiproc import test_tensorflow_tape as on_cpus
+    from multiproc.dataparallel import test_tensorflow_tape as on_cpus
 
     # In functions, one rank may hear of it late.
     on_cpus.steps_that_differ(tf, sdp, in_functions=False)

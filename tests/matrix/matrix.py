@@ -36,32 +36,33 @@ SUITES = {
     "torch": {
         "collectives": [
             "tests/unit/test_private_api.py",
-            _MULTIPROC + "test_torch_collectives.py::test_reductions[2]",
-            _MULTIPROC + "test_torch_collectives.py::test_movements[2]",
+            _MULTIPROC + "dataparallel/test_torch_collectives.py::test_reductions[2]",
+            _MULTIPROC + "dataparallel/test_torch_collectives.py::test_movements[2]",
         ],
-        "DDP": [_MULTIPROC + "test_ddp.py::test_gradients_equal_those_of_the_whole_batch[2]"],
+        "DDP": [_MULTIPROC + "dataparallel/test_ddp.py::test_gradients_equal_those_of_the_whole_batch[2]"],
         "smddp": [
-            _MULTIPROC + "test_torch_backend.py::test_collectives_give_what_gloo_gives",
-            _MULTIPROC + "test_torch_backend.py::test_works_futures_and_errors",
-            _MULTIPROC + "test_torch_backend_groups.py::test_groups_split",
+            _MULTIPROC + "dataparallel/test_torch_backend.py::test_collectives_give_what_gloo_gives",
+            _MULTIPROC + "dataparallel/test_torch_backend.py::test_works_futures_and_errors",
+            _MULTIPROC + "dataparallel/test_torch_backend_groups.py::test_groups_split",
         ],
         "smp": [
-            _MULTIPROC + "test_modelparallel.py::test_features_of_steps_models_and_optimizers",
-            _MULTIPROC + "test_modelparallel_huggingface.py::test_hidden_states_attentions_and_gradient_checkpointing",
+            _MULTIPROC + "modelparallel_torch/test_features.py::test_features_of_steps_models_and_optimizers",
+            _MULTIPROC
+            + "modelparallel_torch/test_huggingface.py::test_hidden_states_attentions_and_gradient_checkpointing",
         ],
-        "hvd": [_MULTIPROC + "test_horovod_torch.py::test_everything[2]"],
+        "hvd": [_MULTIPROC + "horovod/test_torch.py::test_everything[2]"],
     },
     "tensorflow": {
         "collectives": [
             "tests/unit/test_private_api.py",
-            _MULTIPROC + "test_tensorflow_ops.py::test_every_operation[2]",
+            _MULTIPROC + "dataparallel/test_tensorflow_ops.py::test_every_operation[2]",
         ],
-        "tape": [_MULTIPROC + "test_tensorflow_tape.py::test_gradients"],
-        "fit": [_MULTIPROC + "test_tensorflow_keras.py"],
-        "hvd": [_MULTIPROC + "test_horovod_keras.py::test_everything"],
+        "tape": [_MULTIPROC + "dataparallel/test_tensorflow_tape.py::test_gradients"],
+        "fit": [_MULTIPROC + "dataparallel/test_tensorflow_keras.py"],
+        "hvd": [_MULTIPROC + "horovod/test_keras.py::test_everything"],
         "smp": [
-            _MULTIPROC + "test_tensorflow_modelparallel.py::test_models_learn_as_in_one_process",
-            _MULTIPROC + "test_tensorflow_modelparallel_fit.py::test_models_learn_as_in_one_process",
+            _MULTIPROC + "modelparallel_tensorflow/test_training.py::test_models_learn_as_in_one_process",
+            _MULTIPROC + "modelparallel_tensorflow/test_fit.py::test_models_learn_as_in_one_process",
         ],
     },
 }

@@ -3,7 +3,7 @@
     python tests/parity/horovod_operations.py [--processes 2 3 4] [--frameworks torch tensorflow graph] [--every 1]
 
 A job runs all cases of one framework and one number of processes, and the script prints a table: how many values were equal, and how
-many calls ended with the error that Horovod documents. It fails if a single case differs. `tests/multiproc/test_horovod_operations.py`
+many calls ended with the error that Horovod documents. It fails if a single case differs. `tests/multiproc/horovod/test_operations.py`
 runs a sample.
 
 Equal means, with `u` for the unit roundoff of the type (2^-8 bfloat16, 2^-11 float16, 2^-24 float32, 2^-53 float64), `a` for that of

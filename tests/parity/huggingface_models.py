@@ -9,7 +9,7 @@ Many processes can share the rows; each appends its own to a file of JSON lines,
 
 Each row is an architecture as small as its configuration allows, with its defaults: two steps of four microbatches with each schedule,
 in float64 and, where a model has no float64, in float32. Losses, logits, gradients and parameters differ by at most 1e-10
-(float64) or 1e-5 (float32) of the largest number of their tensor. `tests/multiproc/test_modelparallel_huggingface.py` runs a part.
+(float64) or 1e-5 (float32) of the largest number of their tensor. `tests/multiproc/modelparallel_torch/test_huggingface.py` runs a part.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Losses, logits, gradients and parameters are compared with one process.
   because PyTorch's grouped product lacks float64.
 
 `python tests/parity/huggingface_models.py` writes this page. A test compares models of timm and
-adapters of PEFT: `tests/multiproc/test_modelparallel_libraries.py`.
+adapters of PEFT: `tests/multiproc/modelparallel_torch/test_libraries.py`.
 
 """
 

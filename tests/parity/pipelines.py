@@ -4,7 +4,7 @@
 
 A launch of ranks runs all rows of one type and one number of partitions. Loss, outputs, every gradient and, after five
 steps, every parameter and buffer differ by at most 1e-12 (float64) or 1e-5 (float32) of the largest number of their tensor, or
-the script fails. `tests/multiproc/test_modelparallel_models.py` runs a part.
+the script fails. `tests/multiproc/modelparallel_torch/test_models.py` runs a part.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Every program ends as one of:
 - DIFFERENT, hang, crash (an error that is none of this library's): defects. The script prints the smallest program that it finds with
   the same end, and fails.
 
-``tests/multiproc/test_modelparallel_bodies.py`` runs a part.
+``tests/multiproc/modelparallel_torch/test_bodies.py`` runs a part.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def test_each_host_has_its_local_ranks(two, n, options, local):
 def suite(names):
     """The contract of the collectives as tests of one host have it: equal bit by bit to the fold in rank order."""
     import smdistributed.dataparallel.torch.distributed as dist
-    from multiproc import test_torch_collectives as one_host
+    from multiproc.dataparallel import test_torch_collectives as one_host
 
     for name in names:
         getattr(one_host, name)()

@@ -1,7 +1,7 @@
 """Calls in the forms that suites for the original use: arguments by place, types of errors, what is returned, attributes that are read.
 
 Each function is a case of its own; a job runs all of them, and then says which failed. The long form:
-``python tests/multiproc/test_horovod_forms.py`` runs them on 2, 3 and 4 ranks.
+``python tests/multiproc/horovod/test_forms.py`` runs them on 2, 3 and 4 ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from support import Forked, run_ranks
 

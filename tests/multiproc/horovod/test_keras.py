@@ -1,7 +1,7 @@
 """`import horovod.keras` and `horovod.tensorflow.keras` on real ranks, with Keras 3 and with tf_keras: optimizers, callbacks,
 saved models, values.
 
-The long form: ``python tests/multiproc/test_horovod_keras.py`` runs it on 2, 3 and 4 ranks.
+The long form: ``python tests/multiproc/horovod/test_keras.py`` runs it on 2, 3 and 4 ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from support import Forked, run_ranks
 

@@ -11,7 +11,7 @@ import pytest
 for _module in ("torch", "expecttest", "hypothesis"):
     pytest.importorskip(_module, reason=f"PyTorch's suite needs {_module}, which is not installed")
 
-COMPARE = Path(__file__).parents[1] / "torch_suite" / "compare.py"
+COMPARE = Path(__file__).parents[2] / "torch_suite" / "compare.py"
 # One or two of each kind.
 NAMES = [
     "test_DistributedDataParallelCPU_grad_is_view",

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.timeout(200),
 ]
 
-GOLDENS = Path(__file__).parents[1] / "goldens"
+GOLDENS = Path(__file__).parents[2] / "goldens"
 EPOCHS = 5
 MICROBATCHES = 4
 
@@ -200,7 +200,7 @@ def check(name, size, launcher, keras, folder):
 
 def document():
     """The guide itself, where it lies beside the checkout."""
-    return sorted((Path(__file__).parents[3] / "shared" / "seeds").glob("000_*.txt"))
+    return sorted((Path(__file__).parents[4] / "shared" / "seeds").glob("000_*.txt"))
 
 
 @pytest.mark.skipif(not document(), reason="the guide is not here")

@@ -1,6 +1,6 @@
 """Collectives by name on real ranks of TensorFlow: any order, any thread, and every way to disagree.
 
-The long form: ``python tests/multiproc/test_negotiation.py 100`` disagrees so often in every way, on 2 and on 4 ranks, or on as many as
+The long form: ``python tests/multiproc/core/test_negotiation.py 100`` disagrees so often in every way, on 2 and on 4 ranks, or on as many as
 follow (``100 2``), and tells how long each took.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from support import Forked, run_ranks, start_ranks
 from support.rank_main import announce

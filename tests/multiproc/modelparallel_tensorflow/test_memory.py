@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
     pytest.mark.timeout(300),
 ]
-_BENCHES = Path(__file__).parents[2] / "benches" / "modelparallel"
+_BENCHES = Path(__file__).parents[3] / "benches" / "modelparallel"
 #: Of the model whose memory is measured; each layer has 1 MiB.
 _LAYERS, _WIDTH = 32, 512
 

@@ -1,6 +1,6 @@
 """The scripts of examples/horovod, under launchers that people use.
 
-The long form: ``python tests/multiproc/test_horovod_examples.py`` runs each under each; with names, only these.
+The long form: ``python tests/multiproc/horovod/test_examples.py`` runs each under each; with names, only these.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCRIPTS = {"torch_digits.py": "torch", "tensorflow_digits.py": "tensorflow", "keras_digits.py": "keras"}
 ELASTIC = {"elastic_torch.py": "torch", "elastic_keras.py": "keras"}
 HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch", "-np", "2"]

@@ -8,7 +8,7 @@ import pytest
 
 from support import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def _examples_body(root):

@@ -1,6 +1,6 @@
 """Random programs over `horovod.torch`: what is called follows from a seed, in another order on each rank.
 
-The long form: ``python tests/multiproc/test_horovod_programs.py 10000`` runs so many, on 2 to 4 ranks.
+The long form: ``python tests/multiproc/horovod/test_programs.py 10000`` runs so many, on 2 to 4 ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from support import Forked, run_ranks
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "python/smdistributed/modelparallel"
+PACKAGE = Path(__file__).parents[3] / "python/smdistributed/modelparallel"
 MOST_MODULES = 25
 FRAMEWORKS = ["torch", "tensorflow"]
 #: What published scripts import; each line runs in one process.

@@ -7,7 +7,7 @@ import functools
 import re
 from pathlib import Path
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 
 
 @functools.cache
@@ -27,7 +27,7 @@ def test_what_the_rows_name_exists():
 def test_every_part_of_a_job_has_a_row():
     page = (TESTS.parent / "docs" / "contributing" / "horovod-conformance.md").read_text()
     for path in ("torch", "tensorflow", "keras"):
-        text = (TESTS / "multiproc" / f"test_horovod_{path}.py").read_text()
+        text = (TESTS / "multiproc" / "horovod" / f"test_{path}.py").read_text()
         parts = re.search(r"^PARTS = \((.*?)\)", text, re.DOTALL | re.MULTILINE)[1]
         for part in re.findall(r"\w+", parts):
-            assert f"test_horovod_{path}.py::{part}`" in page, part
+            assert f"multiproc/horovod/test_{path}.py::{part}`" in page, part

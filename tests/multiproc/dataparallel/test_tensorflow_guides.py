@@ -24,7 +24,7 @@ pytestmark = [
 _ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
 _ENV["CUDA_VISIBLE_DEVICES"] = ""
 
-GOLDENS = Path(__file__).parents[1] / "goldens"
+GOLDENS = Path(__file__).parents[2] / "goldens"
 SCRIPTS = ("developer_guide_tensorflow.py.txt", "sdk_guide_tensorflow.py.txt")
 GLOBAL_BATCH = 64
 STEPS = 15
@@ -148,7 +148,7 @@ def test_the_guides_scripts(keras, size, tmp_path):
 
 def documents():
     """The guides themselves, where they lie beside the checkout."""
-    return sorted((Path(__file__).parents[3] / "shared" / "seeds").glob("00[12]_*.txt"))
+    return sorted((Path(__file__).parents[4] / "shared" / "seeds").glob("00[12]_*.txt"))
 
 
 @pytest.mark.skipif(not documents(), reason="the guides are not here")

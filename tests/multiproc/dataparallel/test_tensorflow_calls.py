@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.timeout(200),
 ]
 _ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-DIGITS = Path(__file__).parents[2] / "examples" / "tensorflow_digits.py"
+DIGITS = Path(__file__).parents[3] / "examples" / "tensorflow_digits.py"
 
 
 def calls():

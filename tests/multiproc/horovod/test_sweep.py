@@ -1,6 +1,6 @@
 """Every collective of Horovod's with every type, number of dimensions, operation and form, beside numpy.
 
-The suite runs a sample on 2 ranks. The long form, ``python tests/multiproc/test_horovod_sweep.py``, runs every case on 2, 3 and 4 ranks
+The suite runs a sample on 2 ranks. The long form, ``python tests/multiproc/horovod/test_sweep.py``, runs every case on 2, 3 and 4 ranks
 (or on as many as its arguments say): for PyTorch, and for TensorFlow eagerly and in a ``tf.function``.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from support import Forked, run_ranks
 
