@@ -39,15 +39,18 @@ fn main() {
     println!("cargo:rerun-if-changed=src/bridge.rs");
 }
 
-/// Adds the C++ files of `folder`, sorted, so that the list depends on nothing but its content.
+/// Adds the C++ files of `folder` and of the folders in it, sorted, so that the list depends on nothing but its content.
 fn add_folder(sources: &mut Vec<(String, PathBuf)>, folder: &Path, name: &str) {
     println!("cargo:rerun-if-changed={}", folder.display());
     let entries = fs::read_dir(folder).unwrap_or_else(|error| panic!("`{}`: {error}", folder.display()));
-    let mut files: Vec<PathBuf> = entries.map(|entry| entry.expect("the folder can be listed").path()).collect();
-    files.retain(|path| path.extension().is_some_and(|extension| extension == "cc" || extension == "h"));
-    files.sort();
-    for path in files {
-        let file = path.file_name().expect("a file has a name").to_string_lossy().into_owned();
-        sources.push((format!("{name}/{file}"), path));
+    let mut paths: Vec<PathBuf> = entries.map(|entry| entry.expect("the folder can be listed").path()).collect();
+    paths.sort();
+    for path in paths {
+        let entry = format!("{name}/{}", path.file_name().expect("an entry has a name").to_string_lossy());
+        if path.is_dir() {
+            add_folder(sources, &path, &entry);
+        } else if path.extension().is_some_and(|extension| extension == "cc" || extension == "h") {
+            sources.push((entry, path));
+        }
     }
 }

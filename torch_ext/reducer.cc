@@ -13,8 +13,8 @@
 #include <utility>
 
 #include "adapter.h"
+#include "ddp/pending_reducer.h"
 #include "operations.h"
-#include "pending_reducer.h"
 #include "status.h"
 
 namespace smd::torch_ext {

@@ -16,13 +16,13 @@
 #include <utility>
 #include <vector>
 
-#include "ballot.h"
-#include "comm_hook.h"
 #include "compat.h"
-#include "device_buckets.h"
+#include "ddp/ballot.h"
+#include "ddp/comm_hook.h"
+#include "ddp/device_buckets.h"
+#include "ddp/step_times.h"
 #include "placing_allocator.h"
 #include "smd/src/bridge.rs.h"
-#include "step_times.h"
 
 namespace smd::torch_ext {
 

@@ -362,7 +362,7 @@ def _compile(framework: Framework, compiler: list[str], scratch: Path) -> Path:
         file.write_text(text)
     # The framework's headers are most of the work: read them once for all files of the shim. Schemas come first,
     # since static initialisers run in this order and kernels refer to what schemas declare.
-    files = sorted((scratch / framework.folder).glob("*.cc"), key=lambda file: (file.stem != "ops", file.stem))
+    files = sorted((scratch / framework.folder).rglob("*.cc"), key=lambda file: (file.stem != "ops", file))
     sources = [file.relative_to(scratch) for file in files]
     (scratch / "shim.cc").write_text("".join(f'#include "{file}"\n' for file in sources))
     units = ["shim.cc", *sorted(str(file.relative_to(scratch)) for file in (scratch / "bridge").glob("*.cc"))]
@@ -403,7 +403,9 @@ def _compile_units(
     framework: Framework, compiler: list[str], scratch: Path, units: list[str], standard: str
 ) -> ShimError | None:
     """Compiles unit i to ``i.o``, all at once; returns what failed."""
-    flags = [f"-std={standard}", "-O2", "-fPIC", "-fvisibility=hidden", "-I.", "-Iinclude", *framework.compile_flags]
+    # Shims include their headers by the path within their own folder.
+    includes = ["-I.", "-Iinclude", f"-I{framework.folder}"]
+    flags = [f"-std={standard}", "-O2", "-fPIC", "-fvisibility=hidden", *includes, *framework.compile_flags]
     compilations = [
         subprocess.Popen(
             [*compiler, *flags, "-c", unit, "-o", f"{index}.o"],

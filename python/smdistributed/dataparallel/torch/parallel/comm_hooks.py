@@ -1,7 +1,7 @@
 """Communication hooks: the user's functions that reduce a bucket, as torch's DistributedDataParallel takes them.
 
 Hooks that only say in which type gradients travel need no Python: the core does what they ask for in its own pass over
-the bucket (``rust-core/src/reducer``). Any other is called from autograd's thread (``torch_ext/comm_hook.cc``), through
+the bucket (``rust-core/src/reducer``). Any other is called from autograd's thread (``torch_ext/ddp/comm_hook.cc``), through
 """
 
 from __future__ import annotations

@@ -535,7 +535,7 @@ class Executor:
 def _run_backward(
     roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor], weights: Any, later: bool
 ) -> None:
-    """Runs autograd; the gradients of ``weights`` (`torch_ext/weights.h`) are computed beside it, or ``later``."""
+    """Runs autograd; the gradients of ``weights`` (`torch_ext/weight_gradients/weights.h`) are computed beside it, or ``later``."""
     torch.autograd.backward(roots, gradients, inputs=weights.begin(later) if weights.size() else None)
     if later:
         weights.end()

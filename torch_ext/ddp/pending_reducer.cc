@@ -1,4 +1,4 @@
-#include "pending_reducer.h"
+#include "ddp/pending_reducer.h"
 
 #include "status.h"
 

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "device_work.h"
-#include "group_work.h"
+#include "c10d/device_work.h"
+#include "c10d/group_work.h"
 #include "operations.h"
 
 namespace smd::torch_ext {

@@ -9,8 +9,8 @@
 #include <memory>
 #include <utility>
 
+#include "ddp/sparse.h"
 #include "reducer.h"
-#include "sparse.h"
 #include "status.h"
 
 namespace smd::torch_ext {

@@ -1,4 +1,4 @@
-#include "device_work.h"
+#include "c10d/device_work.h"
 
 #include <ATen/core/ivalue.h>
 

@@ -1,4 +1,4 @@
-#include "ballot.h"
+#include "ddp/ballot.h"
 
 #include <torch/library.h>
 

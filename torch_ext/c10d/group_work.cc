@@ -1,4 +1,4 @@
-#include "group_work.h"
+#include "c10d/group_work.h"
 
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>

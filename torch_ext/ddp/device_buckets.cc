@@ -1,4 +1,4 @@
-#include "device_buckets.h"
+#include "ddp/device_buckets.h"
 
 #include <ATen/Functions.h>
 #include <ATen/ops/from_blob.h>

@@ -16,7 +16,7 @@
 #include "absl/synchronization/mutex.h"
 #include "adapter.h"
 #include "completion.h"
-#include "held.h"
+#include "pipeline/held.h"
 #include "status.h"
 #include "tensorflow/core/framework/op_kernel.h"
 

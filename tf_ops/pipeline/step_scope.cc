@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "held.h"
+#include "pipeline/held.h"
 #include "smd/src/bridge.rs.h"
 #include "status.h"
 #include "tensorflow/core/framework/cancellation.h"

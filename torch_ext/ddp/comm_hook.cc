@@ -1,4 +1,4 @@
-#include "comm_hook.h"
+#include "ddp/comm_hook.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>

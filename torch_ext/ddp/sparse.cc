@@ -1,4 +1,4 @@
-#include "sparse.h"
+#include "ddp/sparse.h"
 
 #include <ATen/Functions.h>
 #include <c10/util/irange.h>

@@ -1,4 +1,4 @@
-#include "weights.h"
+#include "weight_gradients/weights.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
@@ -20,8 +20,8 @@
 #include <unordered_set>
 #include <utility>
 
-#include "accumulation.h"
 #include "compat.h"
+#include "weight_gradients/accumulation.h"
 
 namespace smd::torch_ext {
 

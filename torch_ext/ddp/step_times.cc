@@ -1,4 +1,4 @@
-#include "step_times.h"
+#include "ddp/step_times.h"
 
 #include <algorithm>
 #include <chrono>

@@ -1,4 +1,4 @@
-#include "backend.h"
+#include "c10d/backend.h"
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>

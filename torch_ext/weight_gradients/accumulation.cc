@@ -10,7 +10,7 @@
 //   in PyTorch.
 // - ACC-2: a parameter with hooks on its gradient accumulates as in PyTorch, because a hook must see each gradient.
 
-#include "accumulation.h"
+#include "weight_gradients/accumulation.h"
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function_hook.h>
