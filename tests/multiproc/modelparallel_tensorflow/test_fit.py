@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from pathlib import Path
 
@@ -151,13 +152,21 @@ def _refused():
     return found
 
 
+def _adds_epsilon():
+    """Before 3.13, Keras adds 1e-7 to the number of unmasked elements that a loss is divided by."""
+    version = importlib.metadata.version("keras").split(".")
+    return tuple(map(int, version[:2])) < (3, 13)
+
+
 @pytest.mark.parametrize("keras", ["keras", "tf_keras"])
 def test_models_learn_as_in_one_process(keras, tmp_path):
     older = keras == "tf_keras"
     env, launcher = ({**ENV, "TF_USE_LEGACY_KERAS": "1"}, "smdrun") if older else (ENV, Forked("tensorflow"))
     names = ("regression", "classes", "words", "several")
     for differences in run_ranks(_everything, 2, str(tmp_path), names, launcher=launcher, env=env, timeout=280):
+        words = differences.pop(names.index("words"))
         assert max(differences) < 1e-12, differences
+        assert words < (1e-12 if older or not _adds_epsilon() else 1e-7)
 
 
 def test_what_is_wrong_is_an_error_on_every_rank():
@@ -189,4 +198,4 @@ def _replicas():
 
 def test_replicas_learn_as_one_process():
     for differences in run_ranks(_replicas, 4, launcher=Forked("tensorflow"), env=ENV, timeout=280):
-        assert max(differences) < 1e-9, differences
+        assert max(differences) < (1e-7 if _adds_epsilon() else 1e-9), differences

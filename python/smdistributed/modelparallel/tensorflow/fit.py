@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -66,7 +66,7 @@ class KerasLoops:
             SMPMismatchError: Ranks of the pipeline call another method, or have another number of batches.
             SMPUnsupportedError: The batch loss cannot be computed from the microbatch losses.
         """
-        with input_broadcast.batch_loop("fit"):
+        with self._smp_loop("fit"):
             return super().fit(*args, **kwargs)  # type: ignore[misc]
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +79,7 @@ class KerasLoops:
         Returns:
             What Keras returns.
         """
-        with input_broadcast.batch_loop("evaluate"):
+        with self._smp_loop("evaluate"):
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,7 @@ class KerasLoops:
         Returns:
             What Keras returns.
         """
-        with input_broadcast.batch_loop("predict"):
+        with self._smp_loop("predict"):
             return super().predict(*args, **kwargs)  # type: ignore[misc]
 
     def reset_metrics(self) -> None:
@@ -140,6 +140,14 @@ class KerasLoops:
             kwargs["jit_compile"] = False
         super().compile(*args, **kwargs)  # type: ignore[misc]
         self.__dict__.pop("_smp_made_steps", None)
+
+    @contextlib.contextmanager
+    def _smp_loop(self, activity: str) -> Iterator[None]:
+        try:
+            with input_broadcast.batch_loop(activity):
+                yield
+        finally:
+            self.__dict__["_smp_batches"] = 0
 
     @property
     def _smp_steps(self) -> _Steps:
@@ -228,32 +236,33 @@ class _Steps:
 
     def _train(self, x: Any, y: Any, sample_weight: Any, rows: int | None) -> dict[str, Any]:
         model = self._model
-        outputs = model(x, training=True)
-        loss, found = self._losses(x, y, outputs, sample_weight, rows, True)
+        with losses.of_microbatch(_share(x, rows)) as loss_terms:
+            outputs = model(x, training=True)
+            loss, found = self._losses(x, y, outputs, sample_weight, loss_terms, True)
         variables = model.trainable_variables
         gradients = model.optimizer.get_gradients(loss, variables) if variables else None
         return {"gradients": gradients, **found, **_with_masks(outputs)}
 
     def _test(self, x: Any, y: Any, sample_weight: Any, rows: int | None) -> dict[str, Any]:
-        outputs = self._model(x, training=False)
-        _, found = self._losses(x, y, outputs, sample_weight, rows, False)
+        with losses.of_microbatch(_share(x, rows)) as loss_terms:
+            outputs = self._model(x, training=False)
+            _, found = self._losses(x, y, outputs, sample_weight, loss_terms, False)
         return {"gradients": None, **found, **_with_masks(outputs)}
 
     def _predict(self, x: Any) -> dict[str, Any]:
         return _with_masks(self._model(x, training=False))
 
     def _losses(
-        self, x: Any, y: Any, outputs: Any, sample_weight: Any, rows: int | None, training: bool
+        self, x: Any, y: Any, outputs: Any, sample_weight: Any, loss_terms: losses.LossTerms, training: bool
     ) -> tuple[tf.Tensor | None, dict[str, Any]]:
         """A microbatch's part of the batch's loss and of each loss metric, and what these are divided by."""
         model = self._model
-        with losses.of_microbatch(_share(x, rows)) as loss_terms:
-            if _IS_OLDER:
-                loss, metric_updates = _loss_of_older(model, x, y, outputs, sample_weight)
-                if training:
-                    model._validate_target_and_loss(y, loss)
-            else:
-                loss, metric_updates = _loss(model, x, y, outputs, sample_weight, training)
+        if _IS_OLDER:
+            loss, metric_updates = _loss_of_older(model, x, y, outputs, sample_weight)
+            if training:
+                model._validate_target_and_loss(y, loss)
+        else:
+            loss, metric_updates = _loss(model, x, y, outputs, sample_weight, training)
         weight, count = (1.0, None) if loss is None else loss_terms.weight(loss, model)
         self._trackers[training] = [(metric, weighs) for metric, _, weighs in metric_updates]
         tracked = [value * tf.cast(weight, value.dtype) for _, value, _ in metric_updates]

@@ -3,11 +3,14 @@
 - LOSS-1: a Keras loss is a mean over rows, so a microbatch's loss is weighted by its share of the batch's rows. The
   same holds for losses of unknown reduction: those of layers (``add_loss``, regularizers), and functions that return
   one number.
-- LOSS-2: a loss with ``reduction="sum"`` has weight one.
+- LOSS-2: a loss with ``reduction="sum"`` has weight one. So has an activity regularizer, a sum over rows, in those
+  versions of Keras that do not divide it by the rows.
 - LOSS-3: a mean over unmasked elements or by weights (``"mean_with_sample_weight"``) is weighted by the share of rows
   and the unmasked part of its elements. The unmasked part of the batch is known after all microbatches, so everything
   is divided by it then. This is exact if there is no other loss, except those that are equal for all rows, such as
   regularizers of weights. No factor is a number of elements, because gradients of narrow types would overflow.
+  Before 3.13, Keras adds ``epsilon()`` to the number of unmasked elements that it divides by: so do microbatches, and
+  the difference is that of 1e-7 elements.
 """
 
 from __future__ import annotations
@@ -46,9 +49,13 @@ class LossTerms:
             return value
         if reduction == "sum":
             self._left.append(None)
-            return value / tf.cast(self._share, value.dtype)
+            return self.of_sum(value)
         self._left.append(left)
         return value
+
+    def of_sum(self, value: tf.Tensor) -> tf.Tensor:
+        """A sum over rows, to which :meth:`weight` then gives the weight one (LOSS-2)."""
+        return value / tf.cast(self._share, value.dtype)
 
     def weight(self, loss: tf.Tensor, model: Any) -> tuple[tf.Tensor, tf.Tensor | None]:
         """The factor of the microbatch's losses, and its part of the divisor of their sums over the batch, if there is
@@ -100,11 +107,49 @@ def of_microbatch(share: tf.Tensor) -> Iterator[LossTerms]:
     """A context for Keras' computation of a microbatch's loss."""
     global _current
     _install()
+    # Asked here, where no layer is being called.
+    _sums_activities()
     before, _current = _current, LossTerms(share)
     try:
         yield _current
     finally:
         _current = before
+
+
+@contextlib.contextmanager
+def of_activities(layer: Any) -> Iterator[None]:
+    """A context for the call of a layer in the computation of a microbatch's loss, for its activity regularizer."""
+    regularizer = vars(layer).get("activity_regularizer")
+    terms = _current
+    if terms is None or regularizer is None or not _sums_activities():
+        yield
+        return
+
+    @functools.wraps(regularizer)
+    def of_microbatch(output: Any) -> Any:
+        return terms.of_sum(tf.convert_to_tensor(regularizer(output)))
+
+    # Bypasses the layer's tracking of attributes.
+    vars(layer)["activity_regularizer"] = of_microbatch
+    try:
+        yield
+    finally:
+        vars(layer)["activity_regularizer"] = regularizer
+
+
+@functools.cache
+def _sums_activities() -> bool:
+    """Whether ``tf.keras`` adds what an activity regularizer returns as it is, without a division by the rows."""
+    with tf.init_scope():
+        # Without a name, later layers of the script would be numbered otherwise than in one process.
+        layer = tf.keras.layers.Activation("linear", activity_regularizer=_sum, name="ones")
+        layer(tf.ones([2, 1]))
+        return float(layer.losses[0]) == 2.0
+
+
+def _sum(output: tf.Tensor) -> tf.Tensor:
+    # Keras asks for the arguments of a regularizer, which those of TensorFlow do not tell.
+    return tf.reduce_sum(output)
 
 
 def _install() -> None:

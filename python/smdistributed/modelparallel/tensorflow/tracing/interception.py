@@ -6,6 +6,7 @@ import functools
 import sys
 from typing import Any
 
+from smdistributed.modelparallel.tensorflow import losses
 from smdistributed.modelparallel.tensorflow.state import state
 
 
@@ -28,7 +29,7 @@ def _adapt(package: str) -> None:
         trace = state.trace
         if trace is None or not trace.is_current():
             return plain(self, *args, **kwargs)
-        with trace.in_layer(self, isinstance(self, model)):
+        with trace.in_layer(self, isinstance(self, model)), losses.of_activities(self):
             return plain(self, *args, **kwargs)
 
     base.__call__ = noticed
