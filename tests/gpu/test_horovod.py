@@ -237,7 +237,7 @@ def everything():
         part()
 
 
-def test_everything():
+def test_operations_streams_errors_and_optimizers():
     run_ranks(everything, NUM_RANKS, timeout=220)
 
 

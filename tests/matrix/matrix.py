@@ -50,7 +50,7 @@ SUITES = {
             _MULTIPROC
             + "modelparallel_torch/test_huggingface.py::test_hidden_states_attentions_and_gradient_checkpointing",
         ],
-        "hvd": [_MULTIPROC + "horovod/test_torch.py::test_everything[2]"],
+        "hvd": [_MULTIPROC + "horovod/test_torch.py::test_collectives[2]"],
     },
     "tensorflow": {
         "collectives": [
@@ -59,7 +59,7 @@ SUITES = {
         ],
         "tape": [_MULTIPROC + "dataparallel/test_tensorflow_tape.py::test_gradients"],
         "fit": [_MULTIPROC + "dataparallel/test_tensorflow_keras.py"],
-        "hvd": [_MULTIPROC + "horovod/test_keras.py::test_everything"],
+        "hvd": [_MULTIPROC + "horovod/test_keras.py::test_training"],
         "smp": [
             _MULTIPROC + "modelparallel_tensorflow/test_training.py::test_models_learn_as_in_one_process",
             _MULTIPROC + "modelparallel_tensorflow/test_fit.py::test_models_learn_as_in_one_process",

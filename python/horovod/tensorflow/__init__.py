@@ -16,6 +16,7 @@ from horovod.tensorflow import mpi_ops as mpi_ops
 
 # isort: split
 from horovod.tensorflow import elastic as elastic
+from horovod.tensorflow import operation_gradients as operation_gradients
 from horovod.tensorflow import util as util
 from horovod.tensorflow.collectives import allreduce as allreduce
 from horovod.tensorflow.collectives import grouped_allreduce as grouped_allreduce

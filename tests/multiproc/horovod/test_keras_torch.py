@@ -232,7 +232,7 @@ def everything():
 
 
 @pytest.mark.timeout(120)
-def test_everything():
+def test_training():
     run_ranks(everything, 2, launcher=Forked("torch"), env=ENV, timeout=100)
 
 

@@ -1,7 +1,8 @@
 """Communication hooks: the user's functions that reduce a bucket, as torch's DistributedDataParallel takes them.
 
-Hooks that only say in which type gradients travel need no Python: the core does what they ask for in its own pass over
-the bucket (``rust-core/src/reducer``). Any other is called from autograd's thread (``torch_ext/ddp/comm_hook.cc``), through
+A hook that only compresses to another dtype runs no Python: the core casts while it reduces the bucket
+(``rust-core/src/reducer``). Autograd's thread calls every other hook (``torch_ext/ddp/comm_hook.cc``) with a
+``GradBucket`` and waits for the future that it returns.
 """
 
 from __future__ import annotations
