@@ -360,6 +360,58 @@ class ParallelTopology:
     def groups(self, kind: str) -> list[list[int]]:
         """All groups of a kind, by their first ranks."""
 
+class LossScale:
+    """The factor of losses in 16-bit training, which follows from the steps whose gradients overflowed."""
+
+    def __init__(
+        self,
+        scale: float,
+        dynamic: bool = False,
+        scale_factor: float = 2.0,
+        scale_window: int = 1000,
+        min_scale: float = 1.0,
+        delayed_shift: int = 1,
+        consecutive_hysteresis: bool = False,
+    ) -> None:
+        """Starts at a scale.
+
+        Args:
+            scale: The first scale.
+            dynamic: Whether it changes; the other arguments say how.
+            scale_factor: Factor of growth, and divisor after an overflow.
+            scale_window: Steps without an overflow before it grows.
+            min_scale: The smallest scale.
+            delayed_shift: Overflows until it shrinks.
+            consecutive_hysteresis: Whether a step without an overflow renews that tolerance, not only a growth.
+
+        Raises:
+            InvalidArgumentError: A value makes no sense.
+        """
+
+    @property
+    def scale(self) -> float:
+        """The factor of the next loss."""
+
+    def update(self, overflow: bool) -> None:
+        """Ends a step; ``overflow`` says whether any rank found a gradient that is not finite."""
+
+    def state(self) -> tuple[float, int, int]:
+        """What a checkpoint keeps: the scale, steps since the last change, and overflows until the next one."""
+
+    def restore(self, scale: float, clean_steps: int, tolerance: int) -> None:
+        """Continues from a checkpoint."""
+
+def shard_parameters(
+    sizes: Sequence[int], ranks: int, alignment: int
+) -> tuple[int, list[list[tuple[int, int, int, int]]]]:
+    """Divides parameters of these sizes, behind each other, evenly: the elements of a shard, and the pieces of each rank."""
+
+def shard_elems(size: int, ranks: int) -> int:
+    """Elements of each rank's shard of a parameter of this size, padding included."""
+
+def sharding_groups(members: Sequence[int], degree: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Divides a data-parallel group: ranks that hold one model together, and ranks that hold the same shard."""
+
 class PipelineLayout:
     """The stages of a microbatch: tasks that one rank does without waiting for another."""
 

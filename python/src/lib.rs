@@ -14,11 +14,13 @@ mod enter;
 mod error;
 mod gradients;
 mod launch;
+mod loss_scale;
 mod operations;
 mod partition;
 mod pipeline;
 mod process_sets;
 mod session;
+mod sharding;
 mod shims;
 mod topology;
 
@@ -46,6 +48,10 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<operations::StepPlacement>()?;
     module.add_class::<pipeline::PipelineLayout>()?;
     module.add_class::<topology::ParallelTopology>()?;
+    module.add_class::<loss_scale::LossScale>()?;
+    module.add_function(wrap_pyfunction!(sharding::shard_parameters, module)?)?;
+    module.add_function(wrap_pyfunction!(sharding::shard_elems, module)?)?;
+    module.add_function(wrap_pyfunction!(sharding::sharding_groups, module)?)?;
     module.add_function(wrap_pyfunction!(launch::is_this_host, module)?)?;
     module.add_function(wrap_pyfunction!(launch::parameter_defaults, module)?)?;
     module.add_function(wrap_pyfunction!(launch::check_parameters, module)?)?;

@@ -14,6 +14,8 @@
 //! | [`reducer`] | planned gradient reduction |
 //! | [`pipeline`] | who does what in which order when a model is spread over ranks |
 //! | [`partition`] | which module of a model lies on which of these ranks |
+//! | [`sharding`] | which rank holds which part of sharded parameters and optimizer states |
+//! | [`loss_scale`] | the factor of losses of 16-bit training |
 //! | [`checkpoint`] | what is on the disk, complete whenever somebody is killed |
 //! | [`launch`] | `smdrun` |
 
@@ -27,11 +29,13 @@ pub mod device;
 pub mod error;
 pub mod launch;
 pub(crate) mod log;
+pub mod loss_scale;
 pub mod negotiation;
 pub mod partition;
 pub mod pipeline;
 pub mod reducer;
 pub mod session;
+pub mod sharding;
 pub mod smp_config;
 mod streaming_copy;
 mod sync;

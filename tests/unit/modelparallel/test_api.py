@@ -289,7 +289,7 @@ def test_what_belongs_to_master_weights_is_refused(monkeypatch):
     plain = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     with pytest.raises(TypeError, match="no argument `loss_scale`"):
         smp.DistributedOptimizer(plain, loss_scale=4.0)
-    with pytest.raises(NotImplementedError, match=r"`smp\.clip_grad_norm_` clips"):
+    with pytest.raises(smp.exceptions.SMPUsageError, match=r"`smp\.clip_grad_norm_` clips"):
         smp.DistributedOptimizer(plain).clip_master_grads(1.0)
 
 

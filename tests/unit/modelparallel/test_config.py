@@ -74,9 +74,7 @@ def test_bad_values_are_named(given, text):
     [
         {"tensor_parallel_degree": 2},
         {"sharded_data_parallel_degree": 4},
-        {"fp16": True},
         {"shard_optimizer_state": True},
-        {"bf16": True},
         {"horovod": True},
     ],
 )
@@ -95,6 +93,10 @@ def test_what_one_framework_has_is_refused_for_the_other():
         config.read(bound, "tensorflow")
     assert config.read({"horovod": True}, "tensorflow").horovod
     assert config.read({"offload_activations": True}).activation_loading_horizon == 4
+    assert config.read({"fp16": True}).fp16
+    assert config.read({"bf16": True}).bf16
+    with pytest.raises(SMPUnsupportedError, match="`fp16` is True, and this version has False only"):
+        config.read({"fp16": True}, "tensorflow")
     with pytest.raises(SMPUnsupportedError, match="`offload_activations` is True, and this version has False only"):
         config.read({"offload_activations": True}, "tensorflow")
 

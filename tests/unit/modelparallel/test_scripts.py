@@ -50,10 +50,10 @@ def test_the_launchers_value_wins_before_limits_are_checked(monkeypatch):
     monkeypatch.setenv("SM_HP_MP_PARAMETERS", '{"tensor_parallel_degree": 1, "fp16": false}')
     cfg = config.read({"tensor_parallel_degree": 4, "fp16": True})
     assert (cfg.tensor_parallel_degree, cfg.fp16) == (1, False)
-    with pytest.raises(NotImplementedError, match=r"smp\.init: `bf16` is True"):
-        config.read({"bf16": True})
-    monkeypatch.setenv("SM_HP_MP_PARAMETERS", '{"shard_optimizer_state": true}')
-    with pytest.raises(NotImplementedError, match="SM_HP_MP_PARAMETERS: `shard_optimizer_state` is True"):
+    with pytest.raises(NotImplementedError, match=r"smp\.init: `horovod` is True"):
+        config.read({"horovod": True})
+    monkeypatch.setenv("SM_HP_MP_PARAMETERS", '{"horovod": true}')
+    with pytest.raises(NotImplementedError, match="SM_HP_MP_PARAMETERS: `horovod` is True"):
         config.read({"shard_optimizer_state": False})
 
 

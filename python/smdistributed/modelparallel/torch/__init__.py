@@ -32,6 +32,7 @@ from smdistributed.modelparallel.torch import amp as amp  # noqa: E402
 from smdistributed.modelparallel.torch import core as core  # noqa: E402
 from smdistributed.modelparallel.torch import exceptions as exceptions  # noqa: E402
 from smdistributed.modelparallel.torch import model as model  # noqa: E402
+from smdistributed.modelparallel.torch import optimizers as optimizers  # noqa: E402
 from smdistributed.modelparallel.torch import patches as patches  # noqa: E402
 from smdistributed.modelparallel.torch.activation_checkpointing import set_activation_checkpointing  # noqa: E402
 from smdistributed.modelparallel.torch.checkpoint.manager import CheckpointManager  # noqa: E402
@@ -147,6 +148,7 @@ __all__ = [
     "mp_barrier",
     "mp_rank",
     "mp_size",
+    "optimizers",
     "partition",
     "patches",
     "pp_barrier",

@@ -27,6 +27,7 @@ from smdistributed.modelparallel.torch.device import current_device
 from smdistributed.modelparallel.torch.join import Join
 from smdistributed.modelparallel.torch.partitioning import materialize
 from smdistributed.modelparallel.torch.partitioning.placement import Placement, manual_assignment
+from smdistributed.modelparallel.torch.precision import half_model
 from smdistributed.modelparallel.torch.runtime import offloading
 from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
 from smdistributed.modelparallel.torch.runtime.replicas import Replicas
@@ -111,6 +112,11 @@ class DistributedModel(nn.Module):
             )
         del trace_memory_usage, gradient_as_bucket_view, find_unused_parameters
         self.module = module
+        self._half = half_model.model_dtype(cfg)
+        if self._half is not None:
+            half_model.cast_module(module, self._half)
+        elif cfg.fp16_params:
+            half_model.warn_of_half_parameters()
         state.end_delay()
         add_documented_aliases(module)
         self._trace_execution_times = trace_execution_times
@@ -242,6 +248,8 @@ class DistributedModel(nn.Module):
         if groups.dp_group is not None:
             with errors.translated(CLASSES):
                 materialize.broadcast(self._local_tensors(), groups.dp_group, groups.members["dp"][0])
+            if state.optimizer is not None:
+                state.optimizer._parameters_changed()
         if groups.pp_group is not None:
             bounds = cfg.active_microbatches, cfg.activation_memory_bytes
             norms.follow_torch()
@@ -331,6 +339,8 @@ class DistributedModel(nn.Module):
         Raises:
             SMPUsageError: The call has no meaning at this place.
         """
+        if self._half is not None:
+            args, kwargs = half_model.cast_inputs((args, kwargs), self._half)
         if self._is_whole:
             if self.step_run is not None:
                 raise SMPUsageError("the model is on CPUs, as a whole: there are no steps after `model.cpu()`")
@@ -344,7 +354,8 @@ class DistributedModel(nn.Module):
         elif self.replicas.are_reduced and self.step_run is None and self.training and torch.is_grad_enabled():
             # The gradients of a backward outside of a step would not be reduced.
             raise SMPUsageError("with replicas, a model that is trained is called inside of `smp.step` functions")
-        return self.module(*args, **kwargs)
+        output = self.module(*args, **kwargs)
+        return output if self._half is None else half_model.cast_outputs(output, self._half)
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
         """``torch.autograd.backward``, over all partitions.
@@ -354,6 +365,8 @@ class DistributedModel(nn.Module):
             grad_tensors: Their gradients; 1 for a loss.
         """
         run = self.step_run
+        if state.optimizer is not None:
+            state.optimizer._loss_is_scaled()
         if run is not None:
             run.has_backward = True
             if run.recording is not None:
@@ -370,7 +383,7 @@ class DistributedModel(nn.Module):
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         gradients = [None] * len(tensors) if grad_tensors is None else grad_tensors
         gradients = [gradients] if isinstance(gradients, torch.Tensor) else list(gradients)
-        scale = 1.0 if run is None else run.scale
+        scale = state.loss_scale if run is None else run.scale
         if scale != 1.0:
             gradients = [
                 torch.full_like(tensor, scale) if gradient is None else gradient * scale

@@ -30,7 +30,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip the norm of all gradients of the model, as ``torch.nn.utils.clip_grad_norm_`` does in one process.
 
-    All ranks of a pipeline call it. Each parameter counts once.
+    All ranks of a pipeline call it. Each parameter counts once. With the configuration's ``fp16`` or ``bf16``, gradients
+    of the master weights are clipped, without the loss scale, and all ranks of the job call it.
 
     Args:
         parameters: Parameters of the model; those of other partitions may be among them.
@@ -42,7 +43,10 @@ def clip_grad_norm_(
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     own = {id(parameter): parameter for parameter in parameters if not isinstance(parameter, MetaParameter)}
-    gradients = [parameter.grad for parameter in own.values() if parameter.grad is not None]
+    if state.optimizer is None:
+        gradients = [parameter.grad for parameter in own.values() if parameter.grad is not None]
+    else:
+        gradients = state.optimizer._gradients_of(list(own.values()))
     norm = _norm_over_partitions(gradients, norm_type)
     if state.optimizer is not None:
         state.optimizer._global_grad_norm = norm
@@ -95,6 +99,13 @@ class _TotalNorm:
         # PyTorch takes "inf", too.
         norm_type = float(norm_type)
         model = state.model
+        if state.loss_scale != 1.0 and model is not None and model.is_partitioned:
+            own = {id(each.grad) for each in model.local_parameters() if each.grad is not None}
+            if any(id(each) in own for each in tensors):
+                raise SMPUsageError(
+                    "torch.nn.utils gets gradients with the loss scale in them: call `optimizer.clip_master_grads` or "
+                    "`smp.clip_grad_norm_`"
+                )
         if model is None or state.groups.pp_group is None or len(state.groups.members["pp"]) == 1:
             return self._original(tensors, norm_type, error_if_nonfinite, foreach)
         missing = {id(each.grad) for each in model.local_parameters() if each.grad is not None}

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from smdistributed import _core
 from smdistributed.modelparallel.exceptions import SMPUnsupportedError, SMPUsageError
-from smdistributed.modelparallel.torch.checkpoint import state_dicts
+from smdistributed.modelparallel.torch import norms
+from smdistributed.modelparallel.torch.checkpoint import optimizer_state
+from smdistributed.modelparallel.torch.precision import half_model
+from smdistributed.modelparallel.torch.precision.loss_scale import DYNAMIC_DEFAULTS, make_loss_scale
+from smdistributed.modelparallel.torch.precision.master_weights import MasterWeights
+from smdistributed.modelparallel.torch.sharding.piece import Piece
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
-
-#: What `dynamic_loss_args` may hold; also as arguments of their own.
-_DYNAMIC = {"init_scale", "scale_factor", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis"}
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -24,21 +28,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
     It is an ``Optimizer`` itself, with the wrapped one's ``param_groups``, ``state`` and ``defaults``, so schedulers
     take it as well as ``.optimizer``. On a rank without parameters ``step`` does nothing.
 
+    With the configuration's ``fp16`` or ``bf16``, the wrapped optimizer updates float32 master weights, and the model's
+    parameters are these, rounded. With ``fp16``, ``model.backward`` multiplies losses by a scale, and a step whose
+    gradients overflow on any rank is skipped on all.
+
     Args:
         optimizer: The optimizer.
-        static_loss_scale: The loss scale of the configuration's ``fp16``. Scales have no effect without ``fp16``, and a
-            warning says so once.
+        static_loss_scale: The loss scale of the configuration's ``fp16``; may be ``None`` with a dynamic one. Scales
+            have no effect without ``fp16``, and a warning says so once.
         dynamic_loss_scale: Whether that scale is found during training.
-        dynamic_loss_args: How it is found: ``init_scale``, ``scale_window`` and others.
+        dynamic_loss_args: How it is found. ``init_scale`` (2**32) is the first; an overflow divides it by
+            ``scale_factor`` (2.0), and ``scale_window`` (1000) steps without one multiply it; it stays at ``min_scale``
+            (1) or above; ``delayed_shift`` (1) is the number of overflows until it shrinks, which growing renews, and
+            with ``consecutive_hysteresis`` (``False``) each step without an overflow.
         **more: The older names ``static_loss_scaling`` and ``dynamic_loss_scaling``, or what ``dynamic_loss_args`` may
             hold.
 
     Attributes:
         optimizer: The wrapped one.
-        overflow: Whether the last step was skipped; of FP16.
-        fp16_groups: Of FP16.
-        _global_grad_norm: The norm of all gradients that ``smp.clip_grad_norm_`` found last; scripts of the original
-            print it.
+        _global_grad_norm: The norm of all gradients that ``smp.clip_grad_norm_`` or ``clip_master_grads`` found last;
+            scripts of the original print it.
+
+    Raises:
+        SMPValidationError: A loss scale's argument makes no sense.
     """
 
     def __init__(
@@ -51,19 +63,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         static_loss_scale = more.pop("static_loss_scaling", static_loss_scale)
         dynamic_loss_scale = more.pop("dynamic_loss_scaling", dynamic_loss_scale)
-        unknown = {*more, *(dynamic_loss_args or ())} - _DYNAMIC
+        unknown = {*more, *(dynamic_loss_args or ())} - DYNAMIC_DEFAULTS.keys()
         if unknown:
             raise TypeError(f"`smp.DistributedOptimizer` has no argument `{min(unknown)}`")
         if isinstance(optimizer, DistributedOptimizer):
             raise SMPUsageError("the optimizer is wrapped in `smp.DistributedOptimizer` already")
         if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
             raise TypeError(f"`smp.DistributedOptimizer` takes an optimizer, not a {type(optimizer).__name__}")
-        if static_loss_scale not in (None, 1.0) or dynamic_loss_scale or dynamic_loss_args or more:
+        dtype = half_model.model_dtype(state.cfg) if state.initialized else None
+        loss_scale = _core.LossScale(1.0)
+        if dtype is torch.float16:
+            loss_scale = make_loss_scale(static_loss_scale, dynamic_loss_scale, {**(dynamic_loss_args or {}), **more})
+        elif static_loss_scale not in (None, 1.0) or dynamic_loss_scale or dynamic_loss_args or more:
             _warn_of_scales()
         # Not `super().__init__`: everything that an optimizer has is the wrapped one's.
         self.__dict__["optimizer"] = optimizer
-        self.overflow = False
-        self.fp16_groups: list[Any] = []
+        self._half, self._loss_scale = dtype, loss_scale
+        self._masters: MasterWeights | None = None
+        #: Whether `model.backward` has scaled a loss since the last step.
+        self._has_scaled_loss = False
         self._global_grad_norm: torch.Tensor | None = None
         if state.model is not None and state.model.is_partitioned:
             self._localize({})
@@ -107,6 +125,86 @@ class DistributedOptimizer(torch.optim.Optimizer):
             new = replaced[id(parameter)][1]
             if not isinstance(new, MetaParameter):
                 self.optimizer.state[new] = content
+        if self._half is not None:
+            self._adopt_masters()
+
+    def _adopt_masters(self) -> None:
+        if self._masters is None:
+            self._masters = MasterWeights(self.optimizer, self._loss_scale, self._half is torch.float16)
+            norms.follow_torch()
+        else:
+            self._masters.adopt()
+
+    def _pieces(self) -> dict[int, Piece]:
+        """By the identity of each parameter of the wrapped optimizer, the part of a parameter of the model that it is."""
+        named = _model().module.named_parameters()
+        found = {id(parameter): Piece.whole(name, parameter) for name, parameter in named}
+        if self._masters is not None:
+            sources = self._masters.sources.items()
+            found |= {master: found[id(source)] for master, source in sources if id(source) in found}
+        return found
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks that hold the same parameters hold different parts of the state."""
+        return False
+
+    def _parameters_changed(self) -> None:
+        """Takes over parameters of the model that were changed otherwise than by a step."""
+        if self._masters is not None:
+            self._masters.refresh()
+
+    def _publish(self) -> None:
+        """Sets the model's parameters from the master weights."""
+        if self._masters is not None:
+            self._masters.publish()
+
+    # 16-bit training.
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which ``model.backward`` multiplies losses; 1 without ``fp16``."""
+        return self._loss_scale.scale
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped, because a gradient on some rank was not finite; of FP16."""
+        return self._masters is not None and self._masters.overflow
+
+    @property
+    def fp16_groups(self) -> list[list[torch.Tensor]]:
+        """The 16-bit parameters of each group; empty without ``fp16`` and ``bf16``."""
+        return [] if self._masters is None else self._masters.groups
+
+    def _loss_is_scaled(self) -> None:
+        """Begins a step's gradients: ``model.backward`` calls it."""
+        self._has_scaled_loss = True
+        if self._masters is not None:
+            self._masters.forget_gradients()
+
+    def update_master_grads(self) -> None:
+        """Divide gradients by the loss scale, and move them to the master weights; ``step`` does so otherwise.
+
+        Raises:
+            SMPUsageError: A gradient was made without ``model.backward``, so without the scale.
+        """
+        if self._masters is not None:
+            self._check_scaled()
+            self._masters.unscale()
+
+    def _gradients_of(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients of these parameters that the wrapped optimizer sees, ready to be clipped."""
+        if self._masters is None:
+            return [each.grad for each in parameters if each.grad is not None]
+        self.update_master_grads()
+        return self._masters.gradients({id(each) for each in parameters})
+
+    def _check_scaled(self) -> None:
+        if self._loss_scale.scale != 1.0 and not self._has_scaled_loss:
+            raise SMPUsageError(
+                "`fp16` divides gradients by the loss scale, and no loss was multiplied by it since the last step: "
+                "call `model.backward(loss)` instead of `loss.backward()`"
+            )
 
     def step(self, closure: Any = None) -> Any:
         """Take a step of the wrapped optimizer with this rank's parameters.
@@ -124,6 +222,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise SMPUnsupportedError(
                 "a closure would run the model again: call the `smp.step` function before `step()`"
             )
+        if self._masters is not None:
+            self._check_scaled()
+            self._has_scaled_loss = False
+            return self._masters.step()
         if not any(group["params"] for group in self.optimizer.param_groups):
             return None
         return self.optimizer.step()
@@ -135,39 +237,51 @@ class DistributedOptimizer(torch.optim.Optimizer):
             set_to_none: Whether gradients become ``None`` instead of zeros.
         """
         self.optimizer.zero_grad(set_to_none)
+        for parameter in itertools.chain.from_iterable(self.fp16_groups):
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
 
-    def clip_master_grads(self, max_norm: float) -> Any:
-        """Raise an error: master weights belong to FP16, which is not supported.
+    def clip_master_grads(self, max_norm: float) -> float:
+        """Clip the norm of all gradients of the model, before ``step``; all ranks of the job call it.
 
         Args:
-            max_norm: Ignored.
+            max_norm: Largest norm that is left unchanged, of gradients without the loss scale.
+
+        Returns:
+            The norm before clipping; -1 if a gradient overflowed, in which case ``step`` will be skipped.
 
         Raises:
-            SMPUnsupportedError: Always.
+            SMPUsageError: There are no master weights: the configuration has neither ``fp16`` nor ``bf16``.
         """
-        del max_norm
-        raise SMPUnsupportedError(
-            "master weights belong to FP16, which is not there yet: `smp.clip_grad_norm_` clips the gradients of all "
-            "partitions"
-        )
+        if self._masters is None:
+            raise SMPUsageError(
+                "master weights belong to the configuration's `fp16` and `bf16`: without, `smp.clip_grad_norm_` clips "
+                "gradients"
+            )
+        self.update_master_grads()
+        norm = norms.clip_grad_norm_(_model().local_parameters(), max_norm)
+        return -1.0 if self._masters.overflow else float(norm)
 
-    # State: `checkpoint/state_dicts.py` says how it is gathered, split and named.
+    # State: `checkpoint/optimizer_state.py` says how it is gathered, split and named.
 
     def state_dict(self) -> dict[str, Any]:
         """The whole optimizer's, on every rank of one replica, all of which call it."""
-        return state_dicts.full_optimizer(_model(), self)
+        return optimizer_state.full_optimizer(_model(), self)
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
         """Return the part of the state that this rank holds.
 
         Args:
-            gather_if_shard: Ignored.
+            gather_if_shard: Accepted; a shard's state is loaded on any number of ranks as it is.
 
         Returns:
-            The state, with ``_smp_is_partial``.
+            The state by names of parameters, with ``_smp_is_partial``; ``master_weights`` and ``loss_scale`` with
+            ``fp16`` or ``bf16``.
         """
         del gather_if_shard
-        return state_dicts.local_optimizer(_model(), self)
+        return optimizer_state.local_optimizer(_model(), self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state. Before the first step, it is loaded when the model has been partitioned.
@@ -176,7 +290,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             state_dict: A whole state, or this rank's part of one.
         """
         found = dict(state_dict)
-        _model()._when_partitioned(lambda: state_dicts.load_optimizer(_model(), self, found))
+        _model()._when_partitioned(lambda: optimizer_state.load_optimizer(_model(), self, found))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

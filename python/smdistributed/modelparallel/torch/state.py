@@ -68,6 +68,11 @@ class State:
             self.delay = None
 
     @property
+    def loss_scale(self) -> float:
+        """The factor of losses that the optimizer's 16-bit training asks for."""
+        return 1.0 if self.optimizer is None else self.optimizer.loss_scale
+
+    @property
     def cfg(self) -> Config:
         """The configuration in force."""
         return self._cfg if self._cfg is not None else _refuse()

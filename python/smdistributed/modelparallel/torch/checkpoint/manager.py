@@ -20,12 +20,14 @@ from smdistributed.modelparallel import shares
 from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError, SMPUsageError
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.saver import Content, Saver
-from smdistributed.modelparallel.torch.checkpoint import json_codec, state_dicts
+from smdistributed.modelparallel.torch.checkpoint import json_codec, optimizer_state, state_dicts
 from smdistributed.modelparallel.torch.communication import allgather, raise_on_all_ranks
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
 
 _MODEL, _OPTIMIZER, _USER, _EXTRA = "model/", "optimizer/", "user/", "extra/"
+#: Of the tensors of a parameter's optimizer state, its master weight.
+_MASTER = "#master_weight"
 #: Python's numbers in an optimizer's state: tensors with these endings of their names.
 _NUMBERS = {int: ("#int", torch.int64), float: ("#float", torch.float64), bool: ("#bool", torch.bool)}
 _ELEMENTS = {getattr(torch, name): element for name, element in shares.ELEMENTS.items()}
@@ -243,7 +245,7 @@ class CheckpointManager:
         groups = json.loads(reader.content).get("groups")
         if groups is None:
             return
-        local = state_dicts.local_optimizer(model, optimizer)
+        local = optimizer_state.local_optimizer(model, optimizer)
         if len(groups) != len(local["param_groups"]):
             raise SMPCheckpointError(
                 f"checkpoint `{reader.tag}` has {len(groups)} groups of parameters, and the optimizer "
@@ -257,13 +259,21 @@ class CheckpointManager:
                 if parameter in mine:
                     wanted[name] = (parameter, key)
         entries: dict[str, dict[str, Any]] = {}
+        masters: dict[str, torch.Tensor] = {}
         for name, tensor in self._read(reader, found, wanted).items():
             parameter, key = wanted[name]
             plain, mark, _ = key.partition("#")
-            entries.setdefault(parameter, {})[plain] = tensor.item() if mark else tensor
+            if key == _MASTER:
+                masters[parameter] = tensor
+            else:
+                entries.setdefault(parameter, {})[plain] = tensor.item() if mark else tensor
         hyper = json_codec.decode(json.dumps(groups), _no_tensors)
         both = [{**theirs, "params": ours["params"]} for theirs, ours in zip(hyper, local["param_groups"], strict=True)]
-        optimizer.optimizer.load_state_dict({"state": entries, "param_groups": both})
+        whole: dict[str, Any] = {"state": entries, "param_groups": both}
+        scale = json.loads(reader.content).get("loss_scale")
+        if scale is not None:
+            whole |= {optimizer_state.MASTER_WEIGHTS: masters, optimizer_state.LOSS_SCALE: scale}
+        optimizer_state.load_own_part(model, optimizer, whole)
 
     @torch.no_grad()
     def _read(
@@ -312,7 +322,9 @@ class CheckpointManager:
                 for group in state.optimizer.optimizer.param_groups
             ]
             groups = json.loads(json_codec.encode(hyper, _no_tensors_kept))
-        return json.dumps({"user": user, "groups": groups})
+        masters = None if state.optimizer is None else state.optimizer._masters
+        scale = None if masters is None else masters.scale.state()
+        return json.dumps({"user": user, "groups": groups, "loss_scale": scale})
 
     def _on_host(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], set[str]]:
         """Dense tensors in host memory, and the names of those that are copies. What is on a device, or not dense, is
@@ -363,7 +375,10 @@ def _local_tensors(model: Any, optimizer: Any) -> Iterable[tuple[str, torch.Tens
             yield _MODEL + name, tensor.detach()
     if optimizer is None:
         return
-    for parameter, entry in state_dicts.local_optimizer(model, optimizer)["state"].items():
+    local = optimizer_state.local_optimizer(model, optimizer)
+    for parameter, master in local.get(optimizer_state.MASTER_WEIGHTS, {}).items():
+        yield f"{_OPTIMIZER}{parameter}/{_MASTER}", master
+    for parameter, entry in local["state"].items():
         for key, value in entry.items():
             name = f"{_OPTIMIZER}{parameter}/{key}"
             if isinstance(value, torch.Tensor):

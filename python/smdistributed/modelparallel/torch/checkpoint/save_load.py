@@ -23,7 +23,7 @@ from smdistributed._common import errors
 from smdistributed.modelparallel import shares
 from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError, SMPValidationError
 from smdistributed.modelparallel.objects import CommGroup
-from smdistributed.modelparallel.torch.checkpoint import hugging_face, state_dicts, torch_files
+from smdistributed.modelparallel.torch.checkpoint import hugging_face, optimizer_state, state_dicts, torch_files
 from smdistributed.modelparallel.torch.checkpoint.manager import CheckpointManager
 from smdistributed.modelparallel.torch.communication import raise_on_all_ranks
 from smdistributed.modelparallel.torch.state import state
@@ -146,7 +146,7 @@ def _save_partial(root: Path, tag: str, model: Any, optimizer: Any, user_content
             if model is not None:
                 files[f"model_{info}.pt"] = model.local_state_dict()
             if optimizer is not None:
-                files[f"optimizer_{info}.pt"] = optimizer.local_state_dict()
+                files |= _optimizer_files(optimizer, info)
         if groups.rank == 0:
             if model is not None:
                 assignment = {path: model.partition_of(path) for path, _ in model.module.named_modules()}
@@ -379,7 +379,7 @@ def _resume_partial(
         if optimizer is None or not _has_any(folder, saved["partitions"], tp):
             return entries, []
         _check_files(folder, optimizers)
-        return entries, [torch_files.get(folder / name) for name in optimizers]
+        return entries, [_optimizer_part(folder, name) for name in optimizers]
 
     entries, parts = raise_on_all_ranks(read, CommGroup.WORLD, what, lambda found: bool(found[1]))
 
@@ -388,12 +388,36 @@ def _resume_partial(
         state_dicts.load_model(model, entries, strict, True)
 
     def load_optimizer() -> None:
-        state_dicts.load_optimizer(model, optimizer, state_dicts.merge_optimizers(model, parts))
+        optimizer_state.load_optimizer(model, optimizer, optimizer_state.merge_optimizers(model, parts))
 
     model._when_partitioned(lambda: raise_on_all_ranks(load, CommGroup.WORLD, what))
     if parts:
         model._when_partitioned(lambda: raise_on_all_ranks(load_optimizer, CommGroup.WORLD, what))
     return content
+
+
+#: Of an optimizer's state, what has a file of its own.
+_FP16_STATES = (optimizer_state.MASTER_WEIGHTS, optimizer_state.LOSS_SCALE)
+
+
+def _optimizer_files(optimizer: Any, info: str) -> dict[str, Any]:
+    """The optimizer's files of this rank: its state, and master weights and loss scale."""
+    found = optimizer.local_state_dict()
+    precision = {key: found.pop(key) for key in _FP16_STATES if key in found}
+    files = {f"optimizer_{info}.pt": found}
+    if precision:
+        files[f"fp16_states_{info}.pt"] = precision
+    return files
+
+
+def _optimizer_part(folder: Path, name: str) -> dict[str, Any]:
+    """An optimizer's partial state from its files."""
+    found = dict(torch_files.get(folder / name))
+    precision = name.replace("optimizer_", "fp16_states_", 1)
+    if precision in _listed(folder) or (folder / precision).exists():
+        _check_files(folder, [precision])
+        found |= torch_files.get(folder / precision)
+    return found
 
 
 def _has_any(folder: Path, partitions: int, tp: int) -> bool:

@@ -1,12 +1,7 @@
-"""State dicts of models and optimizers: of one rank, gathered from all partitions, and loaded back.
-
-The state of an optimizer identifies parameters by their indices in an undivided optimizer, so it does not depend on the
-partition, and ``torch.optim.Optimizer.load_state_dict`` accepts it.
-"""
+"""State dicts of models: of one rank, gathered from all partitions, and loaded back."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,14 +11,13 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPUnsupportedError
 from smdistributed.modelparallel.objects import CommGroup
-from smdistributed.modelparallel.torch.communication import gather_on_host, raise_on_all_ranks
+from smdistributed.modelparallel.torch.communication import gather_on_host
 from smdistributed.modelparallel.torch.partitioning.materialize import inside_first
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.model import DistributedModel
-    from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
 
 #: Whether a dict is of one rank, or of the whole model.
 PARTIAL = "_smp_is_partial"
@@ -184,6 +178,8 @@ def _load_local(model: DistributedModel, found: dict[str, Any], strict: bool, sa
         if model.placement.of(module) == here:
             for hook in module._load_state_dict_post_hooks.values():
                 hook(module, _IncompatibleKeys(missing, unexpected))
+    if state.optimizer is not None:
+        state.optimizer._parameters_changed()
     return _Report(before[0], missing, before[1], unexpected, troubles)
 
 
@@ -196,97 +192,3 @@ def _some(names: list[str]) -> str:
 def parameter_names(model: DistributedModel) -> list[str]:
     """Names of all parameters, each once, in the model's order."""
     return [name for name, _ in model.module.named_parameters()]
-
-
-def local_optimizer(model: DistributedModel, optimizer: DistributedOptimizer) -> dict[str, Any]:
-    """State and groups of this rank's parameters, by name."""
-    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-    inner = optimizer.optimizer
-    for group in inner.param_groups:
-        if any(id(parameter) not in names for parameter in group["params"]):
-            raise SMPCheckpointError("the optimizer has parameters that are not the model's")
-    groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in inner.param_groups]
-    entries = {names[id(parameter)]: dict(content) for parameter, content in inner.state.items()}
-    return {"state": entries, "param_groups": groups, PARTIAL: True}
-
-
-def merge_optimizers(model: DistributedModel, parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The whole state of partial ones."""
-    order = {name: at for at, name in enumerate(parameter_names(model))}
-    entries = {name: content for part in parts for name, content in part["state"].items()}
-    groups = []
-    for index, group in enumerate(parts[0]["param_groups"]):
-        # By the names here, those that the script gave its optimizer, if it did.
-        given: dict[str, str] = {}
-        for part in parts:
-            theirs = part["param_groups"][index]
-            given.update(zip(theirs["params"], theirs.get("param_names", theirs["params"]), strict=True))
-        names = sorted(given, key=lambda name: order.get(name, len(order)))
-        script_names = {"param_names": [given[name] for name in names]} if "param_names" in group else {}
-        groups.append({**group, "params": names, **script_names})
-    return {"state": dict(sorted(entries.items(), key=lambda item: order.get(item[0], 0))), "param_groups": groups}
-
-
-def full_optimizer(model: DistributedModel, optimizer: DistributedOptimizer) -> dict[str, Any]:
-    """The whole optimizer's state gathered from all ranks of a pipeline in host memory."""
-    return merge_optimizers(model, gather_on_host(lambda: local_optimizer(model, optimizer), CommGroup.PP_GROUP))
-
-
-def load_optimizer(model: DistributedModel, optimizer: DistributedOptimizer, found: Mapping[str, Any]) -> None:
-    """Loads the state of this rank's parameters from a full state, or from the partial ones of all ranks. All ranks of
-    a pipeline call it, and reach the same result.
-
-    Raises:
-        SMPCheckpointError: The state does not fit the optimizer, on any of them.
-    """
-    what = "the state of the optimizer could not be loaded"
-    if found.get(PARTIAL):
-        theirs = found
-        found = merge_optimizers(model, gather_on_host(lambda: dict(theirs), CommGroup.PP_GROUP, what=what))
-    whole, inner = found, optimizer.optimizer
-
-    def are_counted() -> bool:
-        if len(whole["param_groups"]) != len(inner.param_groups):
-            raise SMPCheckpointError(
-                f"the state has {len(whole['param_groups'])} groups of parameters, and the optimizer "
-                f"{len(inner.param_groups)}"
-            )
-        ids = [each for group in whole["param_groups"] for each in group["params"]]
-        return bool(ids) and isinstance(ids[0], int)
-
-    counted = None
-    if raise_on_all_ranks(are_counted, CommGroup.PP_GROUP, what, lambda result: result):
-        # One of torch's own, which counts parameters in the order of its groups.
-        parts = gather_on_host(lambda: {**local_optimizer(model, optimizer), "state": {}}, CommGroup.PP_GROUP)
-        counted = merge_optimizers(model, parts)["param_groups"]
-    raise_on_all_ranks(lambda: _load_optimizer(model, optimizer, whole, counted), CommGroup.PP_GROUP, what)
-
-
-def _load_optimizer(
-    model: DistributedModel,
-    optimizer: DistributedOptimizer,
-    found: Mapping[str, Any],
-    counted: list[dict[str, Any]] | None,
-) -> None:
-    """Loads the state of this rank's parameters; ``counted`` are the groups of all ranks, if the state identifies
-    parameters by index."""
-    ids = list(itertools.chain.from_iterable(group["params"] for group in found["param_groups"]))
-    names = {name: name for name in ids}
-    if counted is not None:
-        sizes = [len(group["params"]) for group in found["param_groups"]]
-        if sizes != [len(group["params"]) for group in counted]:
-            raise SMPCheckpointError(
-                f"the state's groups have {sizes} parameters, and the optimizer's "
-                f"{[len(group['params']) for group in counted]}"
-            )
-        names = dict(zip(ids, (name for group in counted for name in group["params"]), strict=True))
-    entries = {names[key]: content for key, content in found["state"].items()}
-    local = local_optimizer(model, optimizer)
-    groups = [
-        {key: value for key, value in theirs.items() if key != "param_names"}
-        | {key: ours[key] for key in ("params", "param_names") if key in ours}
-        for theirs, ours in zip(found["param_groups"], local["param_groups"], strict=True)
-    ]
-    here = list(itertools.chain.from_iterable(group["params"] for group in groups))
-    state_here = {name: entries[name] for name in here if name in entries}
-    optimizer.optimizer.load_state_dict({"state": state_here, "param_groups": groups})

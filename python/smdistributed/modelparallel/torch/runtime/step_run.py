@@ -11,6 +11,7 @@ import torch
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.runtime.gradients import GradientSnapshot, warn_of_sums
+from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.interception import intercepted
 from smdistributed.modelparallel.torch.tracing.recording import Recording
 from smdistributed.modelparallel.torch.tracing.remote_tensor import RemoteTensor
@@ -35,7 +36,6 @@ class StepRun:
 
     Attributes:
         has_backward: Whether ``model.backward`` has been called.
-        scale: The factor of each microbatch's gradients.
         recording: The recording of the microbatch whose body runs now, if it is recorded.
     """
 
@@ -44,10 +44,15 @@ class StepRun:
     ) -> None:
         self._model, self._step, self._body, self._detach = model, step, body, detach
         self.has_backward = False
-        self.scale = model.replicas.gradient_scale(microbatches)
+        self._gradient_scale = model.replicas.gradient_scale(microbatches)
         self.recording: Recording | None = None
         self._recordings: list[Recording] = []
         self._begin_recording: Callable[[], None] | None = None
+
+    @property
+    def scale(self) -> float:
+        """The factor of each microbatch's gradients. The partition, in the first step, may load the loss scale."""
+        return self._gradient_scale * state.loss_scale
 
     def model_was_partitioned(self) -> None:
         """The model has been partitioned inside of the body's first call: from here on it is recorded."""

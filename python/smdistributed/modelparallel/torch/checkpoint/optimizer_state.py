@@ -1,0 +1,230 @@
+"""States of optimizers: of one rank, gathered from all partitions and shards, and loaded back.
+
+A state identifies parameters by their names in the model, and a whole one has tensors of the parameters' shapes. So it
+depends neither on the partition nor on the sharding.
+
+- ``shards`` of a partial state say which elements of a flattened parameter its tensors are: start, end, shape.
+- ``master_weights`` and ``loss_scale`` are those of 16-bit training.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smdistributed.modelparallel.exceptions import SMPCheckpointError
+from smdistributed.modelparallel.objects import CommGroup
+from smdistributed.modelparallel.torch.checkpoint.state_dicts import PARTIAL, parameter_names
+from smdistributed.modelparallel.torch.communication import gather_on_host, raise_on_all_ranks
+
+if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch.model import DistributedModel
+    from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
+
+MASTER_WEIGHTS, LOSS_SCALE, SHARDS = "master_weights", "loss_scale", "shards"
+_Shard = tuple[int, int, tuple[int, ...]]
+
+
+def group_of(optimizer: DistributedOptimizer) -> CommGroup:
+    """The ranks that hold the whole state together."""
+    return CommGroup.WORLD if optimizer.is_sharded else CommGroup.PP_GROUP
+
+
+def local_optimizer(model: DistributedModel, optimizer: DistributedOptimizer) -> dict[str, Any]:
+    """State and groups of this rank's parameters, by name."""
+    del model
+    pieces, inner, masters = optimizer._pieces(), optimizer.optimizer, optimizer._masters
+    parameters = list(itertools.chain.from_iterable(group["params"] for group in inner.param_groups))
+    if any(id(parameter) not in pieces for parameter in parameters):
+        raise SMPCheckpointError("the optimizer has parameters that are not the model's")
+    groups = [{**group, "params": [pieces[id(p)].name for p in group["params"]]} for group in inner.param_groups]
+    entries = {}
+    for parameter, content in inner.state.items():
+        piece, elems = pieces[id(parameter)], parameter.numel()
+        entries[piece.name] = {
+            key: piece.trimmed(value, elems) if isinstance(value, torch.Tensor) else value
+            for key, value in content.items()
+        }
+    found: dict[str, Any] = {"state": entries, "param_groups": groups, PARTIAL: True}
+    if optimizer.is_sharded:
+        own = [pieces[id(parameter)] for parameter in parameters]
+        found[SHARDS] = {piece.name: (piece.start, piece.end, piece.shape) for piece in own if piece.is_shard}
+    if masters is not None:
+        found[MASTER_WEIGHTS] = {
+            pieces[id(each)].name: pieces[id(each)].trimmed(each.detach(), each.numel())
+            for each in parameters
+            if id(each) in masters.sources
+        }
+        found[LOSS_SCALE] = masters.scale.state()
+    return found
+
+
+def merge_optimizers(model: DistributedModel, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The whole state of partial ones.
+
+    Raises:
+        SMPCheckpointError: Parts of a parameter's state are missing.
+    """
+    order = {name: at for at, name in enumerate(parameter_names(model))}
+    entries = _joined(parts, "state")
+    groups = []
+    for index, group in enumerate(parts[0]["param_groups"]):
+        # By the names here, those that the script gave its optimizer, if it did.
+        given: dict[str, str] = {}
+        for part in parts:
+            theirs = part["param_groups"][index]
+            given.update(zip(theirs["params"], theirs.get("param_names", theirs["params"]), strict=True))
+        names = sorted(given, key=lambda name: order.get(name, len(order)))
+        script_names = {"param_names": [given[name] for name in names]} if "param_names" in group else {}
+        groups.append({**group, "params": names, **script_names})
+    found = {"state": dict(sorted(entries.items(), key=lambda item: order.get(item[0], 0))), "param_groups": groups}
+    if any(MASTER_WEIGHTS in part for part in parts):
+        wrapped = [
+            {**part, MASTER_WEIGHTS: {name: {"": value} for name, value in part.get(MASTER_WEIGHTS, {}).items()}}
+            for part in parts
+        ]
+        found[MASTER_WEIGHTS] = {name: content[""] for name, content in _joined(wrapped, MASTER_WEIGHTS).items()}
+        found[LOSS_SCALE] = next(part[LOSS_SCALE] for part in parts if LOSS_SCALE in part)
+    return found
+
+
+def _joined(parts: Sequence[Mapping[str, Any]], key: str) -> dict[str, dict[str, Any]]:
+    """The entries of all parts by parameter; those of shards behind each other, in the parameter's shape."""
+    whole: dict[str, dict[str, Any]] = {}
+    shards: dict[str, dict[int, tuple[_Shard, dict[str, Any]]]] = {}
+    for part in parts:
+        ranges = part.get(SHARDS, {})
+        for name, content in part[key].items():
+            if name in ranges:
+                shards.setdefault(name, {})[ranges[name][0]] = ranges[name], content
+            else:
+                whole[name] = content
+    for name, found in shards.items():
+        row = [found[start] for start in sorted(found)]
+        ends = [0, *(shard[1] for shard, _ in row)]
+        shape = row[0][0][2]
+        if any(shard[0] != end for (shard, _), end in zip(row, ends, strict=False)) or ends[-1] != _elems(shape):
+            raise SMPCheckpointError(f"the state of `{name}` is incomplete: files of other shards are missing")
+        whole[name] = {
+            key: _concatenated([(shard[1] - shard[0], content[key]) for shard, content in row], value, shape)
+            for key, value in row[0][1].items()
+        }
+    return whole
+
+
+def _concatenated(row: Sequence[tuple[int, Any]], first: Any, shape: tuple[int, ...]) -> Any:
+    if not all(isinstance(value, torch.Tensor) and value.shape == (elems,) for elems, value in row):
+        # One number for the parameter, as the count of its steps.
+        return first
+    return torch.cat([value for _, value in row]).view(shape)
+
+
+def _elems(shape: tuple[int, ...]) -> int:
+    elems = 1
+    for size in shape:
+        elems *= size
+    return elems
+
+
+def full_optimizer(model: DistributedModel, optimizer: DistributedOptimizer) -> dict[str, Any]:
+    """The whole optimizer's state gathered in host memory, from all ranks of a pipeline, or of the job if it is
+    sharded."""
+    return merge_optimizers(model, gather_on_host(lambda: local_optimizer(model, optimizer), group_of(optimizer)))
+
+
+def load_optimizer(model: DistributedModel, optimizer: DistributedOptimizer, found: Mapping[str, Any]) -> None:
+    """Loads the state of this rank's parameters from a full state, or from the partial ones of all ranks. All ranks of
+    a pipeline call it, or of the job if the state is sharded, and reach the same result.
+
+    Raises:
+        SMPCheckpointError: The state does not fit the optimizer, on any of them.
+    """
+    what, group = "the state of the optimizer could not be loaded", group_of(optimizer)
+    if found.get(PARTIAL):
+        theirs = found
+        found = merge_optimizers(model, gather_on_host(lambda: dict(theirs), group, what=what))
+    whole, inner = found, optimizer.optimizer
+
+    def are_counted() -> bool:
+        if len(whole["param_groups"]) != len(inner.param_groups):
+            raise SMPCheckpointError(
+                f"the state has {len(whole['param_groups'])} groups of parameters, and the optimizer "
+                f"{len(inner.param_groups)}"
+            )
+        ids = [each for group in whole["param_groups"] for each in group["params"]]
+        return bool(ids) and isinstance(ids[0], int)
+
+    counted = None
+    if raise_on_all_ranks(are_counted, group, what, lambda result: result):
+        # One of torch's own, which counts parameters in the order of its groups.
+        parts = gather_on_host(lambda: _without_tensors(local_optimizer(model, optimizer)), group)
+        counted = merge_optimizers(model, parts)["param_groups"]
+    raise_on_all_ranks(lambda: _load_optimizer(model, optimizer, whole, counted), group, what)
+
+
+def load_own_part(model: DistributedModel, optimizer: DistributedOptimizer, found: Mapping[str, Any]) -> None:
+    """Loads a state that has all of this rank's parameters, without asking other ranks."""
+    _load_optimizer(model, optimizer, found, None)
+
+
+def _without_tensors(found: dict[str, Any]) -> dict[str, Any]:
+    return {"state": {}, "param_groups": found["param_groups"], PARTIAL: True}
+
+
+def _load_optimizer(
+    model: DistributedModel,
+    optimizer: DistributedOptimizer,
+    found: Mapping[str, Any],
+    counted: list[dict[str, Any]] | None,
+) -> None:
+    """Loads the state of this rank's parameters; ``counted`` are the groups of all ranks, if the state identifies
+    parameters by index."""
+    ids = list(itertools.chain.from_iterable(group["params"] for group in found["param_groups"]))
+    names = {name: name for name in ids}
+    if counted is not None:
+        sizes = [len(group["params"]) for group in found["param_groups"]]
+        if sizes != [len(group["params"]) for group in counted]:
+            raise SMPCheckpointError(
+                f"the state's groups have {sizes} parameters, and the optimizer's "
+                f"{[len(group['params']) for group in counted]}"
+            )
+        names = dict(zip(ids, (name for group in counted for name in group["params"]), strict=True))
+    entries = {names[key]: content for key, content in found["state"].items()}
+    local = local_optimizer(model, optimizer)
+    groups = [
+        {key: value for key, value in theirs.items() if key != "param_names"}
+        | {key: ours[key] for key in ("params", "param_names") if key in ours}
+        for theirs, ours in zip(found["param_groups"], local["param_groups"], strict=True)
+    ]
+    inner, pieces = optimizer.optimizer, optimizer._pieces()
+    own = {pieces[id(each)].name: (pieces[id(each)], each) for group in inner.param_groups for each in group["params"]}
+    shards = found.get(SHARDS, {})
+
+    def fitted(name: str, key: str, value: Any) -> Any:
+        piece, parameter = own[name]
+        if not isinstance(value, torch.Tensor):
+            return value
+        # The count of steps is one number, which the parameter may be as well.
+        if name not in shards and tuple(value.shape) == piece.shape and not (value.dim() == 0 and key == "step"):
+            value = piece.cut(value)
+        return piece.padded(value, parameter.numel())
+
+    state_here = {
+        name: {key: fitted(name, key, value) for key, value in entries[name].items()} for name in own if name in entries
+    }
+    inner.load_state_dict({"state": state_here, "param_groups": groups})
+    masters = optimizer._masters
+    if masters is None:
+        return
+    if MASTER_WEIGHTS in found:
+        with torch.no_grad():
+            for name, value in found[MASTER_WEIGHTS].items():
+                name = names.get(name, name)
+                if name in own and id(own[name][1]) in masters.sources:
+                    own[name][1].copy_(fitted(name, "", value))
+        optimizer._publish()
+    if LOSS_SCALE in found:
+        masters.scale.restore(*found[LOSS_SCALE])

@@ -1,0 +1,44 @@
+//! Which rank holds which part of sharded parameters (`smd_core::sharding`).
+
+use pyo3::prelude::*;
+use smd_core::sharding::{self, ShardingGroups, Shards};
+
+use crate::enter::enter;
+
+/// Of each rank the pieces that it holds: parameter, first element, one past the last, offset in the shard.
+type Pieces = Vec<Vec<(usize, usize, usize, usize)>>;
+
+/// Divides parameters of these sizes, behind each other, evenly: the elements of a shard, and the pieces of each rank.
+#[pyfunction]
+pub fn shard_parameters(
+    py: Python<'_>,
+    sizes: Vec<usize>,
+    ranks: usize,
+    alignment: usize,
+) -> PyResult<(usize, Pieces)> {
+    enter(py, || {
+        let shards = Shards::new(&sizes, ranks, alignment)?;
+        let pieces = shards.pieces().iter();
+        let rows = pieces.map(|row| row.iter().map(|p| (p.parameter, p.start, p.end, p.offset)).collect()).collect();
+        Ok((shards.elems(), rows))
+    })
+}
+
+/// Elements of each rank's shard of a parameter of this size, padding included.
+#[pyfunction]
+pub fn shard_elems(size: usize, ranks: usize) -> usize {
+    sharding::shard_elems(size, ranks)
+}
+
+/// Divides a data-parallel group: ranks that hold one model together, and ranks that hold the same shard.
+#[pyfunction]
+pub fn sharding_groups(
+    py: Python<'_>,
+    members: Vec<usize>,
+    degree: usize,
+) -> PyResult<(Vec<Vec<usize>>, Vec<Vec<usize>>)> {
+    enter(py, || {
+        let groups = ShardingGroups::new(&members, degree)?;
+        Ok((groups.sharding, groups.replication))
+    })
+}
