@@ -18,7 +18,8 @@ def binds_instance(signature: inspect.Signature, instance: Any, args: Any, kwarg
     Args:
         signature: That of the body.
         instance: The object whose attribute was called.
-        args, kwargs: What it was called with.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
     """
     named = next(iter(signature.parameters), None) in _OBJECTS
     with_it, without = _fits(signature, (instance, *args), kwargs), _fits(signature, args, kwargs)

@@ -7,8 +7,8 @@ from typing import Generic, TypeVar
 from smdistributed import _core
 from smdistributed.modelparallel.config import Config
 
-#: Kinds of groups: the stages of a pipeline, the shards of a tensor, the replicas of a shard, the ranks of a model, and the ranks
-#: that see different data for one stage.
+#: Kinds of groups: the stages of a pipeline, the shards of a tensor, the replicas of a shard, the ranks of a model, and
+#: the ranks that see different data for one stage.
 GROUPS = ("pp", "tp", "rdp", "mp", "dp")
 
 #: What a framework has for a group of the core.

@@ -25,7 +25,7 @@ def log_table(table: str) -> None:
 
 
 def write(file: str, partitions: Mapping[str, int]) -> None:
-    """Write a partition file atomically. Several ranks may write at once, also from containers that share process ids."""
+    """Write a partition file atomically. Several ranks may write at once, also containers with equal process ids."""
     path = Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = _core.partition_to_json(dict(partitions))

@@ -1,5 +1,6 @@
-"""Saves in the core's checkpoint format. All ranks begin and end a save together, and a failure on one rank raises the
-same error on all of them.
+"""Saves in the core's checkpoint format.
+
+All ranks begin and end a save together. A failure on one rank raises the same error on all of them.
 """
 
 from __future__ import annotations
@@ -136,8 +137,10 @@ class Saver:
             raise
 
     def _discard(self) -> None:
-        """Remove the files of a failed save. All ranks call it when none of them writes any more; if it fails, the next
-        save removes them."""
+        """Remove the files of a failed save.
+
+        All ranks call it when none of them writes any more. If it fails, the next save removes the files.
+        """
         with errors.translated(CLASSES):
             self._gather(None)
         try:

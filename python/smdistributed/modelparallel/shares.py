@@ -63,6 +63,8 @@ def places(blocks: Iterable[Block], replica: int, replicas: int) -> list[Place]:
 
     Args:
         blocks: The same, in the same order, on all replicas, but for those that are not shared.
+        replica: The number of this replica.
+        replicas: How many replicas there are.
     """
     found: list[Place] = []
     given = [0] * replicas

@@ -9,8 +9,9 @@ Output = TypeVar("Output")
 
 
 class MicrobatchOutputs(Generic[Output]):
-    """One tensor that the body of a step returns, for each microbatch; indexing, ``len`` and iteration go to the
-    tensors.
+    """One tensor that the body of a step returns, for each microbatch.
+
+    Indexing, ``len`` and iteration go to the tensors.
 
     Attributes:
         outputs: The tensors, in the order of the microbatches.

@@ -1,5 +1,7 @@
-"""Excludes these modules from AutoGraph, as AutoGraph excludes Keras: the first call of a step would convert all of
-them.
+"""Excludes the modules of this package from AutoGraph, as AutoGraph excludes Keras.
+
+Otherwise the first call of a step would convert all of them. AutoGraph still converts the script's functions that they
+call: a step's body or a layer's ``call``.
 
 The script's functions that they call, a step's body or a layer's ``call``, are converted as usual.
 """

@@ -39,7 +39,7 @@ def _meet(name: str) -> None:
 
 
 def gather_for(activity: str, value: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
-    """Gathers values over a group that contains the whole pipeline; ``activity`` names the call for errors of a mismatch."""
+    """Gathers values over a group that contains the whole pipeline; errors name the call as ``activity``."""
     with errors.translated(CLASSES):
         _compare_activity(group.value, activity)
         return object_transport.gather(value, group.value)
@@ -57,10 +57,12 @@ tp_barrier, rdp_barrier = objects.tp_barrier, objects.rdp_barrier
 
 
 def raise_on_all_ranks(do: Callable[[], _T], path: str, done: str = "written") -> list[_T]:
-    """Returns the results of ``do`` of all ranks. All ranks call it; none returns before all have ended, and a failure
-    on one raises on all.
+    """Returns the results of ``do`` of all ranks.
+
+    All ranks call it. None returns before ``do`` has ended on all of them, and a failure on one raises on all.
 
     Args:
+        do: What every rank does.
         path: The checkpoint's.
         done: What ``do`` does with it: ``"written"`` or ``"read"``.
 

@@ -1,8 +1,8 @@
 """Averages and accumulated gradients of Keras 3 optimizers (``use_ema``, ``gradient_accumulation_steps``).
 
-An optimizer is built for the whole model (``partitioning/optimizer_variables.py``), so its lists have an entry for each of
-the model's variables. While it updates averages or resets accumulated gradients, the lists are narrowed to this rank's
-variables.
+An optimizer is built for the whole model (``partitioning/optimizer_variables.py``), so its lists have an entry for each
+of the model's variables. While it updates averages or resets accumulated gradients, the lists are narrowed to this
+rank's variables.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def install() -> None:
 
 
 def _of_optimizer(plain: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """A method of the callback that goes through an optimizer's variables; up to Keras 3.14, through the model's, which are the same."""
+    """Wraps a method of the callback that iterates over an optimizer's variables, or the model's up to Keras 3.14."""
 
     @functools.wraps(plain)
     def method(self: Any, optimizer: Any) -> Any:

@@ -34,8 +34,10 @@ _IS_OLDER = tf.keras.Model.__module__.startswith("tf_keras")
 
 
 def _as_keras(function: Callable[..., Any]) -> Callable[..., Any]:
-    """AutoGraph leaves ``function`` alone, as it does Keras' own; what that calls of a script it converts where Keras'
-    would have it so."""
+    """Wraps ``function`` so that AutoGraph leaves it alone, as it leaves Keras' own functions alone.
+
+    AutoGraph still converts the script's functions that it calls, wherever it would convert them under Keras.
+    """
 
     @tf.autograph.experimental.do_not_convert
     @functools.wraps(function)
@@ -271,8 +273,10 @@ class _Steps:
 
 
 def _loss(model: Any, x: Any, y: Any, outputs: Any, sample_weight: Any, training: bool) -> tuple[Any, list[Any]]:
-    """The loss, and what metrics are to be updated by instead of in each microbatch: metric, value, whether it is
-    weighed by rows."""
+    """Computes the loss, and lists the metrics that are updated with the batch and not with each microbatch.
+
+    A metric is listed with its value and whether rows weigh it.
+    """
     metric_updates: list[Any] = []
     mean = tf.keras.metrics.Mean
     plain = mean.update_state

@@ -37,9 +37,11 @@ def compute_gradients(loss: Any, var_list: Any = None, grad_loss: Any = None) ->
 
 
 def starts_with_gradients(values: Any, variables: Sequence[Any], gradient_tracker: GradientTracker) -> bool:
-    """Whether a part of what a body returns is the gradients of the model: a list or tuple that begins with one for
-    each of its trainable variables, of its shape and type, that comes from the variable's gradient, or ``None``. Those
-    of variables outside of the model may follow."""
+    """Whether ``values`` begins with the gradients of the model.
+
+    That is a list or tuple with one entry for each trainable variable, of the variable's shape and type, derived from
+    its gradient, or ``None``. Gradients of variables outside of the model may follow.
+    """
     if type(values) not in (list, tuple) or len(values) < len(variables):
         return False
     found = zip(values, variables)  # noqa: B905 - more may follow
@@ -77,8 +79,9 @@ def over_replicas(sums: Sequence[Any], variables: Sequence[Any], everywhere: Seq
 
 
 def clip_by_global_norm(gradients: Sequence[Any], clip_norm: Any) -> tuple[list[Any], tf.Tensor]:
-    """As ``tf.clip_by_global_norm``, by the norm of the gradients of all partitions. All ranks call it, outside of
-    steps.
+    """Clips gradients as ``tf.clip_by_global_norm``, by the norm of the gradients of all partitions.
+
+    All ranks call it, outside of steps.
 
     Args:
         gradients: This rank's, ``None`` among them or not. What all partitions have counts once.
@@ -127,8 +130,10 @@ def is_counted(variable: Any) -> bool:
 
 
 def _is_counted(gradient: Any, variable: Any) -> bool:
-    """Whether this rank counts a gradient, as :func:`is_counted`; ``variable`` is the one that it may belong to, if
-    known."""
+    """Whether this rank counts a gradient, as :func:`is_counted`.
+
+    ``variable`` is the variable that the gradient may belong to, if known.
+    """
     origins = set() if gradient is None else origins_of(gradient)
     if origins:
         return state.groups.rank_in("pp") == 0 or any(origin.partition is not None for origin in origins)

@@ -67,10 +67,9 @@ def _start_horovod(groups: TensorFlowGroups) -> None:
     world = _core.world_ranks()
     if world != groups.members["dp"]:
         raise SMPUsageError(
-            f"Horovod's world is the ranks {world} since it was started, by `hvd.init()` or an earlier `smp.init()`: "
-            f"with "
-            f'`"horovod": True` it would have to be {groups.members["dp"]}, those that hold the same partition; call `smp.init()` first, '
-            "and with one layout in a process"
+            f"Horovod's world is the ranks {world}, as `hvd.init()` or an earlier `smp.init()` made it; "
+            f'with `"horovod": True` it would have to be {groups.members["dp"]}, the ranks with the same partition; '
+            "call `smp.init()` first, and with the same degrees in all of a process"
         )
 
 

@@ -43,8 +43,10 @@ class LossTerms:
         self._left: list[tf.Tensor | None] = []
 
     def add(self, value: tf.Tensor, reduction: str | None, left: tf.Tensor | None) -> tf.Tensor:
-        """A loss as it is to be added to others; ``left`` is the part of its elements that it is a mean over, if not
-        over all."""
+        """Prepares a loss to be added to others.
+
+        ``left`` is the share of its elements over which it is a mean, if not over all.
+        """
         if value.shape.rank != 0:
             return value
         if reduction == "sum":
@@ -58,8 +60,7 @@ class LossTerms:
         return value / tf.cast(self._share, value.dtype)
 
     def weight(self, loss: tf.Tensor, model: Any) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """The factor of the microbatch's losses, and its part of the divisor of their sums over the batch, if there is
-        one.
+        """Returns the factor of the microbatch's losses, and its share of the divisor of their batch sum, if any.
 
         Args:
             loss: All of it.
@@ -153,8 +154,10 @@ def _sum(output: tf.Tensor) -> tf.Tensor:
 
 
 def _install() -> None:
-    """Puts ours around what reduces losses in the Keras packages that this process has imported; does nothing the
-    second time."""
+    """Wraps the loss reductions of the Keras packages that this process has imported.
+
+    A second call does nothing.
+    """
     if "keras" in sys.modules:
         _adapt_keras()
     if "tf_keras" in sys.modules:

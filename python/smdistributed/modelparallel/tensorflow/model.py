@@ -41,6 +41,7 @@ class DistributedModel(KerasLoops, _Model):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DistributedModel:
+        """Refuse to make a model before ``smp.init``."""
         state.groups  # noqa: B018 - refuses before `init`
         return super().__new__(cls, *args, **kwargs)
 
@@ -180,8 +181,11 @@ class DistributedModel(KerasLoops, _Model):
             self._smp_broadcast_weights()
 
     def _smp_call_hooks(self) -> None:
-        """Calls hooks that have not succeeded yet, if any rank of the pipeline has some. A failure raises on all ranks,
-        because the others would wait for this one; no step runs before all hooks have succeeded."""
+        """Calls the hooks that have not succeeded yet, if any rank of the pipeline has some.
+
+        A failure raises on all ranks, because the others would wait for this one. No step runs before all hooks have
+        succeeded.
+        """
         if not self.__dict__["_smp_hooks_pending"]:
             return
         failed: list[tuple[Callable[[], Any], Exception]] = []
@@ -318,8 +322,10 @@ class DistributedModel(KerasLoops, _Model):
                     remote_variables.clear_read_value(variable)
 
     def _smp_gather(self) -> Exception | None:
-        """Sends the values of all variables to the first rank of the pipeline, one after the other, into its host's
-        memory; returns the failure, if there is one."""
+        """Sends all variables to the host memory of the pipeline's first rank, one after the other.
+
+        Returns the failure, if there is one.
+        """
         assignment, rank = self._smp_assignment.variables, state.groups.rank_in("pp")
         failure: Exception | None = None
         with self._smp_all_variables():
@@ -340,8 +346,10 @@ class DistributedModel(KerasLoops, _Model):
         return failure
 
     def _smp_signatures(self) -> Any:
-        """The serving signature: a call like that of the last step, with tensors named by parameter and key; a single
-        tensor is ``inputs``."""
+        """Returns the serving signature: a call like that of the last step.
+
+        Its tensors are named by parameter and key; a single tensor is ``inputs``.
+        """
         args, kwargs = self.__dict__["_smp_example"]
         signature = inspect.signature(self.call)
         call = signature.bind(*args, **{name: each for name, each in kwargs.items() if name != "training"})

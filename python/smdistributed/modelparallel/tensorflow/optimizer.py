@@ -37,8 +37,10 @@ _updating: set[int] = set()
 
 
 def install() -> None:
-    """Wraps the update methods of the optimizers of each Keras package that this process has imported, and of their
-    subclasses. A method that is wrapped already stays as it is."""
+    """Wraps the update methods of all imported Keras optimizers and of their subclasses.
+
+    A method that is wrapped already stays as it is.
+    """
     ema.install()
     for package in ("keras", "tf_keras"):
         module = getattr(sys.modules.get(package), "optimizers", None)
@@ -95,8 +97,10 @@ def _in_steps(ours: Any, plain: Any) -> Any:
 
 
 def _of_scaled_loss(optimizer: Any, ours: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gradients as the optimizer's update expects them: Keras 3 divides by the loss scale in the update, tf_keras
-    before it."""
+    """Returns gradients in the scale that the optimizer's update expects.
+
+    Keras 3 divides by the loss scale in the update, tf_keras before it.
+    """
     if callable(loss):
         loss = loss()
     if hasattr(optimizer, "scale_loss"):
@@ -279,16 +283,20 @@ def _check(optimizer: Any) -> None:
 
 
 def _is_on_all(gradient: Any) -> bool:
-    """Whether a step has given all partitions a gradient of a variable that one of them has: it returns those of some
-    variables, not of all."""
+    """Whether a step has given all partitions a gradient of a variable that one of them has.
+
+    A step returns gradients to all partitions for some variables only.
+    """
     partitions = state.model._smp_assignment.variables
     origins = set() if gradient is None else origins_of(gradient)
     return any(origin.partition is None and origin.variable in partitions for origin in origins)
 
 
 def _check_pairs(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Refuses a gradient of another variable: lists that a script has put together may have those of all partitions in
-    one and those of this one in the other."""
+    """Refuses a gradient that belongs to another variable.
+
+    A script may pair the gradients of all partitions with the variables of this one.
+    """
     for gradient, variable in zip(gradients, variables, strict=True):
         of = set() if gradient is None else {origin.variable for origin in origins_of(gradient)}
         if len(of) == 1 and None not in of and id(handle_of(variable)) not in of:

@@ -27,8 +27,10 @@ class Origin(NamedTuple):
 
 
 def origins_of(value: Value) -> set[Origin]:
-    """The origins of ``value``: of a step's output itself, and in a graph also of tensors that are computed from it
-    elementwise."""
+    """Returns the origins of ``value``.
+
+    These are known for a step's output and, in a graph, for tensors that are computed from it elementwise.
+    """
     found: set[Origin] = set()
     pending, seen = [value, value.values] if isinstance(value, tf.IndexedSlices) else [value], set()
     while pending:
@@ -98,8 +100,10 @@ class StepOutput(MicrobatchOutputs[Value]):
         return tf.stack(self.outputs)
 
     def accumulate(self, method: str = "variable", var: tf.Variable | None = None) -> Value:
-        """Their mean, as :meth:`reduce_mean`. Inside of a ``tf.function``, a gradient's memory is free again when it
-        has been added to those of the microbatches before, but for ``"add_n"``, which waits for all of them.
+        """Return the mean over microbatches, as :meth:`reduce_mean`.
+
+        In a ``tf.function``, the memory of a microbatch's gradient is free as soon as the gradient has been added to
+        the earlier ones. The method ``"add_n"`` waits for all of them instead.
 
         Args:
             method: ``"variable"``, ``"accumulate_n"`` or ``"add_n"``.

@@ -36,8 +36,10 @@ from smdistributed.modelparallel.tensorflow.tracing.recording import Trace, trac
 
 @contextlib.contextmanager
 def translate_errors() -> Iterator[None]:
-    """A context for calls of steps: translates errors of the core, and reports an operation's failure on this rank to
-    the others."""
+    """A context for calls of steps that translates errors of the core.
+
+    It also reports the failure of an operation on this rank to the other ranks.
+    """
     try:
         with errors.translated(CLASSES):
             yield
@@ -113,8 +115,10 @@ class StepFunction:
         return self._run(self._function, args, kwargs)
 
     def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns ``tf.function``'s concrete function for these arguments. All ranks call it: the first call partitions
-        the model."""
+        """Returns ``tf.function``'s concrete function for these arguments.
+
+        All ranks call it: the first call partitions the model.
+        """
         return self._run(self._function.get_concrete_function, args, kwargs)
 
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -213,8 +217,10 @@ class StepFunction:
     def _step_outputs(
         self, traced: Trace, assignment: placement.PartitionAssignment, size: int, reduces: bool
     ) -> tuple[list[Any], list[list[tf.Tensor]]]:
-        """For each rank what the step returns there, in its structure, and the tensors in it; ``reduces`` tells whether
-        replicas reduce gradients."""
+        """Returns, for each rank, what the step returns there, in its structure, and the tensors in it.
+
+        ``reduces`` tells whether replicas reduce gradients.
+        """
         before, state.trace = state.trace, traced
         try:
             variables = list(state.model.trainable_variables) if state.model is not None else []
@@ -330,7 +336,7 @@ def _of(value: Any, values: Mapping[str, tf.Tensor]) -> Any:
 def _filled(
     template: Any, results: Sequence[Mapping[str, tf.Tensor]], totals: Mapping[int, Any], of_replicas: bool
 ) -> Any:
-    """``template`` with what the microbatches have made, and the sums of gradients that there are, by their identity."""
+    """Fills ``template`` with the results of the microbatches and the sums of gradients, by their identity."""
     if isinstance(template, dict):
         return _like(template, {key: _filled(each, results, totals, of_replicas) for key, each in template.items()})
     if isinstance(template, tuple | list):

@@ -37,11 +37,16 @@ def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, *
 
     Args:
         module: A module that is on one partition with all that is in it.
-        *args, **kwargs: Its arguments.
+        *args: Its positional arguments.
         preserve_rng_state: Whether it draws the same random numbers again.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        What the module returns.
 
     Raises:
-        SMPPartitionError: it was spread over partitions by hand. One that was so automatically runs without.
+        SMPPartitionError: the script spread the module over partitions. A module that the automatic partition
+            spreads runs without checkpointing.
     """
     if not isinstance(module, nn.Module):
         raise SMPValidationError(f"`checkpoint` takes a module, not {module!r}")
@@ -271,8 +276,10 @@ class _CheckpointedForward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The module's ``forward`` without checkpointing, for ``inspect.signature`` as well. One object: recordings
-        compare it."""
+        """The module's ``forward`` without checkpointing; ``inspect.signature`` uses it as well.
+
+        It is always the same object, because recordings compare it.
+        """
         if self._bound is None:
             kind = type(self.module)
             self._bound = self.original or inspect.getattr_static(kind, "forward").__get__(self.module, kind)

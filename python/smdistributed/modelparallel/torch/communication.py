@@ -134,10 +134,13 @@ def _exchanged(messages: list[torch.Tensor], name: str, on_host: bool) -> list[A
 def raise_on_all_ranks(
     do: Callable[[], _T], group: CommGroup, what: str, same: Callable[[_T], Any] | None = None
 ) -> _T:
-    """Returns the result of ``do``. All ranks of ``group`` call it; none returns before all have ended, and a failure
-    on one raises on all. ``do`` itself may only use operations that fail on all their ranks.
+    """Returns the result of ``do`` after all ranks of ``group`` have ended it; a failure on one raises on all.
+
+    All ranks of the group call it. ``do`` itself may only use operations that fail on all their ranks.
 
     Args:
+        do: What every rank does.
+        group: The ranks that call it.
         what: What has not happened then, as "the state could not be gathered".
         same: Returns what of the result must be the same on all ranks.
 
@@ -154,8 +157,9 @@ def gather_on_host(
     first_only: bool = False,
     what: str = "the state could not be gathered",
 ) -> list[Any]:
-    """Returns the results of ``make`` of all ranks of ``group``, with tensors in host memory: on every rank, or on the
-    first one only, where the others get an empty list.
+    """Returns the results of ``make`` of all ranks of ``group``, with tensors in host memory.
+
+    Every rank gets them, or the first one only, where the others get an empty list.
 
     Raises:
         SMPCheckpointError: ``make`` failed, here or on another rank, or its value cannot be pickled.

@@ -81,8 +81,9 @@ def set_tensor_parallelism(module: torch.nn.Module, enabled: bool = True, **kwar
 
 
 def tp_register(dist_module: type, **hooks: Any) -> Callable[[_Class], _Class]:
-    """Name the class that replaces the decorated one under tensor parallelism; without effect, as
-    ``tensor_parallel_degree`` is 1.
+    """Name the class that replaces the decorated one under tensor parallelism.
+
+    Without effect, as ``tensor_parallel_degree`` is 1.
 
     Args:
         dist_module: The class that would replace it.

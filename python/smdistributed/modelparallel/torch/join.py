@@ -52,8 +52,10 @@ class Join:
                 self._shadow_others(self._group)
 
     def round(self, has: bool) -> list[int]:
-        """Return the status of each replica: 0 without a batch, else 1, plus ``TRAINING`` if its model is in training
-        mode."""
+        """Return the status of each replica.
+
+        The status is 0 without a batch, else 1, plus ``TRAINING`` if the model is in training mode.
+        """
         mine = 1 + TRAINING * self._model.training if has else 0
         if self._group is None:
             return [mine]

@@ -188,8 +188,10 @@ class DistributedModel(nn.Module):
         return self._placement
 
     def _partition_manually(self) -> None:
-        """Partitions the model if that needs no trace, because the script or a checkpoint assigns the modules.
-        Continues a partition that failed in an earlier step."""
+        """Partitions the model if the script or a checkpoint assigns all modules, so that no trace is needed.
+
+        Continues a partition that failed in an earlier step.
+        """
         cfg = state.cfg
         if self._is_whole:
             return
@@ -240,8 +242,10 @@ class DistributedModel(nn.Module):
         self._finish_partitioning()
 
     def _finish_partitioning(self) -> None:
-        """Completes the partition once each rank holds its parameters: loads deferred states, broadcasts the values of
-        the first replica, makes the pipeline. A failure here is retried in the next step, so no step runs without it.
+        """Completes the partition once each rank holds its parameters.
+
+        Loads deferred states, broadcasts the values of the first replica and makes the pipeline. The next step retries
+        a failure here, so no step runs without it.
         """
         groups, cfg, device = state.groups, state.cfg, current_device()
         self._run_deferred()
@@ -458,8 +462,9 @@ class DistributedModel(nn.Module):
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
     ) -> None:
-        """Takes a whole state or this rank's part of one; before the division, when the model is divided. All ranks of
-        one replica call it.
+        """Load a full state or this rank's part of one.
+
+        Before the model is partitioned, the load waits for the partition. All ranks of one replica call it.
 
         Args:
             state_dict: Of :meth:`state_dict` or :meth:`local_state_dict`, or of the model outside of this library.
@@ -537,8 +542,11 @@ class DistributedModel(nn.Module):
         }
 
     def join(self) -> Join:
-        """A context for replicas with different numbers of batches: around all steps, on all ranks. Who has no batch
-        left takes part in the reductions of the others with zeros, and has their parameters in the end."""
+        """A context, around all steps on all ranks, for replicas with different numbers of batches.
+
+        A replica without a batch contributes zeros to the reductions of the others, and has their parameters in the
+        end.
+        """
         if not state.cfg.ddp:
             raise SMPUsageError("`join()` is for replicas: it needs the configuration's `ddp: true`")
         return Join(self, state.groups.dp_group)

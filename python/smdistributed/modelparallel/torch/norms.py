@@ -30,8 +30,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip the norm of all gradients of the model, as ``torch.nn.utils.clip_grad_norm_`` does in one process.
 
-    All ranks of a pipeline call it. Each parameter counts once. With the configuration's ``fp16`` or ``bf16``, gradients
-    of the master weights are clipped, without the loss scale, and all ranks of the job call it.
+    All ranks of a pipeline call it. Each parameter counts once. With the configuration's ``fp16`` or ``bf16``,
+    gradients of the master weights are clipped, without the loss scale, and all ranks of the job call it.
 
     Args:
         parameters: Parameters of the model; those of other partitions may be among them.

@@ -136,7 +136,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._masters.adopt()
 
     def _pieces(self) -> dict[int, Piece]:
-        """By the identity of each parameter of the wrapped optimizer, the part of a parameter of the model that it is."""
+        """Maps the identity of each parameter of the wrapped optimizer to its part of a model's parameter."""
         named = _model().module.named_parameters()
         found = {id(parameter): Piece.whole(name, parameter) for name, parameter in named}
         if self._masters is not None:

@@ -3,8 +3,8 @@
 Adam is PyTorch's, in its fused form where there is one. LAMB and NovoGrad follow their papers:
 
 - LAMB: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", Algorithm 2.
-- NovoGrad: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training of Deep Networks",
-  Algorithm 1.
+- NovoGrad: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training of Deep
+  Networks", Algorithm 1.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class FusedAdam(torch.optim.Adam):
         super().__init__(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled_weight_decay=adam_w_mode
         )
-        # Not an argument: PyTorch would ask for a device, which parameters without memory get when they are partitioned.
+        # No argument: PyTorch would want a device, which parameters without memory get when they are partitioned.
         for group in self.param_groups:
             group["fused"] = True
         self.defaults["fused"] = True

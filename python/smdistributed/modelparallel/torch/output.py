@@ -23,7 +23,7 @@ class StepOutput(MicrobatchOutputs[torch.Tensor]):
         return self.stack().sum(0)
 
     def concat(self) -> torch.Tensor:
-        """Return the rows of all microbatches, one microbatch after the other along dimension 0; scalars are stacked."""
+        """Return the rows of all microbatches in their order, along dimension 0; scalars are stacked."""
         return self.stack() if self.outputs[0].dim() == 0 else torch.cat(self.outputs)
 
     def stack(self) -> torch.Tensor:

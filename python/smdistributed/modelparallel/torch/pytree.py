@@ -14,8 +14,11 @@ ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtyp
 
 
 def transform(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """``value`` with ``leaf(tensor)`` in the place of every tensor, and of every object that ``leaf`` knows as one
-    (those whose class says ``_smp_leaf = True``). Containers are made anew, of the same classes; other objects stay."""
+    """Returns ``value`` with ``leaf(tensor)`` in the place of every tensor.
+
+    Objects whose class says ``_smp_leaf = True`` count as tensors. Containers are made anew, of the same classes; other
+    objects stay.
+    """
     kind = type(value)
     if kind in ATOMS:
         return value

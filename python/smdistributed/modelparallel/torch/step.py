@@ -108,8 +108,10 @@ class _BoundStepFunction:
 
 
 def _merged(outputs: Sequence[Any]) -> Any:
-    """The return value of a step: a :class:`StepOutput` for each tensor of the body, a list for other values, in the
-    same structure."""
+    """Merges the return values of the microbatches, in the same structure.
+
+    Each tensor of the body becomes a :class:`StepOutput`, and other values become a list.
+    """
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         return StepOutput(outputs)

@@ -114,7 +114,8 @@ class CheckpointManager(tf.train.CheckpointManager):
     def restore(self, save_path: str | os.PathLike[str] | None = None) -> str | None:
         """Read a checkpoint. All ranks call it.
 
-        Before the first step, the parts of the model and of its optimizers are read when the step has partitioned the model.
+        Before the first step, the values of the model and of its optimizers are read once the step has partitioned the
+        model.
 
         Args:
             save_path: The checkpoint, of either format; by default the latest one.
@@ -169,8 +170,10 @@ class CheckpointManager(tf.train.CheckpointManager):
 
 
 def _check_name(name: str, form: str) -> None:
-    """Refuses names of checkpoints that would lie outside of their folder; in TensorFlow's form they may lie in folders
-    inside of it."""
+    """Refuses names of checkpoints that lead out of the checkpoint folder.
+
+    In TensorFlow's format, a name may contain subfolders.
+    """
     parts = [name] if form == "sharded" else name.split("/")
     try:
         for part in parts:

@@ -141,8 +141,10 @@ def _here(saveables: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 class DeferredRestore:
-    """The status of a restore that may wait until the model is partitioned. It has the methods of TensorFlow's status;
-    what they assert is asserted then."""
+    """The status of a restore that may wait until the model is partitioned.
+
+    It has the methods of TensorFlow's status. Their assertions run once the model is partitioned.
+    """
 
     def __init__(self, read: Callable[[], Any]) -> None:
         self._read, self._status = read, None
@@ -198,8 +200,10 @@ def holds_model(checkpoint: tf.train.Checkpoint) -> bool:
 
 
 def unpartitioned_objects(checkpoint: tf.train.Checkpoint) -> tf.train.Checkpoint | None:
-    """The objects in ``checkpoint`` that belong to neither the model nor an optimizer, before the model is partitioned:
-    they need not wait for it. ``None`` afterwards."""
+    """The objects in ``checkpoint`` that belong to neither the model nor an optimizer.
+
+    They can be restored before the model is partitioned. Returns ``None`` afterwards.
+    """
     if _variable_partitions():
         return None
     roots = [
@@ -236,7 +240,9 @@ def when_partitioned(checkpoint: tf.train.Checkpoint, read: Callable[[], Any], p
     """Calls ``read`` once the model is partitioned and the optimizers are built; at once if they are.
 
     Args:
-        path: The checkpoint's, if all ranks are to come to the same verdict on it.
+        checkpoint: The checkpoint object of the script, whose optimizers are built first.
+        read: Reads the values.
+        path: The checkpoint's, if a failure to read it on one rank has to fail on all.
     """
 
     def whole() -> None:
@@ -276,8 +282,9 @@ def written(file_prefix: str, options: Any) -> str:
 
 
 def serialized(checkpoint: tf.train.Checkpoint) -> Iterator[tuple[str, str, Any, int | None, Any]]:
-    """The entries to save: name, slice, object, the rank of its partition, and the tensor or a function that returns
-    it.
+    """The entries to save.
+
+    Each entry is a name, a slice, an object, the rank of its partition, and the tensor or a function that returns it.
 
     Raises:
         SMPUsageError: the model has not been divided yet.
@@ -338,8 +345,10 @@ def checked_entries(checkpoint: tf.train.Checkpoint, path: str) -> list[tuple[st
 def _samples(
     checkpoint: tf.train.Checkpoint, entries: Iterable[tuple[str, str, Any, int | None, Any]]
 ) -> dict[str, np.ndarray]:
-    """Some numbers of each variable that belongs to no partition, and how many it has; but of metrics and of generators
-    of random numbers, which may be a rank's own, and of what is the model's."""
+    """Samples a few numbers of each variable that belongs to no partition, and counts its elements.
+
+    Metrics, random generators and the model's own variables are left out: the first two may differ between ranks.
+    """
     variables: list[Any] = []
     for each in _objects(checkpoint):
         if isinstance(each, tf.random.Generator):
@@ -393,8 +402,10 @@ def _check_known(checkpoint: tf.train.Checkpoint) -> None:
 
 
 def _check_whole(handles: set[int]) -> None:
-    """Refuses what would leave a part of the model out without a word: TensorFlow does not find layers of Keras 3 that
-    are in a list."""
+    """Refuses a checkpoint that would silently omit a part of the model.
+
+    TensorFlow does not find layers of Keras 3 that are in a list.
+    """
     assert state.model is not None, "it was divided"
     with state.model._smp_all_variables():
         for variable in state.model.weights:

@@ -15,8 +15,9 @@ _CLASSES = {**CLASSES, "io": SMPCheckpointError, "invalid_argument": SMPCheckpoi
 
 
 class StagingFolder:
-    """A hidden folder beside a checkpoint, in which all of it is written before it gets its name: a full disk leaves an
-    older checkpoint of the same name as it is. The first rank makes it.
+    """A hidden folder beside a checkpoint, in which the first rank collects all files before the rename.
+
+    If the disk is full, an older checkpoint of the same name stays as it is.
 
     Args:
         file_prefix: The checkpoint's path.
@@ -53,8 +54,10 @@ class StagingFolder:
 
 
 class RemoteStaging:
-    """The counterpart of :class:`StagingFolder` for file systems that only TensorFlow writes: TensorFlow moves the
-    parts into place."""
+    """The counterpart of :class:`StagingFolder` for file systems that only TensorFlow writes.
+
+    TensorFlow moves the parts into place.
+    """
 
     def __init__(self, file_prefix: str) -> None:
         self._prefix = file_prefix

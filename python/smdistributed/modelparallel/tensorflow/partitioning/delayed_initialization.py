@@ -118,8 +118,7 @@ def handle_of(variable: Any) -> Any:
 
 
 def delay(variable: Any) -> None:
-    """Frees the memory of a variable that has just been made, if it is to wait and all of its numbers are one, as in
-    optimizers."""
+    """Frees the memory of a new variable that is to wait and whose numbers are all equal, as in optimizers."""
     inner = underlying(variable)
     if not _is_wanted() or type(inner) is not resource_variable_ops.ResourceVariable or not inner.shape.num_elements():
         return
@@ -136,8 +135,10 @@ def delay(variable: Any) -> None:
 
 
 def initialize_local(elsewhere: Collection[int]) -> None:
-    """Initializes the delayed variables of this rank after the partition; ``elsewhere`` are the handles of the others,
-    by identity."""
+    """Initializes the delayed variables of this rank after the partition.
+
+    ``elsewhere`` holds the handles of the other variables, by identity.
+    """
     for key, variable in list(_delayed.items()):
         if key in elsewhere:
             become_plain(variable)
@@ -249,8 +250,11 @@ def _adapt_older() -> None:
 
 
 def with_its_value(create: Callable[..., Any], **options: Any) -> Any:
-    """Makes a variable with its initial value. The ``tf.function`` around would initialize it before its first run
-    only, after the model is partitioned, and would trace the whole step again."""
+    """Makes a variable with its initial value.
+
+    The surrounding ``tf.function`` would initialize it only before its first run, after the model is partitioned, and
+    would trace the whole step again.
+    """
     value = options.get("initial_value")
     if isinstance(value, tf.Tensor) and not hasattr(value, "numpy"):
         return create(**options)  # of the graph: only a run of it makes that

@@ -156,8 +156,10 @@ def _materialize(optimizer: Any) -> None:
 
 
 def _pairs(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    """Variables of an optimizer, each with that of the model which it is for: Keras' optimizers keep them in lists that
-    have an entry for each variable that they were built for, the older ones in slots."""
+    """Pairs an optimizer's variables with the model's variables that they belong to.
+
+    Keras' optimizers keep lists with an entry for each variable that they were built for. Older optimizers keep slots.
+    """
     variables = state.optimizers[optimizer]
     if hasattr(optimizer, "get_slot_names"):
         for name, variable in itertools.product(optimizer.get_slot_names(), variables):

@@ -26,8 +26,10 @@ class RemoteVariable(resource_variable_ops.ResourceVariable):
         return super()._read_variable_op(no_copy)
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """Checks the shape of ``value`` in eager code; the placeholder that a read returns passes. In a graph, adds the
-        assignment, which runs on the rank that holds the variable."""
+        """Checks the shape of ``value`` in eager code; the placeholder that a read returns passes.
+
+        In a graph, adds the assignment, which runs on the rank that holds the variable.
+        """
         if not tf.executing_eagerly():
             return super().assign(value, *args, **kwargs)
         shape = tf.convert_to_tensor(value).shape
@@ -47,8 +49,10 @@ def make_remote(variable: Any) -> None:
 
 
 def set_read_value(variable: Any, value: Any) -> None:
-    """Sets the value that reads of a remote variable return; it stays in host memory, since the device may have no
-    room."""
+    """Sets the value that reads of a remote variable return.
+
+    It stays in host memory, since the device may have no room.
+    """
     with tf.init_scope(), tf.device("/device:CPU:0"):
         _inmost(variable)._smp_read_value = tf.convert_to_tensor(value)
 

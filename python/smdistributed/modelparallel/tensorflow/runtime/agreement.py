@@ -103,8 +103,10 @@ def compare_activity(activity: str, groups: TensorFlowGroups) -> None:
 
 
 def report_failure(what: str, error: str, groups: TensorFlowGroups, seconds: float) -> None:
-    """Takes part in the next comparison of the pipeline with an error, so that the other ranks get it whenever they
-    compare; see :func:`wait_for_report`. Ranks that have failed as well get nothing.
+    """Takes part in the pipeline's next comparison with an error.
+
+    The other ranks get the error whenever they compare; see :func:`wait_for_report`. Ranks that have failed as well get
+    nothing.
 
     Args:
         what: This rank did, such as ``left `fit```.

@@ -28,10 +28,12 @@ def device() -> str | None:
 
 
 def open_between(groups: TensorFlowGroups, segment_graph: SegmentGraph) -> None:
-    """Makes the channels, both ways, of the ranks between which tensors of ``segment_graph`` go, and uses each once:
-    its two ranks wait for each other then, and in a step somebody else might wait for one of them. All ranks of the
-    pipeline call it with the step that they trace first; it makes none if one of them has no GPU, or traces another
-    step."""
+    """Opens channels, both ways, between the ranks that exchange tensors of ``segment_graph``.
+
+    Each channel is used once here: opening blocks its two ranks, which could deadlock with a third rank during a step.
+    All ranks of the pipeline call it with the step that they trace first. It opens none if one of them has no GPU or
+    traces another step.
+    """
     here = device()
     mine = (here is not None, zlib.crc32("\n".join(segment_graph.lines).encode()))
     everybody = communication.gather_for("has divided the model", mine, CommGroup.PP_GROUP)

@@ -32,8 +32,9 @@ _SECONDS = 1.0
 
 @contextlib.contextmanager
 def batch_loop(activity: str) -> Iterator[None]:
-    """Around all batches of ``activity``, which the ranks of a pipeline end together. If this one ends by an error of
-    its own, such as a callback's, the others hear of it with their next batch (AGR-2).
+    """A context for all batches of ``activity``, which the ranks of a pipeline end together.
+
+    If this rank fails by itself, for example in a callback, the others learn of it with their next batch (AGR-2).
 
     Raises:
         SMPMismatchError: others have more batches.

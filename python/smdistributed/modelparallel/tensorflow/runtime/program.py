@@ -1,5 +1,4 @@
-"""Builds this rank's graph from a segment graph: each segment becomes a function that is called once for each
-microbatch.
+"""Builds this rank's graph: each segment becomes a function that is called once for each microbatch.
 
 - PROG-1: calls of anchored segments follow the schedule; a control edge leads from each to the next. Other calls, and
   all messages, run when their operands are there.
@@ -86,8 +85,11 @@ def _copy_op(op: tf.Operation, values: dict[str, tf.Tensor], made: Mapping[str, 
 
 
 def _without_graph(function: Any) -> Any:
-    """A function of the trace as the runtime knows it. The graph that Python has of a branch or a loop would keep that
-    of the trace, whose tensors it takes, as long as the step is there."""
+    """Returns a traced function as the runtime knows it, without its Python graph.
+
+    The Python graph of a branch or a loop refers to the trace's tensors and would keep the whole trace alive as long as
+    the step.
+    """
     if not isinstance(function, AtomicFunction):
         return function
     return AtomicFunction(
@@ -236,7 +238,7 @@ class Program:
         return self._calls[segment, mb]
 
     def _run_independently(self, op: tf.Operation) -> None:
-        """Excludes an operation that must run from the automatic control dependencies; its dependencies are explicit."""
+        """Excludes an operation that must run from automatic control dependencies; its dependencies are explicit."""
         self._independent_ops.append(op)
         order = getattr(self._graph, "experimental_acd_manager", None)
         if order is not None:

@@ -34,8 +34,10 @@ class Clock:
     def note(
         self, kind: str, stage: int, mb: int, start: Sequence[tf.Operation], after: Sequence[tf.Operation]
     ) -> list[tf.Operation]:
-        """Notes what lasted from ``start`` until ``after`` have ended; returns the operation that does, if there is
-        one."""
+        """Notes an interval of the timeline, from ``start`` until ``after`` have ended.
+
+        Returns the operation that does so, if there is one.
+        """
         if not start:
             return []
 

@@ -53,8 +53,8 @@ class Transfers:
         self._segment_graph, self._microbatches = segment_graph, microbatches
         self._group, self._here, self._channels = groups.pp_group, groups.rank_in("pp"), groups.channels
         self._start, self._run_independently = start, run_independently
-        # MSG-2: for each channel, the messages to receive, the last operation, and the messages that were received before
-        # the graph needed them, because a channel keeps its order.
+        # MSG-2: for each channel, the messages to receive, the last operation, and the messages that were received
+        # before the graph needed them, because a channel keeps its order.
         self._pending_receives: dict[int, deque[tuple[str, int]]] = {}
         self._last: dict[tuple[int, int], list[tf.Operation]] = {}
         self._received: dict[tuple[str, int], tf.Tensor] = {}

@@ -49,8 +49,10 @@ class OpFingerprints:
         return digest.hexdigest() if found else ""
 
     def _function(self, name: str) -> str:
-        """The fingerprint of a branch, a loop or another function: its operations, in an order that does not depend on
-        names."""
+        """Returns the fingerprint of a branch, a loop or another function.
+
+        It covers the operations in an order that does not depend on names.
+        """
         if name not in self._functions:
             # Functions do not call themselves, but gradients of calls name what they come from.
             self._functions[name] = ""

@@ -1,5 +1,6 @@
-"""Tracks which tensors of a body are gradients of variables: results of TensorFlow's gradient functions and values
-derived from them.
+"""Tracks which tensors of a body are gradients of variables.
+
+These are results of TensorFlow's gradient functions and values derived from them.
 """
 
 from __future__ import annotations
@@ -107,8 +108,10 @@ class GradientTracker:
         return found
 
     def variable_of(self, value: Any, variables: Sequence[Any], of_replicas: bool) -> Any:
-        """The one of ``variables`` whose gradient ``value`` is, in its shape and type; ``None`` if it is no gradient.
-        Of several of one shape, such as those of variables that are added up, it is the first.
+        """Returns the variable whose gradient ``value`` is, or ``None`` if it is no gradient.
+
+        The gradient has the variable's shape and type. If several of one shape match, such as variables that are added
+        up, it is the first.
 
         Args:
             value: What a body returns.
@@ -142,8 +145,10 @@ class GradientTracker:
         return None
 
     def _refuse_other_forms(self, value: Any, variables: Sequence[Any]) -> None:
-        """Raises if ``value`` has the numbers of gradients in another shape, as replicas would not average it. What
-        sums them up, such as norms, or compares them is a replica's own."""
+        """Raises if ``value`` has the numbers of gradients in another shape, which replicas would not average.
+
+        Values that sum or compare gradients, such as norms, are each replica's own.
+        """
         found = self.variables_of(value, _of_same_numbers) if _has_numbers(_tensor(value)) else set()
         names = [f"`{name_of(each)}`" for each in variables if id(handle_of(each)) in found]
         if names:
@@ -157,8 +162,10 @@ class GradientTracker:
 
 
 def of_same_shape(tensor: tf.Tensor) -> list[tf.Tensor]:
-    """Inputs that may become ``tensor`` number by number, as a gradient that is scaled by a norm of all of them does:
-    what that was made of has another shape."""
+    """Yields the inputs from which ``tensor`` may be made number by number.
+
+    One is a gradient that a global norm scales: what the norm is made of has another shape.
+    """
     rank, shape = tensor.shape.rank, tensor.shape
     return [each for each in _inputs(tensor) if each.shape.rank == rank and each.shape.is_compatible_with(shape)]
 

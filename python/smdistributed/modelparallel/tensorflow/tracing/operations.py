@@ -144,9 +144,12 @@ def _follows_model(ops: Sequence[tf.Operation], trace: Trace) -> set[str]:
 
 
 def waited_for(op: tf.Operation) -> list[tf.Operation]:
-    """Operations whose effects one waits for. TensorFlow's gradients also wait for what has no effect, to be computed
-    late; segments do that better. But what has none may stand for others that have: ``tf.group`` by what it waits for,
-    and the copy of a result, which is what assertions, branches and loops hand out, by what it copies."""
+    """Returns the operations with effects that ``op`` waits for.
+
+    TensorFlow's gradients also wait for operations without effects, to be computed late; segments do that better. An
+    operation without effects may stand for others: ``tf.group`` for those that it waits for, and the copy of a result,
+    as assertions, branches and loops return it, for the copied operation.
+    """
     found, pending, seen = [], list(op.control_inputs), set()
     while pending:
         other = pending.pop()

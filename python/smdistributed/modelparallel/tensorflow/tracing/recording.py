@@ -1,5 +1,6 @@
-"""Traces the body of a step into one graph: every operation of one microbatch, and the layer or script line that made
-it.
+"""Traces the body of a step into one graph.
+
+The trace holds every operation of one microbatch, and the layer or script line that made it.
 
 Every rank traces the whole body, with the layers of all partitions and the gradients, into a graph that is never run.
 Shapes and gradients are TensorFlow's own. The segments that run are cut out of this graph (``tracing/operations.py``).
@@ -90,8 +91,10 @@ class Trace:
         self.labels[op.name] = self._label
 
     def ordered(self) -> list[tf.Operation]:
-        """All operations, each after those whose results it takes. The order in which they were made is another one:
-        the gradient of a loop gives the loop more inputs."""
+        """Returns all operations, each after those whose results it takes.
+
+        The order of creation is another one: the gradient of a loop adds inputs to the loop.
+        """
         found: dict[str, tf.Operation] = {}
         for root in self.graph.get_operations():
             pending = [root]
@@ -187,7 +190,8 @@ def trace(
 
     Args:
         body: Converted by AutoGraph already, if it is to be.
-        args, kwargs: Those of one microbatch.
+        args: The positional arguments of one microbatch.
+        kwargs: The keyword arguments of one microbatch.
         shapes: Of the tensors in them, such that they are those of all microbatches.
         again: Whether it has been traced before, and so has made its variables.
 

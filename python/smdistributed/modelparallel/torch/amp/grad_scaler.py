@@ -15,8 +15,9 @@ from smdistributed.modelparallel.torch.state import state
 
 
 class GradScaler(torch.amp.GradScaler):
-    """Scale losses as ``torch.cuda.amp.GradScaler`` does; all partitions skip a step in which one found a gradient that
-    is not finite.
+    """Scale losses as ``torch.cuda.amp.GradScaler`` does.
+
+    All partitions skip a step in which one of them found a gradient that is not finite.
 
     Args:
         init_scale: The first scale.

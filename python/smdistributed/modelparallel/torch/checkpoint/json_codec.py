@@ -17,10 +17,10 @@ from smdistributed.modelparallel.exceptions import SMPCheckpointError
 
 
 def encode(value: Any, keep: Callable[[torch.Tensor], str], where: str = "user_content") -> str:
-    """
-    The text of a value.
+    """The text of a value.
 
     Args:
+        value: of numbers, strings, tensors, and lists, tuples and dicts of them.
         keep: saves a tensor elsewhere, and returns its name there.
         where: what errors call it.
 

@@ -36,8 +36,7 @@ _CLASSES = {**CLASSES, "io": SMPCheckpointError, "invalid_argument": SMPCheckpoi
 
 
 class CheckpointManager:
-    """
-    Saves and loads the wrapped model and optimizer. All ranks make one, and call its methods together.
+    """Saves and loads the wrapped model and optimizer. All ranks make one, and call its methods together.
 
     Args:
         path: a folder that all ranks see.
@@ -94,8 +93,7 @@ class CheckpointManager:
             self.wait()
 
     def save(self, step: int, user_content: Any = None, *, tag: str | None = None) -> None:
-        """
-        Saves model and optimizer, and what ``user_content`` is on rank 0.
+        """Saves model and optimizer, and what ``user_content`` is on rank 0.
 
         Args:
             step: the number of the training step, which orders checkpoints.
@@ -135,8 +133,7 @@ class CheckpointManager:
         return Content(places, json.dumps(layout), text, copies)
 
     def wait(self) -> None:
-        """
-        Waits for the save that is under way; all ranks call it.
+        """Waits for the save that is under way; all ranks call it.
 
         Raises:
             SMPCheckpointError: it could not be written, here or on another rank; the same on all ranks.
@@ -144,8 +141,7 @@ class CheckpointManager:
         self._saver.wait()
 
     def latest(self) -> str | None:
-        """
-        The name of the newest complete checkpoint, if there is one; all ranks call it.
+        """The name of the newest complete checkpoint, if there is one; all ranks call it.
 
         Raises:
             SMPCheckpointError: the folder cannot be read; the same on all ranks.
@@ -160,9 +156,10 @@ class CheckpointManager:
         return raise_on_all_ranks(look, CommGroup.WORLD, what, lambda newest: newest)
 
     def load(self, tag: str | None = None, *, strict: bool = True, load_optimizer: bool = True) -> Any:
-        """
-        Loads model and optimizer, reading what this rank holds. Before the model is divided, they are loaded when it
-        is, and it is divided as it was when it was saved, if there are as many partitions.
+        """Load model and optimizer; each rank reads what it holds.
+
+        Before the model is partitioned, the load waits for the partition. The saved partition is used if there are as
+        many partitions now.
 
         Args:
             tag: which checkpoint; by default the newest.
@@ -327,9 +324,11 @@ class CheckpointManager:
         return json.dumps({"user": user, "groups": groups, "loss_scale": scale})
 
     def _on_host(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], set[str]]:
-        """Dense tensors in host memory, and the names of those that are copies. What is on a device, or not dense, is
-        copied here, and the core, which would copy what the training changes, leaves it as it is: one copy of each is
-        in host memory while it is written."""
+        """Returns dense tensors in host memory, and the names of those that are copies.
+
+        Tensors on a device or not dense are copied here. The core, which copies whatever the training may change, does
+        not copy them again. Host memory thus holds one copy of each during the write.
+        """
         copies, owned, waits = {}, set(), False
         for name, tensor in tensors.items():
             if tensor.dtype not in _ELEMENTS:

@@ -130,14 +130,17 @@ def _elems(shape: tuple[int, ...]) -> int:
 
 
 def full_optimizer(model: DistributedModel, optimizer: DistributedOptimizer) -> dict[str, Any]:
-    """The whole optimizer's state gathered in host memory, from all ranks of a pipeline, or of the job if it is
-    sharded."""
+    """Gathers the whole optimizer's state in host memory.
+
+    It comes from all ranks of a pipeline, or of the job if the state is sharded.
+    """
     return merge_optimizers(model, gather_on_host(lambda: local_optimizer(model, optimizer), group_of(optimizer)))
 
 
 def load_optimizer(model: DistributedModel, optimizer: DistributedOptimizer, found: Mapping[str, Any]) -> None:
-    """Loads the state of this rank's parameters from a full state, or from the partial ones of all ranks. All ranks of
-    a pipeline call it, or of the job if the state is sharded, and reach the same result.
+    """Loads the state of this rank's parameters from a full state, or from the partial ones of all ranks.
+
+    All ranks of a pipeline call it, or of the job if the state is sharded, and reach the same result.
 
     Raises:
         SMPCheckpointError: The state does not fit the optimizer, on any of them.
@@ -180,8 +183,10 @@ def _load_optimizer(
     found: Mapping[str, Any],
     counted: list[dict[str, Any]] | None,
 ) -> None:
-    """Loads the state of this rank's parameters; ``counted`` are the groups of all ranks, if the state identifies
-    parameters by index."""
+    """Loads the state of this rank's parameters.
+
+    ``counted`` are the groups of all ranks, if the state identifies parameters by index.
+    """
     ids = list(itertools.chain.from_iterable(group["params"] for group in found["param_groups"]))
     names = {name: name for name in ids}
     if counted is not None:

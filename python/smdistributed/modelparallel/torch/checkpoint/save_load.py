@@ -44,13 +44,16 @@ def save(
     v3: bool = False,
     pickel_module: Any = None,
 ) -> None:
-    """
-    ``torch.save``, to a file of this rank or, with ``partial=False``, to ``f`` itself.
+    """``torch.save``, to a file of this rank or, with ``partial=False``, to ``f`` itself.
 
     Args:
         obj: what is saved.
         f: path; a partial file has the rank in its name.
+        partial: whether each rank writes a file of its own.
+        pickle_module: as that of ``torch.save``.
+        pickle_protocol: as that of ``torch.save``.
         v3: whether the replica is in the name as well, for sharded states.
+        pickel_module: the original's spelling of ``pickle_module``.
     """
     if not isinstance(f, str):
         raise SMPValidationError(f"the file is a {type(f).__name__}: expected a path as str")
@@ -102,14 +105,14 @@ def save_checkpoint(
     num_kept_partial_checkpoints: int | None = None,
     format: str = "torch",
 ) -> None:
-    """
-    Saves a checkpoint; all ranks call it.
+    """Saves a checkpoint; all ranks call it.
 
     Args:
         path: a folder that all ranks see; made if it is not there.
         tag: name; of a partial checkpoint ``path/{tag}_partial``, of a full one ``path/{tag}``.
         partial: a file of each rank, or one of the whole model, without the optimizer.
-        model, optimizer: the wrapped ones.
+        model: the wrapped model; by default the one of the process.
+        optimizer: the wrapped optimizer; by default the one of the process.
         user_content: anything that can be pickled. A warning names classes that :func:`resume_from_checkpoint` reads
             only where the caller allows them; the sharded format refuses them.
         translate_if_full: accepted; models keep their own names, so there is nothing to translate.
@@ -183,6 +186,9 @@ def _save_files(root: Path, tag: str, kind: str, write: Callable[[Path], list[st
     """Writes a checkpoint's files into one staging folder, on all ranks, and renames it when it is complete.
 
     Args:
+        root: The folder of checkpoints.
+        tag: The checkpoint's name.
+        kind: What it is, as ``full``.
         write: Writes this rank's files into a folder, and returns their names.
         keep: Of this kind, so many checkpoints stay; ``None`` for all.
 
@@ -255,13 +261,14 @@ def resume_from_checkpoint(
     safe_globals: Sequence[Any] = (),
     weights_only: bool = True,
 ) -> Any:
-    """
-    Loads what :func:`save_checkpoint` saved, in either format, into the wrapped model and optimizer; all ranks call it.
+    """Loads what :func:`save_checkpoint` saved, in either format, into the wrapped model and optimizer.
 
-    Before the model is divided, it is loaded when it is, and divided as the checkpoint was, if there are as many
-    partitions. With another number, each rank takes what it holds from the files of all.
+    All ranks call it. Before the model is partitioned, the load waits for the partition, which is that of the
+    checkpoint if there are as many partitions. With another number, each rank reads what it holds from the files of
+    all.
 
     Args:
+        path: the folder of checkpoints.
         tag: which, with or without ``_partial``; by default the newest partial or sharded one.
         partial: whether a partial or a full one is meant, where both have the name.
         strict: whether every parameter must be there.
@@ -421,8 +428,10 @@ def _optimizer_part(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _has_any(folder: Path, partitions: int, tp: int) -> bool:
-    """Whether the optimizer was saved: a rank whose file alone is missing is an error, and not that of a checkpoint
-    without an optimizer."""
+    """Whether the optimizer was saved.
+
+    If only this rank's file is missing, that is an error and does not mean a checkpoint without an optimizer.
+    """
     return any((folder / f"optimizer_{pp}_{tp}.pt").exists() for pp in range(partitions)) or any(
         name.startswith("optimizer_") for name in _listed(folder)
     )

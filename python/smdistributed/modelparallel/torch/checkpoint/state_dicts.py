@@ -56,8 +56,10 @@ def _refuse_own_ways(path: str, module: nn.Module) -> None:
 
 
 def model_entries(model: DistributedModel) -> dict[str, torch.Tensor]:
-    """Every tensor of ``state_dict`` by its name, :class:`MetaParameter` on other ranks; shared ones under each of
-    their names."""
+    """Returns every tensor of ``state_dict`` by its name.
+
+    Tensors of other ranks are a :class:`MetaParameter`. Shared tensors appear under each of their names.
+    """
     return {name: entry for name, entry in _entries(model) if isinstance(entry, torch.Tensor)}
 
 
@@ -92,7 +94,7 @@ def _own(model: DistributedModel) -> dict[str, Any]:
 
 
 def full_model(model: DistributedModel, gather_to_rank0: bool) -> dict[str, Any]:
-    """The whole model gathered from all ranks of a pipeline in host memory, on each of them or on the first one only."""
+    """Gathers the whole model in host memory, on all ranks of a pipeline or on the first one only."""
     if not model.is_partitioned:
         return _own(model)
     parts = gather_on_host(lambda: local_model(model), CommGroup.PP_GROUP, first_only=gather_to_rank0)
@@ -101,8 +103,10 @@ def full_model(model: DistributedModel, gather_to_rank0: bool) -> dict[str, Any]
 
 
 class _Report(NamedTuple):
-    """How loading went on one rank: names that its part of the model wants and the state has not, and those that the
-    state has and no part wants, each before hooks saw them and after; and what else does not fit."""
+    """The result of a load on one rank.
+
+    It holds the missing and the unexpected names, each before and after hooks saw them, and other mismatches.
+    """
 
     missing_before: list[str]
     missing: list[str]
@@ -112,8 +116,9 @@ class _Report(NamedTuple):
 
 
 def load_model(model: DistributedModel, found: Mapping[str, Any], strict: bool, same_partition_load: bool) -> None:
-    """Loads this rank's part from a full state dict, or from the partial ones of all ranks. All ranks of a pipeline
-    call it, and reach the same result.
+    """Loads this rank's part from a full state dict, or from the partial ones of all ranks.
+
+    All ranks of a pipeline call it, and reach the same result.
 
     Raises:
         SMPCheckpointError: a shape does not fit, something is missing or unknown and ``strict``, or a hook or
@@ -137,15 +142,17 @@ def load_model(model: DistributedModel, found: Mapping[str, Any], strict: bool, 
 
 
 def _left(reports: list[tuple[list[str], list[str]]]) -> list[str]:
-    """What hooks have left of names, on whichever rank: a module's hooks run where it is, and may know better than all
-    others."""
+    """Returns the names that hooks have left on any rank.
+
+    A module's hooks run on the rank that holds it, so that rank's answer counts.
+    """
     excused = {name for before, after in reports for name in set(before) - set(after)}
     return sorted({name for _, after in reports for name in after} - excused)
 
 
 @torch.no_grad()
 def _load_local(model: DistributedModel, found: dict[str, Any], strict: bool, same_partition_load: bool) -> _Report:
-    """In the order of torch's ``load_state_dict``: hooks before, values, hooks after, which may change what is missing."""
+    """Loads in torch's order: hooks before, values, hooks after, which may change what is missing."""
     entries, extras = model_entries(model), local_extras(model)
     local = {name: tensor for name, tensor in entries.items() if not isinstance(tensor, MetaParameter)}
     here = state.groups.rank_in("pp")

@@ -29,6 +29,7 @@ def put(obj: Any, path: Path, **options: Any) -> None:
 
 
 def get(path: Path, map_location: Any = "cpu", **options: Any) -> Any:
+    """Loads a file with ``torch.load``; nothing in it is executed unless ``weights_only=False`` is given."""
     if not path.exists():
         raise SMPCheckpointError(f"`{path}` is missing")
     options.setdefault("weights_only", True)

@@ -21,14 +21,15 @@ def auto_partition(
     *,
     measure_times: bool = False,
 ) -> dict[str, int]:
-    """
-    The partition of every module.
+    """The partition of every module.
 
     All ranks come to the same result if they call with the same model and the same shapes, unless times are measured:
     then one rank must decide for all.
 
     Args:
-        args, kwargs: of one microbatch, as `module` is called in the step.
+        module: the model.
+        args: the positional arguments of one microbatch, as `module` is called in the step.
+        kwargs: its keyword arguments.
         config: the active configuration (`partitions`, `memory_weight`, `auto_partition`, ...).
         manual: partitions that the script chose, by module path. They count if `auto_partition` is off.
         measure_times: balance measured times instead of estimates.

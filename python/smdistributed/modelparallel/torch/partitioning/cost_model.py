@@ -1,5 +1,7 @@
-"""The cost model: estimated time and saved memory of operations, from their shapes. The partitioner and the schedules
-use it.
+"""The cost model: estimated time and saved memory of operations, from their shapes.
+
+The partitioner and the schedules use it. Only ratios matter. They are about those of a current accelerator that
+computes in bfloat16.
 
 Only ratios matter. They are about those of a current accelerator that computes in bfloat16.
 """
@@ -61,8 +63,11 @@ _PROMOTED_OTHERWISE = {_aten.binary_cross_entropy_with_logits, _aten.huber_loss,
 
 
 class OpCost(NamedTuple):
-    """The cost of a task for one microbatch: nanoseconds of its forward and of the two parts of its backward; bytes
-    saved for the first part beside inputs and outputs, and bytes kept from there for the second one."""
+    """The cost of a task for one microbatch.
+
+    Nanoseconds of its forward and of the two parts of its backward; bytes saved for the first part beside inputs and
+    outputs, and bytes kept from there for the second one.
+    """
 
     forward: int
     input: int
@@ -112,8 +117,10 @@ def is_cast(func: Any) -> bool:
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a function that may draw random numbers draws them from the default generator. Attention without dropout
-    does not."""
+    """Whether a function that may draw random numbers draws them from the default generator.
+
+    Attention without dropout does not.
+    """
     if kwargs.get("generator") is not None:
         return False
     names = [argument.name for argument in func._schema.arguments]
@@ -195,8 +202,7 @@ class Counter(TorchDispatchMode):
         self._outside.add(self._key(tensor))
 
     def untouched(self, tensors: Mapping[int, torch.Tensor], outputs: Iterable[torch.Tensor]) -> tuple[int, ...]:
-        """Of tensors by their places, the places of those that no operation read and that share no memory with an
-        output."""
+        """Returns the places of the tensors that no operation read and that share no memory with an output."""
         made = {self._key(output) for output in outputs}
         keys = {place: self._key(tensor) for place, tensor in tensors.items()}
         return tuple(place for place, key in keys.items() if key not in self._taken and key not in made)

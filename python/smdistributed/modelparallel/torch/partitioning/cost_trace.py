@@ -54,8 +54,11 @@ class ModuleCost:
 
 @dataclass
 class Trace:
-    """A model's cost tree: modules, values between them as (producer, consumers, bytes), what modules cost the host that are
-    taken apart, as (module, module in whose place, nanoseconds), and modules that must lie together."""
+    """A model's cost tree.
+
+    It holds modules, values between them as (producer, consumers, bytes), the host's cost of modules that are taken
+    apart, as (module, module in whose place, nanoseconds), and modules that must lie together.
+    """
 
     modules: list[ModuleCost]
     values: list[tuple[int, list[int], int]] = field(default_factory=list)
@@ -63,9 +66,12 @@ class Trace:
     ties: list[list[int]] = field(default_factory=list)
 
     def place_ties(self) -> None:
-        """Modules that share a parameter and cost nothing themselves lie where the first of their tie lies, as the core
-        only places those that cost something. So it is without a forward, where the shared parameter counts for the
-        first module alone, and where a forward uses the parameter under one of its names only."""
+        """Places modules that share a parameter and cost nothing themselves with the first module of their tie.
+
+        The core only places modules that cost something. A tied module costs nothing without a forward, where the
+        shared parameter counts for the first module alone, and where a forward uses the parameter under one of its
+        names only.
+        """
         has_place = {at for producer, consumers, _ in self.values for at in (producer, *consumers)} | {
             at for _, at, _ in self.tasks
         }
@@ -111,11 +117,12 @@ def structure(module: nn.Module) -> Trace:
 
 
 def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, measure_times: bool = False) -> Trace:
-    """
-    Runs one forward of `module` on the arguments of a microbatch.
+    """Runs one forward of `module` on the arguments of a microbatch.
 
     Args:
         module: with or without materialized parameters; its parameters and buffers are left as they are.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
         measure_times: run on real tensors, and take the time of each operation instead of an estimate from its
             FLOPs and bytes. Two ranks measure different times, so one of them must decide for all.
 
@@ -158,8 +165,10 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, measure_tim
 
 @contextlib.contextmanager
 def _failures_are_tried(recorder: _Recorder) -> Iterator[None]:
-    """A module that fake tensors cannot go through is tried with made-up numbers; then it is one thing, wherever it is
-    (TRY-1)."""
+    """Tries a module that fake tensors cannot go through with random values.
+
+    The module then stays in one partition (TRY-1).
+    """
     original = nn.Module.__call__
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -181,8 +190,11 @@ def _failures_are_tried(recorder: _Recorder) -> Iterator[None]:
 
 
 def _take(result: Any) -> None:
-    """Does what the body of a step may do to what the model returns. If that is no loss, one is made of it, and where
-    it is large, as the logits of a language model are, a softmax has its cost and keeps as much again."""
+    """Stands for what the body of a step may do to the model's result.
+
+    If the result is no loss, one is made of it. Where it is large, as the logits of a language model are, a softmax is
+    charged and saves as much memory again.
+    """
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not outputs or not all(output.dim() for output in outputs):
         return
@@ -192,9 +204,11 @@ def _take(result: Any) -> None:
 
 
 def _named_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each entry of a module's tables once, also where the module has several parents: ``functional_call`` would
-    restore such an entry to the fake tensor that it put there first. Tensors that several modules share have an entry
-    in each of them."""
+    """Yields each entry of a module's tables once, also where the module has several parents.
+
+    ``functional_call`` would otherwise restore such an entry to the fake tensor that it put there first. Tensors that
+    several modules share have an entry in each of them.
+    """
     for path, part in module.named_modules():
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is not None:
@@ -382,8 +396,10 @@ class _Recorder(TorchDispatchMode):
         return newest.producer if newest else None
 
     def opaque(self, module: nn.Module, at: int, args: Any, kwargs: Any, error: Exception) -> Any:
-        """The call of a module that fake tensors cannot go through, as ``error`` says. Its parts lie together, so that
-        it is one task."""
+        """Records the call of a module that fake tensors cannot go through, because of ``error``.
+
+        All of the module lies in one partition, so that the call is one task.
+        """
         leaves: list[torch.Tensor] = []
 
         def leaf(tensor: torch.Tensor) -> torch.Tensor:

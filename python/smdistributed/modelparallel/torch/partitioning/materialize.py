@@ -27,8 +27,9 @@ _BATCH = 32 << 20
 def settle(
     root: nn.Module, placement: Placement, partition: int, device: torch.device
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Parameters and buffers of other partitions become :class:`MetaParameter`; own ones go to ``device``, and those
-    that were created without memory get theirs.
+    """Replaces the tensors of other partitions by :class:`MetaParameter`, and moves own ones to ``device``.
+
+    Own tensors that were created without memory get theirs.
 
     Returns:
         By the identity of each parameter that was replaced, itself and what stands in its place.
@@ -115,10 +116,12 @@ def _blank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def _initialize(root: nn.Module, fresh: Mapping[int, str]) -> None:
-    """Initializes tensors that were created without memory, in the order of a model's constructor: inner modules first,
-    all by PyTorch's methods, then by Hugging Face's.
+    """Initializes tensors that were created without memory, in the order of a model's constructor.
+
+    Inner modules come first; all run PyTorch's methods, then Hugging Face's.
 
     Args:
+        root: The model.
         fresh: Names in the model, by identity.
     """
     # What cannot be NaN shows it by its version alone, which writes through `.data` do not raise.
@@ -185,8 +188,10 @@ def _find_owners(module: nn.Module, owner: nn.Module | None, owners: dict[int, n
 
 @contextmanager
 def _others_out_of_reach(root: nn.Module, fresh: Mapping[int, str]) -> Iterator[None]:
-    """Hides initialized parameters and those of other partitions while modules around them initialize theirs; a shared
-    parameter belongs to its first module. Buffers can be read."""
+    """Hides initialized and remote parameters while the modules around them initialize theirs.
+
+    A shared parameter belongs to its first module. Buffers can be read.
+    """
     kept: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     copies: dict[int, torch.Tensor] = {}
     twins: dict[int, nn.Parameter] = {}
@@ -213,8 +218,10 @@ def _others_out_of_reach(root: nn.Module, fresh: Mapping[int, str]) -> Iterator[
 
 @contextmanager
 def _parametrized_in_reach(module: nn.Module, fresh: Mapping[int, str]) -> Iterator[None]:
-    """Lets a module write to tensors that are computed from other parameters, as by ``parametrizations.weight_norm``;
-    afterwards ``right_inverse`` sets those parameters."""
+    """Lets a module write to tensors that are computed from other parameters, as by ``parametrizations.weight_norm``.
+
+    Afterwards ``right_inverse`` sets those parameters.
+    """
     if not parametrize.is_parametrized(module):
         yield
         return
@@ -292,8 +299,10 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 
 
 def delay_parameters() -> RemovableHandle:
-    """Delays parameters until the returned handle is removed. Lazy parameters, which have no memory yet, are left
-    alone."""
+    """Delays parameters until the returned handle is removed.
+
+    Lazy parameters, which have no memory yet, are left alone.
+    """
     # What is registered twice stays one parameter.
     twins = WeakIdKeyDictionary()
 

@@ -1,4 +1,4 @@
-"""The loss scale of an optimizer, from the arguments of ``smp.DistributedOptimizer``; the core decides how it changes."""
+"""The loss scale of an optimizer, from ``smp.DistributedOptimizer``'s arguments; the core decides how it changes."""
 
 from __future__ import annotations
 

@@ -103,8 +103,9 @@ class MasterWeights:
 
     @torch.no_grad()
     def unscale(self) -> bool:
-        """Moves gradients to the master weights and divides them by the scale; once a step. All ranks of the job call
-        it.
+        """Moves gradients to the master weights and divides them by the scale; once a step.
+
+        All ranks of the job call it.
 
         Returns:
             Whether a gradient on any rank is not finite.

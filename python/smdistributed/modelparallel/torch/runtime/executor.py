@@ -141,7 +141,7 @@ class Executor:
     # One action each; `run` calls them in the order of a program, and the recording those of stages that run early.
 
     def forward(self, mb: Microbatch, number: int, backward_is_near: bool = False) -> None:
-        """Runs the forward of a stage whose inputs are here; with ``backward_is_near``, nothing is offloaded (OFF-1)."""
+        """Runs the forward of a stage whose inputs are here; ``backward_is_near`` offloads nothing (OFF-1)."""
         start = _core.timeline_now()
         graph, stage = mb.stage_graph, mb.stage_graph.stages[number]
         has_backward = stage.has_backward or self._early
@@ -320,8 +320,10 @@ class Executor:
         return env[value.index] if value.parameter is None else self._parameters[value.parameter]
 
     def backward(self, mb: Microbatch, number: int) -> None:
-        """Runs the backward of a stage: accumulates parameter gradients, and stores those of its inputs for the
-        producers."""
+        """Runs the backward of a stage.
+
+        Accumulates parameter gradients, and stores the gradients of its inputs for the producers.
+        """
         start = _core.timeline_now()
         stage = mb.stage_graph.stages[number]
         if stage.has_backward:
@@ -421,7 +423,7 @@ class Executor:
         _core.timeline_stage("send", number, mb.recording.microbatch, start)
 
     def receive_forward(self, mb: Microbatch, number: int, producer: int) -> Callable[[], None]:
-        """Posts the receives of values from a producer stage on another rank; returns a function that waits for them."""
+        """Posts the receives of values from a producer stage on another rank; returns their wait function."""
         graph = mb.stage_graph
         source = graph.stages[producer].rank
         values = graph.stages[number].inputs[producer]
@@ -470,8 +472,10 @@ class Executor:
         microbatches: Sequence[Microbatch],
         on_stage_done: Callable[[int], None],
     ) -> None:
-        """Runs this rank's program; calls ``on_stage_done(stage)`` when the parameter gradients of a stage are
-        complete."""
+        """Runs this rank's program.
+
+        Calls ``on_stage_done(stage)`` when the parameter gradients of a stage are complete.
+        """
         self._known.clear()
         with casts_are_cached(), self._modules.applied():
             self._run(program, microbatches, on_stage_done)
@@ -535,7 +539,7 @@ class Executor:
 def _run_backward(
     roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor], weights: Any, later: bool
 ) -> None:
-    """Runs autograd; the gradients of ``weights`` (`torch_ext/weight_gradients/weights.h`) are computed beside it, or ``later``."""
+    """Runs autograd; the gradients of ``weights`` are computed beside it, or ``later`` (WGT-1 to WGT-5)."""
     torch.autograd.backward(roots, gradients, inputs=weights.begin(later) if weights.size() else None)
     if later:
         weights.end()

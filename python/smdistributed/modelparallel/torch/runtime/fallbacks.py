@@ -1,5 +1,6 @@
-"""Calls that leave the pipeline: all ranks wait for one of them. Each is warned about once and counted; under
-``SMD_STRICT_PIPELINE`` it is an error.
+"""Calls that leave the pipeline: all ranks wait for one of them.
+
+Each is warned about once and counted. Under ``SMD_STRICT_PIPELINE`` it is an error.
 """
 
 from __future__ import annotations

@@ -110,8 +110,11 @@ class GradientReducer:
             self._reducer.cancel()
 
     def join_shadow(self, parameters: Named) -> None:
-        """Takes part in the reduction of the other replicas: once with the gradients that this one has accumulated,
-        then with zeros. Gradients here stay as they are."""
+        """Takes part in the reduction of the other replicas.
+
+        The first time it contributes the gradients that this replica has accumulated, then zeros. Gradients here stay
+        as they are.
+        """
         if not self._is_reducing_step():
             return
         self._update_reducer(parameters)
@@ -176,8 +179,9 @@ class GradientReducer:
 
 
 class GradientSnapshot:
-    """The gradients at the start of a step with one partition: they tell whether its body has made or changed any, by
-    whichever call.
+    """The gradients at the start of a step with one partition.
+
+    They tell whether the body has made or changed any gradient, by whichever call.
 
     Args:
         parameters: The model's.

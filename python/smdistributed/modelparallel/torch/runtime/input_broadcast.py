@@ -283,7 +283,10 @@ def _check_readable(header: _Header, own: Mapping[_Own, Any]) -> None:
             try:
                 _Reader(content, blank, own).load()
             except Exception as error:
-                failure = f"partition {state.groups.rank_in('pp')} cannot take over the argument `{name}`: {type(error).__name__}: {error}"
+                failure = (
+                    f"partition {state.groups.rank_in('pp')} cannot rebuild the argument `{name}`: "
+                    f"{type(error).__name__}: {error}"
+                )
                 break
     failures = [each for each in communication.allgather(failure, CommGroup.PP_GROUP) if each is not None]
     if failures:
@@ -324,8 +327,8 @@ def _layouts(
         for (_, at, _), place in ranges[begin:end]:
             tensor = tensors[place]
             found[place] = _Layout(
-                tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, tensor.is_conj(), tensor.is_neg(),
-                len(segments) - 1, at - start,
+                tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, tensor.is_conj(),
+                tensor.is_neg(), len(segments) - 1, at - start,
             )  # fmt: skip
         begin = end
     return tuple(found[place] for place in range(len(tensors)))

@@ -191,8 +191,10 @@ def make_offloader(wanted: bool, device: torch.device, horizon: int) -> Offloade
 
 
 class StageBoundary:
-    """An input of a stage (OFF-3), in the place of a leaf: ``tensor`` enters the graph, ``grad`` is the gradient that
-    leaves it."""
+    """An input of a stage (OFF-3), in the place of a leaf.
+
+    ``tensor`` enters the graph, ``grad`` is the gradient that leaves it.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
@@ -246,8 +248,11 @@ class ActivationPrefetcher:
 
 
 def _backwards(program: Sequence[tuple[str, int, int, int | None]]) -> Iterator[tuple[int, int, int, int]]:
-    """The backwards of a program in its order: stage, microbatch, how many tasks lie before it, and how many of them
-    before its forward, -1 for one that has run early. Transfers are no tasks."""
+    """Lists the backwards of a program in its order.
+
+    Each is a stage, a microbatch, the number of tasks before it, and the number of tasks before its forward, or -1 for
+    a forward that has run early. Transfers are no tasks.
+    """
     tasks = [(kind, stage, index) for kind, stage, index, _ in program if kind in "FBIW"]
     forwards = {(stage, index): at for at, (kind, stage, index) in enumerate(tasks) if kind == "F"}
     for at, (kind, stage, index) in enumerate(tasks):

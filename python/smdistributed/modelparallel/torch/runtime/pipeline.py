@@ -239,8 +239,10 @@ class Pipeline:
         return whole
 
     def _flush(self, recording: Recording) -> Microbatch:
-        """Runs what a microbatch has recorded and not run; before it, the microbatches whose state or tensors it may
-        read."""
+        """Runs the tasks that a microbatch has recorded and not run.
+
+        Earlier microbatches whose state or tensors it may read run first.
+        """
         if recording.retained.needs_earlier or any(
             each.order.changes_state for each in (*recording.earlier, recording)
         ):
@@ -296,8 +298,9 @@ class Pipeline:
         return Executor(self.rank, self.transfers, self.parameters, scale, self.module_state, early, self._offloader)
 
     def agree(self, recordings: Sequence[Recording], phase: int) -> None:
-        """Compares what the ranks have recorded. Ranks that made the same calls in different orders take over that of
-        the first one (SAME-1).
+        """Compares what the ranks have recorded.
+
+        Ranks that made the same calls in different orders adopt the order of the first rank (SAME-1).
 
         Raises:
             SMPMismatchError: the same on all ranks; it shows the first task that differs.
@@ -360,7 +363,7 @@ class Pipeline:
         scale: float,
         on_stage_done: Callable[[int, StageGraph], None],
     ) -> list[Microbatch]:
-        """Executes recorded microbatches; calls ``on_stage_done`` when the parameter gradients of a stage are complete."""
+        """Executes recorded microbatches; calls ``on_stage_done`` when a stage's parameter gradients are complete."""
         self.agree(recordings, 0)
         for recording in recordings:
             recording.retained.keep_living()
@@ -437,8 +440,10 @@ class Pipeline:
         return program
 
     def results(self, microbatches: Sequence[Microbatch], detach: bool) -> list[dict[int, torch.Tensor]]:
-        """The tensors that the body returns, of every microbatch, on every rank: each rank sends all that it has at
-        once."""
+        """Returns the tensors that the body returns, of every microbatch, on every rank.
+
+        Each rank sends all that it has at once.
+        """
         results: list[dict[int, torch.Tensor]] = [{} for _ in microbatches]
         wanted: dict[tuple[int, torch.dtype, torch.device], list[tuple[int, int, TensorMeta]]] = {}
         for place, mb in enumerate(microbatches):

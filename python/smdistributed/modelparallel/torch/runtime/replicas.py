@@ -78,8 +78,10 @@ class Replicas:
         self.sync_buffers_from(model, [1 + training] if self.join_context is None else self.join_context.round(True))
 
     def sync_buffers_from(self, model: DistributedModel, active: Sequence[int]) -> None:
-        """Copies the buffers of the first active replica, if that one trains; ``active`` is what ``Join.round``
-        returns."""
+        """Copies the buffers of the first active replica, if that replica trains.
+
+        ``active`` is what ``Join.round`` returns.
+        """
         first = next(place for place, flag in enumerate(active) if flag)
         if self._broadcast_buffers and self._group is not None and model.is_partitioned and active[first] & TRAINING:
             source = state.groups.members["dp"][first]
@@ -128,7 +130,7 @@ class Replicas:
         return microbatches
 
     def watch_late_backward(self, model: DistributedModel, tensor: torch.Tensor) -> None:
-        """Refuses a later backward of a tensor that leaves a step with its graph: its gradients would not be reduced."""
+        """Refuses a later backward of a tensor that leaves a step: its gradients would not be reduced."""
         if self._reducer is None or not model.training or tensor.grad_fn is None:
             return
 

@@ -124,8 +124,10 @@ class _Stream:
         self._origins[self._generator.state()] = _Origin(origin.begin, origin.last | {rank: draw})
 
     def end(self, rank: int) -> tuple[bytes | None, Draw | bytes | None]:
-        """The body has ended: its state if it has drawn or seeded, and where the stream of ``rank`` goes on, if
-        elsewhere."""
+        """Ends the body of a microbatch.
+
+        Returns the body's state, if it has drawn or seeded, and where the stream of ``rank`` goes on, if elsewhere.
+        """
         now = self._generator.state()
         origin = self._origins.get(now)
         if origin is None:
@@ -210,8 +212,10 @@ class RngState:
             _set_states(self._generators, shared)
 
     def draws(self, kinds: Collection[str] | None, rank: int) -> list[Draw]:
-        """Records that the body calls a task of ``rank`` that draws from generators of these kinds; ``None`` if that is
-        not known yet."""
+        """Records that the body calls a task of ``rank`` that draws from generators of these kinds.
+
+        ``None`` means that the kinds are not known yet.
+        """
         if self._streams is None:
             return []
         found = []
@@ -230,8 +234,10 @@ class RngState:
                 self._streams[draw.generator.kind].add(draw, rank)
 
     def end_of_step(self) -> None:
-        """All tasks have run: the process goes on with the body's states where the body has drawn, else with its
-        tasks'."""
+        """Ends the step after all tasks have run.
+
+        The process goes on with the body's states where the body has drawn, else with its tasks'.
+        """
         self._own = _states(self._generators)
         self._left = {}
         for kind, (end, final) in self._ends.items():

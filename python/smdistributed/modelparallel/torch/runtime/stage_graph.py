@@ -152,8 +152,11 @@ class StageGraph:
         return sorted(set(pairs))
 
     def gradients(self, producer: int, consumer: int) -> list[int]:
-        """Values of an edge whose gradients come back. A stage that has a part in the backward may also take values on
-        which no loss depends: their gradients stay `None`, as in one process."""
+        """Returns the values of an edge whose gradients come back.
+
+        A stage that takes part in the backward may also take values on which no loss depends. Their gradients stay
+        `None`, as in one process.
+        """
         return [value for value in self.stages[producer].returning[consumer] if value in self._live]
 
     def plan(

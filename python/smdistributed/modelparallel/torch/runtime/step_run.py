@@ -87,8 +87,10 @@ class StepRun:
         return outputs
 
     def run_pipeline(self, calls: Sequence[Call]) -> list[Any]:
-        """Records the body for each microbatch and executes the tasks on all partitions; returns what it returned each
-        time."""
+        """Records the body for each microbatch and executes the tasks on all partitions.
+
+        Returns what the body returned for each microbatch.
+        """
         model, recordings = self._model, self._recordings
         model.replicas.sync_buffers(model)
         outputs = []

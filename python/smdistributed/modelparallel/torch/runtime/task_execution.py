@@ -16,6 +16,7 @@ from smdistributed.modelparallel.torch.tracing.tasks import Context, Task, Value
 
 
 def check(task: Task, outputs: Sequence[torch.Tensor]) -> None:
+    """Raises if the outputs of a task have other shapes or dtypes than its output spec."""
     metas = task.output_spec.metas
     same = len(outputs) == len(metas) and all(
         output.shape == meta.shape and output.dtype == meta.dtype for output, meta in zip(outputs, metas, strict=True)
@@ -65,8 +66,10 @@ def task_outputs(
 
 
 class FlatTask:
-    """Runs a task whose arguments are plain values and constants, which writes nothing in place and returns one tensor.
-    Most tasks are such."""
+    """Runs a task with plain values and constants as arguments, no in-place write and one output tensor.
+
+    Most tasks are such.
+    """
 
     __slots__ = ("_args", "_kwargs", "_named", "_output", "_placed")
 

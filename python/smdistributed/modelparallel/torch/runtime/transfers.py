@@ -28,9 +28,11 @@ class Transfers:
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
 
     def open(self, edges: Iterable[tuple[int, int]]) -> None:
-        """Makes the channels, both ways, of pairs of ranks between which tensors will go; all ranks of the pipeline
-        call it with the same pairs. A channel is used once here, since its two ranks wait for each other then, and in a
-        program somebody else might wait for one of them."""
+        """Opens channels, both ways, between the pairs of ranks that exchange tensors.
+
+        All ranks of the pipeline call it with the same pairs. Each channel is used once here: opening blocks its two
+        ranks, which could deadlock with a third rank in a program.
+        """
         if self._device.type != "cuda":
             return
         for source, target in sorted({(a, b) for a, b in edges if a != b} | {(b, a) for a, b in edges if a != b}):
@@ -45,9 +47,11 @@ class Transfers:
                 dist.recv(number, members[0], channel)
 
     def max_posted_receives(self, messages: int) -> int:
-        """How many receives may be begun before their places in the program: on devices none. A receive there is a
-        kernel that runs until its message comes, and what is launched for the first time may have to wait for such
-        kernels, while the message waits for what is launched."""
+        """Returns how many receives may be posted before their places in the program: none on devices.
+
+        There a receive is a kernel that runs until its message arrives. A kernel that is launched for the first time
+        may have to wait for it, while the message waits for that kernel.
+        """
         return 0 if self._device.type == "cuda" else messages
 
     def _channel(self, source: int, target: int, device: torch.device) -> dist.ProcessGroup:

@@ -1,12 +1,15 @@
-"""Numbers that the body of a step asks of tensors that are the same in each microbatch, such as masks made of positions.
+"""Values that a step's body reads from constant tensors, such as masks made of positions, which no microbatch changes.
 
-Asking a CUDA tensor for a number waits for all that its stream has to do. Bodies ask the same in each microbatch: transformers
-looks at ``torch.arange`` for packed sequences, for example. Such a question is put to the device once, and the answer is remembered:
+Reading a value from a CUDA tensor waits for all work queued in its stream. Bodies read the same in each microbatch:
+transformers looks at ``torch.arange`` for packed sequences, for example. The device is asked once, and the answer is
+remembered:
 
-- CON-1: a tensor is constant if a function of :data:`_FUNCTIONS` made it of constant tensors and of what is no tensor. It is known by
-  that function and these arguments, not by its address. Tensors that scripts make to be written to (``zeros``, ``full``) are none.
-- CON-2: it is so until its version changes, or that of a tensor with the same storage, or until a function that is not listed gets
-  it: such a function may write to it without a new version, or give a way to (``data``, ``data_ptr``, collectives).
+- CON-1: a tensor is constant if a function of :data:`_FUNCTIONS` made it of constant tensors and of arguments that are
+  no tensors. The function and the arguments identify it, not its address. Tensors that scripts make to be written to
+  (``zeros``, ``full``) are not constant.
+- CON-2: it stays constant until its version changes, or that of a tensor with the same storage, or until a function
+  that is not listed gets it. Such a function may write to it without a new version, or give a way to do so (``data``,
+  ``data_ptr``, collectives).
 """
 
 from __future__ import annotations
@@ -22,9 +25,9 @@ from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta, 
 #: Functions of which the same comes out for the same arguments, in any state of the process.
 _NAMES = (
     "arange", "eye", "tril", "triu",
-    "view", "reshape", "expand", "expand_as", "unsqueeze", "squeeze", "flatten", "permute", "transpose", "repeat", "flip",
-    "cat", "stack", "diff", "cumsum", "where", "to", "type", "long", "int", "float", "bool", "clone", "contiguous",
-    "add", "sub", "mul", "div", "floor_divide", "remainder", "neg", "abs", "clamp", "minimum", "maximum",
+    "view", "reshape", "expand", "expand_as", "unsqueeze", "squeeze", "flatten", "permute", "transpose", "repeat",
+    "flip", "cat", "stack", "diff", "cumsum", "where", "to", "type", "long", "int", "float", "bool", "clone",
+    "contiguous", "add", "sub", "mul", "div", "floor_divide", "remainder", "neg", "abs", "clamp", "minimum", "maximum",
     "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "all", "any", "min", "max", "sum",
     "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__floordiv__", "__mod__", "__neg__",
     "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__or__", "__invert__", "__getitem__",

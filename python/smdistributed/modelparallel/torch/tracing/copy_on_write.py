@@ -68,8 +68,9 @@ class CopyOnWriteTensors:
         return found
 
     def check_unversioned(self, microbatch: int, tensor: torch.Tensor, name: str) -> None:
-        """Checks that autograd's version counter sees what a task writes to a replicated tensor, if autograd has saved
-        its numbers.
+        """Checks that autograd's version counter sees what a task writes to a replicated tensor.
+
+        Only tensors whose numbers autograd has saved are checked.
 
         Raises:
             SMPUsageError: it does not.

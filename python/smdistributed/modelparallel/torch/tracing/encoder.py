@@ -35,8 +35,8 @@ class Encoder:
     """
 
     __slots__ = (
-        "_depth", "_key", "_known", "_located", "_recording", "containers", "in_containers", "inputs", "leaves", "may_read", "tensors",
-        "unknown",
+        "_depth", "_key", "_known", "_located", "_recording", "containers", "in_containers", "inputs", "leaves",
+        "may_read", "tensors", "unknown",
     )  # fmt: skip
 
     def __init__(self, located: Mapping[int, Any], recording: Recording | None = None) -> None:

@@ -1,5 +1,6 @@
-"""Indexing by a boolean mask and repetition by counts, where the mask or the counts are replicated: every rank knows
-the shape of the result.
+"""Indexing by a boolean mask, and repetition by counts, where the mask or the counts are replicated.
+
+Every rank knows the shape of the result.
 
 - MSK-1: ``x[mask]`` is recorded as the equivalent ``x[mask.nonzero(as_tuple=True)]``. The shapes of the indices
   determine the shape of the result, so signatures and equal microbatches are found by shapes, as for any other

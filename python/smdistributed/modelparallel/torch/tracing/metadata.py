@@ -1,5 +1,6 @@
-"""Output specs: what an operation or module would return. Fake tensors go through a call once for each signature, and
-the result is cached.
+"""Output specs: what an operation or module would return.
+
+Fake tensors go through a call once for each signature, and the result is cached.
 
 Every rank can do so for every module, because fake parameters take no memory. Where fake tensors fail, because the
 module reads values or calls an operator without a fake implementation, random values are used
@@ -190,7 +191,8 @@ class OutputSpecs:
 
         Args:
             call: What is called.
-            args, kwargs: Structures with leaves that ``meta_of`` describes.
+            args: Positional arguments: a structure with leaves that ``meta_of`` describes.
+            kwargs: Keyword arguments, likewise.
             meta_of: Says all of a leaf but its numbers.
             is_module: Whether ``call`` is that of a module, which may change containers among its arguments.
             in_containers: Places, among the leaves, of those that are in such containers.

@@ -88,8 +88,10 @@ class ModuleState:
             self._known = {(): UNCHANGED}
 
     def note_contents(self) -> None:
-        """The body is about to call a module: what it changes in objects before the first call of a step counts for all
-        calls."""
+        """Notes that the body is about to call a module.
+
+        Changes that the body makes to objects before the first call of a step count for all calls.
+        """
         if self._contents is not None:
             return
         found: dict[int, tuple[str, Any, Any]] = {}

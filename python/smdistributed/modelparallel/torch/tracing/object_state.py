@@ -149,8 +149,7 @@ class Origin:
 
 
 class Given:
-    """In the state that a call leaves: the tensor at this place among those that the call was given, unless it is also
-    a result."""
+    """A placeholder in a recorded state: a tensor that the call was given and that is not also a result."""
 
     _smp_leaf = True
     __slots__ = ("place",)
@@ -273,8 +272,9 @@ class Effects:
         self.result, self.states = result, dict(states)
 
     def template(self, containers: list[Any], leaf: Callable[[Any], Any], given: Mapping[int, int]) -> Effects:
-        """With ``leaf(tensor)`` instead of tensors, and without the containers that the call was given, nor what stays
-        in them.
+        """Returns the state with ``leaf(tensor)`` instead of tensors.
+
+        The containers that the call was given, and what stays in them, are left out.
 
         Args:
             containers: The copies that the call was given.

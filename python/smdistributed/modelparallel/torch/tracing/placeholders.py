@@ -18,6 +18,7 @@ class UnreadTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, meta: TensorMeta, task: str) -> UnreadTensor:
+        """Makes a tensor without memory."""
         self = torch.Tensor._make_wrapper_subclass(
             cls, meta.shape, strides=meta.stride, dtype=meta.dtype, device=meta.device, requires_grad=False
         )

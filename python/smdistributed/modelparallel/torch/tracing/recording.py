@@ -66,7 +66,7 @@ from smdistributed.modelparallel.torch.tracing.replay import Call, Replay
 from smdistributed.modelparallel.torch.tracing.retained_tensors import RetainedTensors
 from smdistributed.modelparallel.torch.tracing.shared_storages import SharedStorages
 from smdistributed.modelparallel.torch.tracing.state_order import StateOrder
-from smdistributed.modelparallel.torch.tracing.tasks import Context, Task, Value, WithAttributes
+from smdistributed.modelparallel.torch.tracing.tasks import Context, Task, Value, WithAttributes, partition_of
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.runtime.executor import Microbatch
@@ -180,6 +180,7 @@ class Recording(TorchFunctionMode):
         return remote
 
     def is_located(self, tensor: Any) -> bool:
+        """Whether a tensor lies on one partition, as opposed to a replicated one."""
         return type(tensor) is RemoteTensor or id(tensor) in self.located
 
     def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -224,7 +225,7 @@ class Recording(TorchFunctionMode):
             )
         if func in READS:
             self.pipeline.fallbacks.note(
-                "read", f"`{func.__name__}` at {call_site()}", _partition_of(encoder.inputs), "the body asks for it"
+                "read", f"`{func.__name__}` at {call_site()}", partition_of(encoder.inputs), "the body asks for it"
             )
             real = pytree.transform((args, kwargs), self._fetch_leaf)
             return func(*real[0], **real[1])
@@ -238,7 +239,7 @@ class Recording(TorchFunctionMode):
         name = getattr(func, "__name__", None) or str(func)
         if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
             raise SMPUsageError(
-                f"`{name}` of a tensor on partition {_partition_of(encoder.inputs)} with a `torch.Generator` of the "
+                f"`{name}` of a tensor on partition {partition_of(encoder.inputs)} with a `torch.Generator` of the "
                 f"body: draw into a tensor of the body, such "
                 "as `torch.rand(x.shape, generator=generator)`, or use the default generator"
             )
@@ -380,7 +381,7 @@ class Recording(TorchFunctionMode):
         if rank is None:
             changed = [encoder.leaves[place] for place in spec.mutated] if spec is not None else []
             located = [leaf for leaf in changed if isinstance(leaf, Value)]
-            rank = located[0].rank if located else _partition_of(inputs)
+            rank = located[0].rank if located else partition_of(inputs)
         task.rank = rank
         if any(value.rank != rank and value.parameter is not None for value in inputs):
             self._send_parameters(task, rank)
@@ -395,8 +396,10 @@ class Recording(TorchFunctionMode):
         self._levels = max(self._levels, level)
 
     def _send_parameters(self, task: Task, rank: int) -> None:
-        """Parameters that a task on another partition takes become values, which are sent and whose gradients come
-        back."""
+        """Turns parameters that a task on another partition takes into values.
+
+        They are sent, and their gradients come back.
+        """
         sent: dict[int, Value] = {}
         for value in task.inputs:
             if value.rank != rank and value.parameter is not None and id(value) not in sent:
@@ -420,6 +423,7 @@ class Recording(TorchFunctionMode):
         return value
 
     def new_value(self, rank: int, level: int, meta: TensorMeta) -> Value:
+        """Numbers a value that a task on ``rank`` produces."""
         value = Value(self._count, rank, level, meta)
         self._count += 1
         return value
@@ -682,18 +686,3 @@ def _is_integer(leaf: Any) -> bool:
 
 def _itself(value: Any) -> Any:
     return value
-
-
-def _partition_of(inputs: list[Value]) -> int:
-    """Where an operation runs: where the value that comes last is, so that the fewest have to wait; but a parameter
-    that is larger than all the others is not moved."""
-    values = [value for value in inputs if value.parameter is None]
-    parameters = [value for value in inputs if value.parameter is not None]
-    if not values:
-        return max(parameters, key=lambda value: (value.meta.bytes, -value.rank)).rank
-    best = max(values, key=lambda value: (value.level, value.meta.bytes, -value.rank))
-    others = sum(value.meta.bytes for value in values)
-    for value in parameters:
-        if value.rank != best.rank and value.meta.bytes > others:
-            return value.rank
-    return best.rank

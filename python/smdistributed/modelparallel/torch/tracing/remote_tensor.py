@@ -65,8 +65,10 @@ METADATA: frozenset[Any] = frozenset(
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """What autograd counts of writes to a tensor of this rank, 0 for those of which it counts none. For this library's
-    own use, also while a body is recorded: what the body asks for is the same on all ranks, and so goes between them.
+    """Returns autograd's version of a tensor of this rank, or 0 for a tensor without one.
+
+    Only this library uses it, also while a body is recorded. The versions that a body asks for must be equal on all
+    ranks, and are therefore communicated.
     """
     with torch._C.DisableTorchFunction():
         return 0 if tensor.is_inference() else int(tensor._version)
@@ -106,6 +108,7 @@ class RemoteTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, value: Value, recording: Any = None) -> RemoteTensor:
+        """Makes a tensor without memory that stands for a value on another rank."""
         meta = value.meta
         if meta.requires_grad and torch.is_inference_mode_enabled():
             # There PyTorch makes no tensors that require gradients.
@@ -163,6 +166,7 @@ class MetaParameter(torch.Tensor):
 
     @staticmethod
     def __new__(cls, tensor: torch.Tensor, path: str, partition: int, device: torch.device) -> MetaParameter:
+        """Makes a parameter without memory in the place of one on another partition."""
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             tensor.shape,

@@ -107,8 +107,11 @@ class Replay:
         digest_before: int,
         containers: list[Any] | None = None,
     ) -> Call | None:
-        """The next call, if it was this one, after the same; then ``tensors`` gets those that it is called with, and
-        ``containers`` those that it may change, if it is of a module."""
+        """Returns the next call, if this call followed the same one before.
+
+        ``tensors`` then gets the tensors that it is called with. For a module's call, ``containers`` gets the
+        containers that it may change.
+        """
         if self.place >= len(self._calls):
             return None
         call = self._calls[self.place]

@@ -138,8 +138,10 @@ class RetainedTensors:
         return recording.add_source(task, ("retained", is_same_step, distance, value.index, meta))
 
     def _is_shared(self, remote: RemoteTensor, storage: Value) -> bool:
-        """Whether the body can reach the storage of a remote tensor by something else; from now on there is a copy of
-        it."""
+        """Whether the body can reach the storage of a remote tensor in another way.
+
+        From now on there is a copy of it.
+        """
         is_shared = storage in self._copied or self._recording.storages.has_others(remote, storage)
         self._copied.add(storage)
         return is_shared

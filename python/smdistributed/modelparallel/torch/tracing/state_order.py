@@ -90,8 +90,10 @@ def _highest(levels: dict[int, int], modules: Iterable[int]) -> int:
 
 
 def touched_modules(task: Task) -> frozenset[int]:
-    """Identities of the modules whose state a task can read: the called one with all in it, and those whose parameters
-    it takes."""
+    """Returns identities of the modules whose state a task can read.
+
+    These are the called module with all in it, and the modules whose parameters it takes.
+    """
     found = frozenset[int]() if task.module is None else _parts_of(task.module)
     owners = [value.owner for value in task.inputs if value.owner is not None]
     return found.union(owners) if owners else found

@@ -140,8 +140,8 @@ class Task:
     """
 
     __slots__ = (
-        "args", "call", "context", "digest", "flat", "has_containers", "inputs", "kwargs", "level", "module", "name", "output_spec", "outputs",
-        "rank", "signature", "writes",
+        "args", "call", "context", "digest", "flat", "has_containers", "inputs", "kwargs", "level", "module", "name",
+        "output_spec", "outputs", "rank", "signature", "writes",
     )  # fmt: skip
 
     def __init__(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any, inputs: list[Value]) -> None:
@@ -200,6 +200,24 @@ class WithAttributes:
         self._call, self._module, self._attributes = call, module, attributes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module; returns its result and the attributes that the call left."""
         result = self._call(*args, **kwargs)
         owners = [(self._module.get_submodule(path), name) for path, name in self._attributes]
         return result, tuple(getattr(owner, name) for owner, name in owners)
+
+
+def partition_of(inputs: list[Value]) -> int:
+    """Chooses the partition of an operation: that of the value that comes last, so that the fewest ranks wait.
+
+    A parameter that is larger than all the other inputs is not moved.
+    """
+    values = [value for value in inputs if value.parameter is None]
+    parameters = [value for value in inputs if value.parameter is not None]
+    if not values:
+        return max(parameters, key=lambda value: (value.meta.bytes, -value.rank)).rank
+    best = max(values, key=lambda value: (value.level, value.meta.bytes, -value.rank))
+    others = sum(value.meta.bytes for value in values)
+    for value in parameters:
+        if value.rank != best.rank and value.meta.bytes > others:
+            return value.rank
+    return best.rank
