@@ -29,7 +29,7 @@ LIMITS: dict[str, tuple[Any, str | None]] = {
     "fp16": (False, "torch"),
     "fp16_params": (False, "torch"),
     "bf16": (False, "torch"),
-    "shard_optimizer_state": (False, None),
+    "shard_optimizer_state": (False, "torch"),
     "sharded_data_parallel_degree": (1, None),
     "delayed_parameter_initialization": (False, "torch"),
 }
@@ -167,6 +167,8 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
     """With defaults, and with what follows from one key for another."""
     with errors.translated(_CLASSES):
         _core.check_parameter_rules(json.dumps(values))
+    if values.get("shard_optimizer_state") and not values.get("ddp"):
+        raise SMPConfigError("`shard_optimizer_state` needs `ddp: true`: states are sharded over replicas")
     # The launcher does not know what the script adds.
     if values.get("load_partition") and not values.get("partition_file"):
         raise SMPConfigError("`load_partition` is true without `partition_file`, the file that holds the partition")

@@ -74,7 +74,6 @@ def test_bad_values_are_named(given, text):
     [
         {"tensor_parallel_degree": 2},
         {"sharded_data_parallel_degree": 4},
-        {"shard_optimizer_state": True},
         {"horovod": True},
     ],
 )

@@ -430,6 +430,14 @@ class DistributedModel(nn.Module):
         for _, parameter in self.local_named_parameters():
             yield parameter
 
+    def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parts of parameters that this rank updates, with the parameters' names.
+
+        Without ``shard_optimizer_state``, these are the parameters that this rank holds.
+        """
+        shards = None if state.optimizer is None else state.optimizer._shards
+        yield from self.local_named_parameters() if shards is None else shards.named()
+
     def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Buffers that this rank holds, each once, with their names in the model."""
         self.placement  # noqa: B018
@@ -549,6 +557,10 @@ class DistributedModel(nn.Module):
         """
         if not state.cfg.ddp:
             raise SMPUsageError("`join()` is for replicas: it needs the configuration's `ddp: true`")
+        if state.cfg.shard_optimizer_state:
+            raise SMPUnsupportedError(
+                "`join()` does not go with sharded states: a replica without a batch would not update its part"
+            )
         return Join(self, state.groups.dp_group)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:

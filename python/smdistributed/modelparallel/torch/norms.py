@@ -57,15 +57,20 @@ def clip_grad_norm_(
 
 
 def _norm_over_partitions(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The norm, in float64, of what the ranks of a pipeline have, all of which call this."""
+    """The norm, in float64, of what the ranks of a pipeline have, and those that hold shards of the same parameters.
+
+    All of them call this.
+    """
     infinite = math.isinf(norm_type)
     total = torch.zeros((), dtype=torch.float64, device=current_device())
     for gradient in gradients:
         norm = torch.linalg.vector_norm(gradient, norm_type, dtype=_wide(gradient)).to(total)
         total = torch.maximum(total, norm) if infinite else total + norm**norm_type
-    if state.groups.pp_group is not None:
-        with errors.translated(CLASSES):
-            dist.all_reduce(total, ReduceOp.MAX if infinite else ReduceOp.SUM, state.groups.pp_group)
+    shards = state.groups.dp_group if state.optimizer is not None and state.optimizer.is_sharded else None
+    for group in (state.groups.pp_group, shards):
+        if group is not None:
+            with errors.translated(CLASSES):
+                dist.all_reduce(total, ReduceOp.MAX if infinite else ReduceOp.SUM, group)
     return total if infinite else total ** (1.0 / norm_type)
 
 
@@ -106,7 +111,8 @@ class _TotalNorm:
                     "torch.nn.utils gets gradients with the loss scale in them: call `optimizer.clip_master_grads` or "
                     "`smp.clip_grad_norm_`"
                 )
-        if model is None or state.groups.pp_group is None or len(state.groups.members["pp"]) == 1:
+        is_sharded = state.optimizer is not None and state.optimizer.is_sharded
+        if model is None or (state.groups.pp_group is None and not is_sharded):
             return self._original(tensors, norm_type, error_if_nonfinite, foreach)
         missing = {id(each.grad) for each in model.local_parameters() if each.grad is not None}
         all_of_model = len(missing)

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from smdistributed import _core
+from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.exceptions import SMPUnsupportedError, SMPUsageError
 from smdistributed.modelparallel.torch import norms
 from smdistributed.modelparallel.torch.checkpoint import optimizer_state
 from smdistributed.modelparallel.torch.precision import half_model
 from smdistributed.modelparallel.torch.precision.loss_scale import DYNAMIC_DEFAULTS, make_loss_scale
 from smdistributed.modelparallel.torch.precision.master_weights import MasterWeights
+from smdistributed.modelparallel.torch.sharding.optimizer_shards import OptimizerShards
 from smdistributed.modelparallel.torch.sharding.piece import Piece
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
@@ -80,6 +82,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.__dict__["optimizer"] = optimizer
         self._half, self._loss_scale = dtype, loss_scale
         self._masters: MasterWeights | None = None
+        self._shards: OptimizerShards | None = None
         #: Whether `model.backward` has scaled a loss since the last step.
         self._has_scaled_loss = False
         self._global_grad_norm: torch.Tensor | None = None
@@ -125,8 +128,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
             new = replaced[id(parameter)][1]
             if not isinstance(new, MetaParameter):
                 self.optimizer.state[new] = content
+        if state.cfg.shard_optimizer_state and state.groups.dp_group is not None:
+            self._adopt_shards(state.groups.dp_group)
         if self._half is not None:
             self._adopt_masters()
+
+    def _adopt_shards(self, group: dist.ProcessGroup) -> None:
+        if self._shards is not None:
+            self._shards.adopt()
+            return
+        if self.optimizer.state:
+            raise SMPUnsupportedError(
+                "`shard_optimizer_state`: the optimizer has a state already; wrap it before its first step, and load "
+                "its state by `load_state_dict`"
+            )
+        named = [(name, each) for name, each in _model().local_named_parameters() if each.requires_grad]
+        members = state.groups.members["dp"]
+        self._shards = OptimizerShards(self.optimizer, named, group, len(members), state.groups.rank_in("dp"))
+        norms.follow_torch()
 
     def _adopt_masters(self) -> None:
         if self._masters is None:
@@ -139,6 +158,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Maps the identity of each parameter of the wrapped optimizer to its part of a model's parameter."""
         named = _model().module.named_parameters()
         found = {id(parameter): Piece.whole(name, parameter) for name, parameter in named}
+        if self._shards is not None:
+            found |= self._shards.pieces
         if self._masters is not None:
             sources = self._masters.sources.items()
             found |= {master: found[id(source)] for master, source in sources if id(source) in found}
@@ -147,7 +168,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def is_sharded(self) -> bool:
         """Whether ranks that hold the same parameters hold different parts of the state."""
-        return False
+        return self._shards is not None
 
     def _parameters_changed(self) -> None:
         """Takes over parameters of the model that were changed otherwise than by a step."""
@@ -155,9 +176,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._masters.refresh()
 
     def _publish(self) -> None:
-        """Sets the model's parameters from the master weights."""
+        """Sets the model's parameters from the master weights; with shards, all ranks that hold them call it."""
         if self._masters is not None:
             self._masters.publish()
+        if self._shards is not None:
+            self._shards.gather()
 
     # 16-bit training.
 
@@ -194,6 +217,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _gradients_of(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The gradients of these parameters that the wrapped optimizer sees, ready to be clipped."""
+        if self._shards is not None:
+            wanted = {id(each) for each in parameters}
+            if any(id(each) not in wanted for each in _model().local_parameters() if each.requires_grad):
+                raise SMPUsageError(
+                    "with `shard_optimizer_state`, gradients are clipped all together: pass all parameters"
+                )
+            parameters = [virtual for _, virtual in self._shards.named()]
         if self._masters is None:
             return [each.grad for each in parameters if each.grad is not None]
         self.update_master_grads()
@@ -222,13 +252,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise SMPUnsupportedError(
                 "a closure would run the model again: call the `smp.step` function before `step()`"
             )
+        result = None
         if self._masters is not None:
             self._check_scaled()
             self._has_scaled_loss = False
-            return self._masters.step()
-        if not any(group["params"] for group in self.optimizer.param_groups):
-            return None
-        return self.optimizer.step()
+            result = self._masters.step()
+        elif any(group["params"] for group in self.optimizer.param_groups):
+            result = self.optimizer.step()
+        if self._shards is not None and not self.overflow:
+            self._shards.gather()
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, as the wrapped optimizer does.
@@ -242,6 +275,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.zero_()
+        if self._shards is not None:
+            self._shards.zero_grad(set_to_none)
 
     def clip_master_grads(self, max_norm: float) -> float:
         """Clip the norm of all gradients of the model, before ``step``; all ranks of the job call it.

@@ -17,7 +17,7 @@ import torch
 from smdistributed import _core
 from smdistributed._common import errors
 from smdistributed.modelparallel import shares
-from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError, SMPUsageError
+from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError, SMPUnsupportedError, SMPUsageError
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.saver import Content, Saver
 from smdistributed.modelparallel.torch.checkpoint import json_codec, optimizer_state, state_dicts
@@ -200,7 +200,12 @@ class CheckpointManager:
         def load() -> None:
             self._load(reader, found, aliases, model, optimizer, strict)
 
-        model._when_partitioned(lambda: raise_on_all_ranks(load, CommGroup.WORLD, what))
+        def load_on_all_ranks() -> None:
+            raise_on_all_ranks(load, CommGroup.WORLD, what)
+            if optimizer is not None:
+                optimizer._publish()
+
+        model._when_partitioned(load_on_all_ranks)
         return user
 
     def _load(
@@ -374,6 +379,11 @@ def _local_tensors(model: Any, optimizer: Any) -> Iterable[tuple[str, torch.Tens
             yield _MODEL + name, tensor.detach()
     if optimizer is None:
         return
+    if optimizer.is_sharded:
+        raise SMPUnsupportedError(
+            "`smp.CheckpointManager` and `format='sharded'` do not write sharded optimizer states yet: "
+            "`smp.save_checkpoint(..., partial=True)` does"
+        )
     local = optimizer_state.local_optimizer(model, optimizer)
     for parameter, master in local.get(optimizer_state.MASTER_WEIGHTS, {}).items():
         yield f"{_OPTIMIZER}{parameter}/{_MASTER}", master

@@ -166,10 +166,14 @@ def load_optimizer(model: DistributedModel, optimizer: DistributedOptimizer, fou
         parts = gather_on_host(lambda: _without_tensors(local_optimizer(model, optimizer)), group)
         counted = merge_optimizers(model, parts)["param_groups"]
     raise_on_all_ranks(lambda: _load_optimizer(model, optimizer, whole, counted), group, what)
+    optimizer._publish()
 
 
 def load_own_part(model: DistributedModel, optimizer: DistributedOptimizer, found: Mapping[str, Any]) -> None:
-    """Loads a state that has all of this rank's parameters, without asking other ranks."""
+    """Loads a state that has all of this rank's parameters, without asking other ranks.
+
+    When all ranks have done so, the caller has the optimizer publish its master weights.
+    """
     _load_optimizer(model, optimizer, found, None)
 
 
@@ -230,6 +234,5 @@ def _load_optimizer(
                 name = names.get(name, name)
                 if name in own and id(own[name][1]) in masters.sources:
                     own[name][1].copy_(fitted(name, "", value))
-        optimizer._publish()
     if LOSS_SCALE in found:
         masters.scale.restore(*found[LOSS_SCALE])

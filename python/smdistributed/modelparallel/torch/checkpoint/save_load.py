@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError, 
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.torch.checkpoint import hugging_face, optimizer_state, state_dicts, torch_files
 from smdistributed.modelparallel.torch.checkpoint.manager import CheckpointManager
-from smdistributed.modelparallel.torch.communication import raise_on_all_ranks
+from smdistributed.modelparallel.torch.communication import allgather, raise_on_all_ranks
 from smdistributed.modelparallel.torch.state import state
 
 _NEWEST = "newest"
@@ -144,12 +145,11 @@ def _save_partial(root: Path, tag: str, model: Any, optimizer: Any, user_content
 
     def write(folder: Path) -> list[str]:
         files: dict[str, Any] = {}
-        if groups.rank_in("rdp") == 0:
-            info = _rank_info(False)
-            if model is not None:
-                files[f"model_{info}.pt"] = model.local_state_dict()
-            if optimizer is not None:
-                files |= _optimizer_files(optimizer, info)
+        if groups.rank_in("rdp") == 0 and model is not None:
+            files[f"model_{_rank_info(False)}.pt"] = model.local_state_dict()
+        is_sharded = optimizer is not None and optimizer.is_sharded
+        if optimizer is not None and (is_sharded or groups.rank_in("rdp") == 0):
+            files |= _optimizer_files(optimizer, _rank_info(is_sharded))
         if groups.rank == 0:
             if model is not None:
                 assignment = {path: model.partition_of(path) for path, _ in model.module.named_modules()}
@@ -375,30 +375,49 @@ def _resume_partial(
     tp = _rank("tp")
     mine = [_rank("pp")] if alike else list(range(saved["partitions"]))
     models = [f"model_{pp}_{tp}.pt" for pp in mine]
-    optimizers = [f"optimizer_{pp}_{tp}.pt" for pp in mine]
 
-    def read() -> tuple[dict[str, Any], list[Any]]:
+    def read() -> tuple[dict[str, Any], list[str]]:
         entries: dict[str, Any] = {}
         _check_files(folder, models)
         for name in models:
             entries.update(torch_files.get(folder / name))
         entries.pop(state_dicts.PARTIAL, None)
-        if optimizer is None or not _has_any(folder, saved["partitions"], tp):
-            return entries, []
-        _check_files(folder, optimizers)
-        return entries, [_optimizer_part(folder, name) for name in optimizers]
+        return entries, [] if optimizer is None else _optimizer_names(folder, saved["partitions"], tp)
 
-    entries, parts = raise_on_all_ranks(read, CommGroup.WORLD, what, lambda found: bool(found[1]))
+    entries, optimizers = raise_on_all_ranks(read, CommGroup.WORLD, what, lambda found: bool(found[1]))
 
     def load() -> None:
         # Strict about the whole; of one partition's file nothing can be said of the others.
         state_dicts.load_model(model, entries, strict, True)
 
     def load_optimizer() -> None:
-        optimizer_state.load_optimizer(model, optimizer, optimizer_state.merge_optimizers(model, parts))
+        own = f"optimizer_{_rank_info(True)}.pt"
+        if optimizer.is_sharded and alike and own in optimizers:
+            part = raise_on_all_ranks(lambda: _optimizer_part(folder, own), CommGroup.WORLD, what)
+            mine_here = optimizer_state.local_optimizer(model, optimizer)[optimizer_state.SHARDS]
+            fits = part.get(optimizer_state.SHARDS) == mine_here
+        else:
+            part, fits = {}, False
+        if all(allgather(fits, CommGroup.WORLD)):
+            raise_on_all_ranks(lambda: optimizer_state.load_own_part(model, optimizer, part), CommGroup.WORLD, what)
+            optimizer._publish()
+            return
+        names = [name for name in optimizers if any(re.match(rf"optimizer_{pp}_{tp}\D", name) for pp in mine)]
+
+        def read_parts() -> list[Any]:
+            return [_optimizer_part(folder, name) for name in names]
+
+        parts = raise_on_all_ranks(read_parts, CommGroup.WORLD, what)
+        if optimizer.is_sharded and alike:
+            # A rank holds the whole of its own partition, and others hold theirs.
+            merged = optimizer_state.merge_optimizers(model, parts)
+            raise_on_all_ranks(lambda: optimizer_state.load_own_part(model, optimizer, merged), CommGroup.WORLD, what)
+            optimizer._publish()
+        else:
+            optimizer_state.load_optimizer(model, optimizer, optimizer_state.merge_optimizers(model, parts))
 
     model._when_partitioned(lambda: raise_on_all_ranks(load, CommGroup.WORLD, what))
-    if parts:
+    if optimizers:
         model._when_partitioned(lambda: raise_on_all_ranks(load_optimizer, CommGroup.WORLD, what))
     return content
 
@@ -419,6 +438,7 @@ def _optimizer_files(optimizer: Any, info: str) -> dict[str, Any]:
 
 def _optimizer_part(folder: Path, name: str) -> dict[str, Any]:
     """An optimizer's partial state from its files."""
+    _check_files(folder, [name])
     found = dict(torch_files.get(folder / name))
     precision = name.replace("optimizer_", "fp16_states_", 1)
     if precision in _listed(folder) or (folder / precision).exists():
@@ -427,14 +447,20 @@ def _optimizer_part(folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def _has_any(folder: Path, partitions: int, tp: int) -> bool:
-    """Whether the optimizer was saved.
+def _optimizer_names(folder: Path, partitions: int, tp: int) -> list[str]:
+    """The files of the optimizer's states of all partitions, and of all shards if they are sharded.
 
-    If only this rank's file is missing, that is an error and does not mean a checkpoint without an optimizer.
+    None if the optimizer was not saved.
+
+    Raises:
+        SMPCheckpointError: The file of a partition is missing.
     """
-    return any((folder / f"optimizer_{pp}_{tp}.pt").exists() for pp in range(partitions)) or any(
-        name.startswith("optimizer_") for name in _listed(folder)
-    )
+    listed = {*_listed(folder), *(path.name for path in folder.glob("optimizer_*.pt"))}
+    names = sorted(name for name in listed if re.fullmatch(rf"optimizer_\d+_{tp}(_\d+)?\.pt", name))
+    for pp in range(partitions) if names else ():
+        if not any(re.match(rf"optimizer_{pp}_{tp}\D", name) for name in names):
+            raise SMPCheckpointError(f"`{folder / f'optimizer_{pp}_{tp}.pt'}` is missing")
+    return names
 
 
 def _listed(folder: Path) -> list[str]:

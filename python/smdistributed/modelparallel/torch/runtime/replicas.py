@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smdistributed.dataparallel.torch import distributed as dist
-from smdistributed.modelparallel.exceptions import SMPUsageError
+from smdistributed.modelparallel.exceptions import SMPUnsupportedError, SMPUsageError
 from smdistributed.modelparallel.torch.join import TRAINING, Join
 from smdistributed.modelparallel.torch.partitioning import materialize
 from smdistributed.modelparallel.torch.runtime.executor import Microbatch
 from smdistributed.modelparallel.torch.runtime.gradients import GradientReducer
 from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
+from smdistributed.modelparallel.torch.sharding.shard_reducer import ShardReducer
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.recording import Recording
 from smdistributed.modelparallel.torch.tracing.tasks import Value
@@ -48,7 +49,11 @@ class Replicas:
     ) -> None:
         self._group, self._overlapping = group, overlapping
         self._average, self._broadcast_buffers = average, broadcast_buffers
-        self._reducer = None if group is None else GradientReducer(group, bucket_cap_mb, overlapping, passes)
+        self._reducer: GradientReducer | ShardReducer | None = None
+        if group is not None and state.cfg.shard_optimizer_state:
+            self._reducer = ShardReducer(passes)
+        elif group is not None:
+            self._reducer = GradientReducer(group, bucket_cap_mb, overlapping, passes)
         self.join_context: Join | None = None
 
     @property
@@ -63,6 +68,10 @@ class Replicas:
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Registers the only communication hook; see ``DistributedModel.register_comm_hook``."""
+        if isinstance(self._reducer, ShardReducer):
+            raise SMPUnsupportedError(
+                "`register_comm_hook()` does not go with sharded states: gradients are reduced to shards"
+            )
         if self._reducer is None or not self._overlapping:
             raise SMPUsageError(
                 "`register_comm_hook()` needs the configuration's `ddp: true`, replicas, and "
@@ -74,6 +83,8 @@ class Replicas:
 
     def sync_buffers(self, model: DistributedModel) -> None:
         """Begins a step: buffers follow those of the first replica that has a batch."""
+        if isinstance(self._reducer, ShardReducer):
+            self._reducer.begin_step()
         training = TRAINING * model.training
         self.sync_buffers_from(model, [1 + training] if self.join_context is None else self.join_context.round(True))
 
@@ -99,7 +110,7 @@ class Replicas:
 
     def join_shadow(self, model: DistributedModel) -> None:
         """Takes part in the reduction of the other replicas' gradients without any of its own."""
-        assert self._reducer is not None
+        assert isinstance(self._reducer, GradientReducer)
         self._reducer.join_shadow(model.local_named_parameters())
 
     def reduce(self, model: DistributedModel) -> None:

@@ -1,0 +1,245 @@
+"""Optimizer state sharding: each of the ranks that hold the same parameters updates a part of them.
+
+Parameters of one type lie behind each other in one row, and the core divides it evenly
+(``rust-core/src/sharding.rs``).
+
+- OSH-1: a parameter is a view of its row, and a virtual parameter, which the wrapped optimizer updates, is a view of
+  this rank's shard of it. So an update of the shard is one of the parameters, and an all-gather of the row completes
+  them.
+- OSH-2: after the reduction, ``grad`` of a parameter holds the reduced gradient in the elements of this rank's shard
+  and zeros elsewhere. Sums over the ranks' gradients, as of a norm, count each element once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from smdistributed import _core
+from smdistributed._common import errors
+from smdistributed.dataparallel.reduce_op import ReduceOp
+from smdistributed.dataparallel.torch import distributed as dist
+from smdistributed.modelparallel.exceptions import CLASSES, SMPUnsupportedError
+from smdistributed.modelparallel.torch.optimizers import WHOLE_PARAMETER
+from smdistributed.modelparallel.torch.sharding.piece import Piece
+
+#: Shards begin at multiples of so many elements, as kernels of devices like it.
+_ALIGNMENT = 16
+
+
+class _Row:
+    """Parameters of one type behind each other, and their gradients.
+
+    Args:
+        named: Parameters with their names.
+        ranks: The number of shards.
+        rank: This rank's.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], ranks: int, rank: int) -> None:
+        self._parameters = [parameter for _, parameter in named]
+        sizes = [parameter.numel() for parameter in self._parameters]
+        self._elems, pieces = _core.shard_parameters(sizes, ranks, _ALIGNMENT)
+        self._begin = rank * self._elems
+        first = self._parameters[0]
+        self._flat = torch.zeros(self._elems * ranks, dtype=first.dtype, device=first.device)
+        self._gradients: torch.Tensor | None = None
+        self._starts = [0]
+        for parameter in self._parameters:
+            view = self._view(self._flat, len(self._starts) - 1)
+            view.copy_(parameter.detach())
+            parameter.data = view
+            self._starts.append(self._starts[-1] + parameter.numel())
+        #: By the identity of a parameter, the part of it that is in this rank's shard.
+        self.virtual: dict[int, tuple[Piece, nn.Parameter, int]] = {}
+        shard = self.shard(self._flat)
+        for at, start, end, offset in pieces[rank]:
+            name, parameter = named[at]
+            virtual = nn.Parameter(shard[offset : offset + end - start])
+            self.virtual[id(parameter)] = Piece(name, start, end, tuple(parameter.shape), True), virtual, offset
+        #: The sum of an earlier reduction, to which gradients are added.
+        self._carried: torch.Tensor | None = None
+        self._has_carried = [False] * len(self._parameters)
+        self._is_reduced = False
+
+    @property
+    def ids(self) -> set[int]:
+        """Identities of the parameters."""
+        return {id(parameter) for parameter in self._parameters}
+
+    def _view(self, flat: torch.Tensor, at: int) -> torch.Tensor:
+        parameter, start = self._parameters[at], self._starts[at]
+        return flat[start : start + parameter.numel()].view(parameter.shape)
+
+    def shard(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of a row."""
+        return flat[self._begin : self._begin + self._elems]
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Begins to accumulate: reduced gradients that the script has kept are added once more later."""
+        if not self._is_reduced:
+            return
+        self._is_reduced, self._carried = False, None
+        assert self._gradients is not None
+        self._has_carried = [parameter.grad is not None for parameter in self._parameters]
+        if any(self._has_carried):
+            self._carried = self.shard(self._gradients).clone()
+            for at, parameter in enumerate(self._parameters):
+                if parameter.grad is None:
+                    # The script has dropped it: nothing of it is carried on.
+                    low, high = self._starts[at] - self._begin, self._starts[at + 1] - self._begin
+                    self._carried[max(low, 0) : max(high, 0)].zero_()
+                parameter.grad = None
+
+    @torch.no_grad()
+    def reduce(self, group: dist.ProcessGroup) -> None:
+        """Averages gradients over the ranks, each of its own shard."""
+        if self._gradients is None:
+            self._gradients = torch.zeros_like(self._flat)
+        has = torch.zeros(len(self._parameters), dtype=torch.int32, device=self._flat.device)
+        flags = [
+            parameter.grad is not None or carried
+            for parameter, carried in zip(self._parameters, self._has_carried, strict=True)
+        ]
+        has.copy_(torch.tensor(flags, dtype=torch.int32))
+        dist.all_reduce(has, ReduceOp.MAX, group)
+        for at, parameter in enumerate(self._parameters):
+            view = self._view(self._gradients, at)
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                view.copy_(parameter.grad)
+            # The memory of each goes as its values are taken.
+            parameter.grad = None
+        shard = torch.empty(self._elems, dtype=self._flat.dtype, device=self._flat.device)
+        dist.reduce_scatter_tensor(shard, self._gradients, ReduceOp.AVERAGE, group)
+        if self._carried is not None:
+            shard.add_(self._carried)
+        self._gradients.zero_()
+        own = self.shard(self._gradients)
+        own.copy_(shard)
+        for at, (parameter, one) in enumerate(zip(self._parameters, has.tolist(), strict=True)):
+            parameter.grad = self._view(self._gradients, at) if one else None
+            if id(parameter) in self.virtual:
+                _, virtual, offset = self.virtual[id(parameter)]
+                virtual.grad = own[offset : offset + virtual.numel()] if one else None
+        self._is_reduced, self._carried = True, None
+        self._has_carried = [False] * len(self._parameters)
+
+    @torch.no_grad()
+    def gather(self, group: dist.ProcessGroup) -> None:
+        """Collects the updated shards of all ranks."""
+        dist.all_gather_into_tensor(self._flat, self.shard(self._flat).clone(), group)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Resets the gradients of the model's parameters."""
+        for parameter in self._parameters:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+
+class OptimizerShards:
+    """The virtual parameters of an optimizer, in its parameters' place.
+
+    Args:
+        optimizer: The wrapped optimizer.
+        named: Trainable parameters that this rank holds, with their names.
+        group: The ranks that hold the same ones.
+        members: Their number.
+        rank: This rank's place among them.
+
+    Raises:
+        SMPUnsupportedError: The optimizer needs whole parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named: Iterable[tuple[str, nn.Parameter]],
+        group: dist.ProcessGroup,
+        members: int,
+        rank: int,
+    ) -> None:
+        check_elementwise(optimizer)
+        self._optimizer, self._group = optimizer, group
+        kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in named:
+            kinds.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
+        with torch.no_grad():
+            self._rows = [_Row(row, members, rank) for row in kinds.values()]
+        self.adopt()
+
+    def adopt(self) -> None:
+        """Replaces parameters of the model in the optimizer's groups by virtual ones."""
+        known = {each for row in self._rows for each in row.ids}
+        virtual = {key: found for row in self._rows for key, found in row.virtual.items()}
+        own = {id(each) for _, each, _ in virtual.values()}
+        for group in self._optimizer.param_groups:
+            params, names = [], []
+            for place, parameter in enumerate(group["params"]):
+                if id(parameter) in virtual:
+                    params.append(virtual[id(parameter)][1])
+                elif id(parameter) in own:
+                    params.append(parameter)
+                elif id(parameter) not in known:
+                    raise SMPUnsupportedError(
+                        "`shard_optimizer_state`: the optimizer has a parameter that was not trainable, or not the "
+                        "model's, when the optimizer was wrapped"
+                    )
+                else:
+                    continue
+                names += group["param_names"][place : place + 1] if "param_names" in group else []
+            group["params"] = params
+            if "param_names" in group:
+                group["param_names"] = names
+
+    @property
+    def pieces(self) -> dict[int, Piece]:
+        """By the identity of each virtual parameter, the part of a parameter that it is."""
+        return {id(virtual): piece for row in self._rows for piece, virtual, _ in row.virtual.values()}
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """Virtual parameters with the names of the parameters that they are parts of."""
+        return [(piece.name, virtual) for row in self._rows for piece, virtual, _ in row.virtual.values()]
+
+    def begin(self) -> None:
+        """Begins to accumulate gradients after a reduction."""
+        for row in self._rows:
+            row.begin()
+
+    def reduce(self) -> None:
+        """Reduces gradients, each to the rank that updates its part. All ranks of the group call it."""
+        with errors.translated(CLASSES):
+            for row in self._rows:
+                row.reduce(self._group)
+
+    def gather(self) -> None:
+        """Collects updated parameters from all ranks of the group, which call it."""
+        with errors.translated(CLASSES):
+            for row in self._rows:
+                row.gather(self._group)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Resets the gradients of the model's parameters."""
+        for row in self._rows:
+            row.zero_grad(set_to_none)
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses optimizers whose update of an element needs more than this element.
+
+    Raises:
+        SMPUnsupportedError: It is such a one.
+    """
+    names = ("Adafactor", "LBFGS", "Muon")
+    kinds = (*WHOLE_PARAMETER, *(getattr(torch.optim, name) for name in names if hasattr(torch.optim, name)))
+    if isinstance(optimizer, kinds):
+        raise SMPUnsupportedError(
+            f"`{type(optimizer).__name__}` updates a parameter as a whole: its state cannot be sharded; elementwise "
+            "optimizers, as AdamW and SGD, can be"
+        )

@@ -1,0 +1,247 @@
+"""Sharded optimizer states beside one process; what they keep in memory, and their checkpoints."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from support import Forked, run_ranks
+
+CONFIG = {
+    "microbatches": 2,
+    "auto_partition": False,
+    "default_partition": 0,
+    "ddp": True,
+    "shard_optimizer_state": True,
+}
+
+
+def _model(torch):
+    """A frozen parameter, one that no batch uses, and one without elements to spare."""
+    torch.manual_seed(3)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = torch.nn.Linear(6, 31)
+            self.norm = torch.nn.LayerNorm(31)
+            self.last = torch.nn.Linear(31, 6, bias=False)
+            self.frozen = torch.nn.Parameter(torch.ones(6), requires_grad=False)
+            self.unused = torch.nn.Parameter(torch.ones(5))
+
+        def forward(self, x):
+            return self.last(self.norm(torch.nn.functional.gelu(self.first(x)))) * self.frozen
+
+    return Model()
+
+
+def _batch(torch, number, replica):
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * number + replica))
+
+
+def _start(torch, smp, config, passes=1, **scales):
+    smp.init({**CONFIG, **config})
+    module = _model(torch)
+    if smp.pp_size() > 1:
+        smp.set_partition(module.last, 1)
+    model = smp.DistributedModel(module, backward_passes_per_step=passes)
+    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(trained, lr=0.01), **scales)
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    return model, optimizer, step
+
+
+def _equality(torch, smp, config, passes, clip, keep):
+    model, optimizer, step = _start(torch, smp, config, passes)
+    alone = _model(torch)
+    reference = torch.optim.AdamW([each for each in alone.parameters() if each.requires_grad], lr=0.01)
+    tolerance = 1e-10 if torch.get_default_dtype() == torch.float64 else 1e-5
+    replicas = smp.dp_size()
+    for number in range(5):
+        if not keep:
+            optimizer.zero_grad()
+            reference.zero_grad()
+        for part in range(passes):
+            at = number * passes + part
+            losses = step(model, _batch(torch, at, smp.dp_rank()))
+            for replica in range(replicas):
+                for index, piece in enumerate(_batch(torch, at, replica).chunk(2)):
+                    loss = alone(piece).square().mean()
+                    (loss / 2 / replicas).backward()
+                    if replica == smp.dp_rank():
+                        torch.testing.assert_close(losses[index], loss.detach(), rtol=tolerance, atol=tolerance)
+        if clip:
+            found = (torch.nn.utils.clip_grad_norm_ if number % 2 else smp.clip_grad_norm_)(model.parameters(), clip)
+            wanted = torch.nn.utils.clip_grad_norm_(alone.parameters(), clip)
+            torch.testing.assert_close(found.to(wanted), wanted, rtol=tolerance, atol=tolerance)
+        own = dict(alone.named_parameters())
+        total = torch.zeros(())
+        for name, virtual in model.virtual_named_parameters():
+            assert (virtual.grad is None) == (own[name].grad is None), name
+            total += 0 if virtual.grad is None else virtual.grad.sum()
+        sums = smp.allgather(total, smp.WORLD)
+        wanted = sum(each.grad.sum() for each in own.values() if each.grad is not None)
+        torch.testing.assert_close(sum(sums), wanted, rtol=100 * tolerance, atol=100 * tolerance)
+        optimizer.step()
+        reference.step()
+    for name, parameter in model.local_named_parameters():
+        torch.testing.assert_close(parameter, own[name], rtol=tolerance, atol=tolerance)
+    whole = optimizer.state_dict()["state"]
+    assert whole.keys() == {name for name, each in own.items() if each.requires_grad and name != "unused"}
+    for name, content in whole.items():
+        for key, value in content.items():
+            wanted = reference.state[own[name]][key]
+            assert value.shape == wanted.shape, (name, key)
+            torch.testing.assert_close(value, wanted, rtol=100 * tolerance, atol=tolerance)
+    _check_memory(torch, smp, model, optimizer)
+    torch.distributed.destroy_process_group()
+    smp.shutdown()
+
+
+def _check_memory(torch, smp, model, optimizer):
+    """A rank keeps its share of the states, but for the padding of rows."""
+    states = [value for content in optimizer.state.values() for value in content.values() if value.dim()]
+    elems = sum(value.numel() for value in states)
+    whole = sum(parameter.numel() for parameter in model.local_parameters() if parameter.requires_grad)
+    assert elems <= 2 * (whole / smp.dp_size() + 16), (elems, whole)
+    storages = {each.untyped_storage().data_ptr() for each in model.local_parameters() if each.requires_grad}
+    assert len(storages) == 1
+    assert all(each.untyped_storage().data_ptr() in storages for _, each in model.virtual_named_parameters())
+
+
+def _equality_body(ranks):
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    for dtype in (torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        _equality(torch, smp, {}, 1, 0.01, False)
+        if ranks == 4:
+            _equality(torch, smp, {"partitions": 2}, 2, 0.0, False)
+        # Gradients that the script keeps are added to, as in one process.
+        _equality(torch, smp, {}, 1, 0.0, True)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sharded_states_train_as_one_process(ranks):
+    run_ranks(_equality_body, ranks, ranks, launcher=Forked("torch"), timeout=100)
+
+
+def _half(torch, smp, config, numbers, load=None):
+    """16-bit parameters, with a gradient that overflows on one rank in two steps."""
+    scales = {"dynamic_loss_scale": True, "init_scale": 256.0, "scale_window": 2}
+    started = model, optimizer, step = _start(torch, smp, config, **scales)
+    if load is not None:
+        load()
+    history = []
+    for number in numbers:
+        optimizer.zero_grad()
+        losses = [float(loss) for loss in step(model, _batch(torch, number, smp.dp_rank())).outputs]
+        virtual = [each for _, each in model.virtual_named_parameters() if each.grad is not None]
+        if number in (1, 4) and smp.rank() == 1:
+            virtual[0].grad[0] = torch.inf
+        norm = optimizer.clip_master_grads(0.1)
+        history.append((losses, norm, optimizer.loss_scale))
+        optimizer.step()
+        assert optimizer.overflow == (number in (1, 4)) == (norm == -1.0)
+    return started, history
+
+
+def _resume_body(folder):
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    config = {"fp16": True, "partitions": 2}
+    (model, optimizer, _step), _ = _half(torch, smp, config, range(3))
+    smp.save_checkpoint(folder, "t", model=model, optimizer=optimizer)
+    smp.save_checkpoint(folder, "full", partial=False, model=model)
+    with pytest.raises(smp.exceptions.SMPCheckpointError, match="do not write sharded optimizer states"):
+        smp.save_checkpoint(folder, "other", model=model, optimizer=optimizer, format="sharded")
+    whole = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    smp.shutdown()
+
+    def from_files():
+        smp.resume_from_checkpoint(folder, "t")
+
+    def from_dicts():
+        smp.state.model.load_state_dict(whole[0])
+        smp.state.optimizer.load_state_dict(copy.deepcopy(whole[1]))
+
+    found = []
+    for load in (from_files, from_dicts):
+        started, history = _half(torch, smp, config, range(3, 8), load)
+        found.append((history, started[0].state_dict(), started[1].state_dict()))
+        smp.shutdown()
+    _, history = _half(torch, smp, config, range(8))
+    found.append((history[3:], smp.state.model.state_dict(), smp.state.optimizer.state_dict()))
+    smp.shutdown()
+    for other in found[:2]:
+        _same(torch, other, found[2])
+    # One partition and four replicas instead: other shards of the same state, without rounding in between.
+    _start(torch, smp, {"fp16": True}, dynamic_loss_scale=True)
+    from_files()
+    after = smp.state.optimizer.state_dict()
+    _same(torch, {key: after[key] for key in ("state", "master_weights", "loss_scale")},
+          {key: whole[1][key] for key in ("state", "master_weights", "loss_scale")})  # fmt: skip
+    smp.shutdown()
+    torch.distributed.destroy_process_group()
+
+
+def _same(torch, one, other, where=""):
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), where
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            _same(torch, one[key], other[key], f"{where}/{key}")
+    elif isinstance(one, list | tuple):
+        for place, pair in enumerate(zip(one, other, strict=True)):
+            _same(torch, *pair, f"{where}/{place}")
+    else:
+        assert one == other, where
+
+
+@pytest.mark.timeout(120)
+def test_sharded_states_with_master_weights_are_resumed_bit_for_bit(tmp_path):
+    run_ranks(_resume_body, 4, str(tmp_path), launcher=Forked("torch"), timeout=100)
+
+
+def _refusals_body():
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    with pytest.raises(smp.exceptions.SMPConfigError, match="`shard_optimizer_state` needs `ddp: true`"):
+        smp.init({"shard_optimizer_state": True})
+    smp.init(CONFIG)
+    model = smp.DistributedModel(_model(torch))
+    for kind in (smp.optimizers.FusedLAMB, smp.optimizers.FusedNovoGrad, torch.optim.Adafactor):
+        with pytest.raises(smp.exceptions.SMPUnsupportedError, match="cannot be sharded"):
+            smp.DistributedOptimizer(kind([each for each in model.parameters() if each.requires_grad]))
+    with pytest.raises(smp.exceptions.SMPUnsupportedError, match="without a batch"):
+        model.join()
+    with pytest.raises(smp.exceptions.SMPUnsupportedError, match="register_comm_hook"):
+        model.register_comm_hook(None, print)
+
+    @smp.step
+    def step(model, x):
+        model.backward(model(x).sum())
+
+    with pytest.raises(smp.exceptions.SMPUsageError, match="wrap the optimizer"):
+        step(model, torch.ones(4, 6))
+    smp.shutdown()
+    torch.distributed.destroy_process_group()
+
+
+def test_what_does_not_go_with_sharded_states_is_refused():
+    run_ranks(_refusals_body, 2, launcher=Forked("torch"), timeout=50)
