@@ -28,7 +28,7 @@ WORKERS ?= 2
 # Images of containers set this. Each of some thousand processes of the tests would then compile our sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-hosts example-tch test check bench bench-faults fuzz test-rust test-loom test-asan test-tsan test-miri test-python test-install test-trainer matrix format generated develop wheel \
+.PHONY: help demo demo-hosts example-tch test check bench bench-faults fuzz test-rust test-loom test-asan test-tsan test-miri test-python test-install test-trainer matrix matrix-ends format generated develop wheel release \
 	clean docs torch-suite build-release build-tests packages-test packages-demo
 
 help: ## Show this list
@@ -82,6 +82,7 @@ format: $(STAMPS)/lint ## Bring all sources into the form that `make check` want
 generated: $(STAMPS)/develop ## Write the generated files anew; their tests say when that is needed
 	SMD_UPDATE_GENERATED=1 cargo test --quiet --locked $(CRATES) is_current
 	$(BIN)/python docs/generate.py
+	$(BIN)/python release/notices.py
 	$(BIN)/python benches/plots.py
 
 docs: $(STAMPS)/docs ## Build the documentation in build/site; a warning is an error
@@ -102,6 +103,9 @@ test-trainer: $(STAMPS)/digits $(STAMPS)/develop ## The Trainer of transformers 
 
 matrix: $(STAMPS)/develop ## A short suite with every version of PyTorch and TensorFlow that is supported (hours; ARGS='--only torch==2.15')
 	$(BIN)/python tests/matrix/matrix.py $(ARGS)
+
+matrix-ends: $(STAMPS)/develop ## The same with the newest and the oldest of each, but those that `make test` runs with
+	$(BIN)/python tests/matrix/matrix.py --ends $(ARGS)
 
 torch-suite: $(STAMPS)/suite $(STAMPS)/develop ## PyTorch's own tests of process groups over smddp, beside gloo; ARGS= goes to compare.py
 	$(BIN)/python tests/torch_suite/compare.py $(ARGS)
@@ -127,6 +131,9 @@ develop: $(STAMPS)/develop ## Build the library and install this checkout into .
 wheel: $(STAMPS)/develop $(STAMPS)/torch $(STAMPS)/tensorflow ## Build a wheel that carries shims for the frameworks in .venv
 	$(BIN)/python -m smdistributed._common.shims torch tensorflow
 	$(MATURIN) build --release --out dist
+
+release: $(STAMPS)/release ## Build and check the wheel for glibc 2.28 and the source distribution in dist/; upload nothing
+	$(BIN)/python release/build.py
 
 clean: ## Remove what was built, and .venv
 	cargo clean
@@ -186,6 +193,10 @@ $(STAMPS)/suite: constraints.txt | $(STAMPS)/torch
 # mypy reads the types of PyTorch.
 $(STAMPS)/lint: constraints.txt | $(STAMPS)/torch
 	$(PIP) ruff clang-format mdformat mdformat-gfm mypy
+	@touch $@
+
+$(STAMPS)/release: constraints.txt | $(STAMPS)/develop
+	$(PIP) ziglang twine
 	@touch $@
 
 # ruff formats the signatures of the reference.

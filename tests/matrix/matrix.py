@@ -3,7 +3,10 @@
 Each version gets an environment in `build/matrix`, in which the package of this checkout runs, and loses it afterwards. With `uv`
 on PATH, or as a module of this Python, environments are made by it; otherwise by `venv` and pip.
 
-Usage: matrix.py [--only torch==2.15 tensorflow==2.16] [--python python3.11] [--keep]
+Usage: matrix.py [--only torch==2.15 tensorflow==2.16 | --ends] [--python python3.11] [--prebuilt] [--keep]
+
+With `--prebuilt`, each version's operator library is built for shipping, put into the package, and used by the suite, which then
+has no compiler. `make release` takes it from there.
 """
 
 from __future__ import annotations
@@ -91,6 +94,21 @@ class Version:
         return [f"tf-keras=={self.number}.*"] if self.framework == "tensorflow" else []
 
 
+def environment() -> dict[str, str]:
+    """That of all commands: the checkout's package, and modules that are compiled once."""
+    path = os.pathsep.join(filter(None, [str(ROOT / "python"), os.environ.get("PYTHONPATH")]))
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return inherited | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def ends() -> list[Version]:
+    """Of each framework, the newest and the oldest version that the tests of every change do not run with."""
+    pinned = dict(re.findall(r"^(torch|tensorflow)(?:_cpu)?==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.M))
+    others = [version for version in versions() if version.number != pinned[version.framework]]
+    grouped = [[version for version in others if version.framework == framework] for framework in SUITES]
+    return [version for group in grouped for version in (group[0], group[-1])]
+
+
 def versions() -> Iterator[Version]:
     """All of the window, the newest first."""
     for framework in SUITES:
@@ -107,7 +125,8 @@ def make(version: Version, python: str) -> Path:
     uv = _uv()
     if uv:
         subprocess.run([*uv, "venv", "--quiet", "--python", python, str(folder)], check=True)
-        install = [*uv, "pip", "install", "--quiet", "--python", str(folder / "bin/python")]
+        # As pip does: thousands of modules would else be compiled by the first processes of the suite.
+        install = [*uv, "pip", "install", "--quiet", "--compile-bytecode", "--python", str(folder / "bin/python")]
     else:
         subprocess.run([python, "-m", "venv", str(folder)], check=True)
         install = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
@@ -124,18 +143,26 @@ def _uv() -> list[str]:
     return [sys.executable, "-m", "uv"] if known.returncode == 0 else []
 
 
-def run(python: Path, framework: str) -> tuple[dict[str, str], list[str]]:
+def build(python: Path, framework: str, is_shipped: bool) -> None:
+    """Builds the framework's operator library, so that no test's time limit pays for it."""
+    if is_shipped:
+        command = [str(python), "-m", "smdistributed._common.shims", framework]
+        shipping = {"CXX": f"c++ -include {ROOT / 'release/old_glibc.h'}"}
+    else:
+        command = [str(python), "-c", f"from smdistributed._common import shims; shims.load_{framework}()"]
+        shipping = {}
+    subprocess.run(command, cwd=ROOT, env=environment() | shipping, check=True, timeout=LIMIT)
+
+
+def run(python: Path, framework: str, has_compiler: bool) -> tuple[dict[str, str], list[str]]:
     """Runs the suite; returns the outcome of each part, and what the environment holds."""
-    path = os.pathsep.join(filter(None, [str(ROOT / "python"), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [str(python), "-c", f"from smdistributed._common import shims; shims.load_{framework}()"]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=LIMIT)
+    given = environment() | ({} if has_compiler else {"CXX": "/no/compiler"})
     outcomes = {}
     for part, tests in SUITES[framework].items():
         start = time.monotonic()
         command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
         try:
-            done = subprocess.run(command, cwd=ROOT, env=environment, check=False, timeout=LIMIT)
+            done = subprocess.run(command, cwd=ROOT, env=given, check=False, timeout=LIMIT)
             outcomes[part] = "yes" if done.returncode == 0 else "fails"
         except subprocess.TimeoutExpired:
             outcomes[part] = "no end"
@@ -190,17 +217,23 @@ def main() -> int:
     """Runs the matrix; the exit code is 1 if something failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME==VERSION", help="these versions (default: all)")
+    parser.add_argument(
+        "--ends", action="store_true", help="of each framework the newest and the oldest, but pinned ones"
+    )
+    parser.add_argument("--prebuilt", action="store_true", help="build libraries for shipping, and test those")
     parser.add_argument("--python", default=sys.executable, help="of the environments (default: this one)")
     parser.add_argument("--keep", action="store_true", help="keep the environments, of up to 8 GB each")
     options = parser.parse_args()
-    chosen = [version for version in versions() if not options.only or str(version) in options.only]
+    known = ends() if options.ends else list(versions())
+    chosen = [version for version in known if not options.only or str(version) in options.only]
     if not chosen or (options.only and len(chosen) < len(options.only)):
         parser.error(f"versions of the window are {', '.join(map(str, versions()))}")
     failed = []
     for version in chosen:
         print(f"== {version}", flush=True)
         python = make(version, options.python)
-        outcomes, held = run(python, version.framework)
+        build(python, version.framework, options.prebuilt)
+        outcomes, held = run(python, version.framework, not options.prebuilt)
         write({version.framework: {version.number: row(version.framework, outcomes, held)}})
         failed += [f"{version}: {part} {outcome}" for part, outcome in outcomes.items() if outcome != "yes"]
         if not options.keep:

@@ -7,8 +7,8 @@ A shim depends on the framework's version and on nothing else of the machine, so
 3. otherwise builds it there: once, under a file lock, so that the ranks of a job do not build it side by side. If it
    does not compile, the ranks that waited, or have started meanwhile, get the same error instead of trying in turn.
 
-The cache is used only if this user and root alone can write to it. Otherwise an owner-only folder in the directory for
-temporary files replaces it (``rust-core/src/cache.rs``).
+The cache is used only if it can be made, libraries can be loaded from it, and this user and root alone can write to it.
+Otherwise an owner-only folder in the directory for temporary files replaces it (``rust-core/src/cache.rs``).
 
 ``python -m smdistributed._common.shims torch --into DIR`` builds a shim to be shipped as prebuilt.
 """
@@ -16,6 +16,7 @@ temporary files replaces it (``rust-core/src/cache.rs``).
 from __future__ import annotations
 
 import argparse
+import errno
 import fcntl
 import hashlib
 import os
@@ -51,6 +52,9 @@ _STANDARD = "c++17"
 _NEWER_STANDARD = "c++20"
 # How they say so.
 _WANTED_STANDARD = re.compile(r"#error C\+\+(\d\d) or later")
+
+# Of the compiler, the assembler and the linker.
+_NO_SPACE = os.strerror(errno.ENOSPC)
 
 # Why a build failed, beside the shim that it was to make: the number of the process, and the error.
 _FAILURE = "failure"
@@ -112,13 +116,29 @@ class Framework:
         Returns:
             Text of each file by its name.
         """
-        parts = ("include", "bridge", self.folder)
-        return {name: text for name, text in sorted(_core.shim_sources().items()) if name.split("/")[0] in parts}
+        return _sources(self.folder)
 
     @property
     def library(self) -> str:
         """File name of the shim."""
         return f"libsmd_{self.name}.so"
+
+
+def _sources(folder: str) -> dict[str, str]:
+    parts = ("include", "bridge", folder)
+    return {name: text for name, text in sorted(_core.shim_sources().items()) if name.split("/")[0] in parts}
+
+
+def sources_digest(folder: str) -> str:
+    """Tell versions of a shim's sources apart.
+
+    Args:
+        folder: ``torch_ext`` or ``tf_ops``.
+
+    Returns:
+        A number in hexadecimal digits.
+    """
+    return hashlib.sha256(repr(_sources(folder)).encode()).hexdigest()[:16]
 
 
 def torch_framework() -> Framework:
@@ -426,6 +446,8 @@ def _failure(
 ) -> ShimError | None:
     if process.returncode == 0:
         return None
+    if _NO_SPACE in output:
+        raise OSError(errno.ENOSPC, _NO_SPACE)
     lines = output.splitlines()
     causes = [line for line in lines if "error" in line] or lines
     command = map(str, cast("list[object]", process.args))
@@ -490,14 +512,23 @@ def _say(text: str) -> None:
 def main() -> None:
     """Build shims for the installed frameworks, to be shipped with the package."""
     parser = argparse.ArgumentParser(prog="python -m smdistributed._common.shims", description=main.__doc__)
-    parser.add_argument("frameworks", nargs="+", choices=sorted(FRAMEWORKS), help="which ones")
+    parser.add_argument("frameworks", nargs="*", help=f"which ones, of {', '.join(sorted(FRAMEWORKS))}")
+    parser.add_argument("--sources", action="store_true", help="print the digests of the sources, and build nothing")
     parser.add_argument("--into", type=Path, default=PREBUILT, help="folder (default: the package's own)")
     arguments = parser.parse_args()
+    if arguments.sources:
+        print(*(sources_digest(folder) for folder in ("torch_ext", "tf_ops")))
+        return
+    unknown = set(arguments.frameworks) - set(FRAMEWORKS)
+    if unknown or not arguments.frameworks:
+        parser.error(f"frameworks are {', '.join(sorted(FRAMEWORKS))}")
     for name in arguments.frameworks:
         framework = FRAMEWORKS[name]()
         path = arguments.into / framework.key / framework.library
         path.parent.mkdir(parents=True, exist_ok=True)
         _build(framework, path)
+        # For the check of a release, which has no framework to ask for the key.
+        (path.parent / "sources").write_text(sources_digest(framework.folder))
         print(path)
 
 

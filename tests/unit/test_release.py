@@ -1,0 +1,103 @@
+"""What builds releases: licenses, symbols of old systems, and the tests of the matrix."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _module(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up.
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+notices, release = (_module(ROOT / f"release/{name}.py") for name in ("notices", "build"))
+
+
+@pytest.mark.parametrize(
+    ("expression", "licenses"),
+    [
+        ("MIT OR Apache-2.0", {"Apache-2.0"}),
+        ("Unlicense/MIT", {"MIT"}),
+        ("Apache-2.0 WITH LLVM-exception OR MIT", {"Apache-2.0 WITH LLVM-exception"}),
+        ("(MIT OR Apache-2.0) AND Unicode-3.0", {"Apache-2.0", "Unicode-3.0"}),
+        ("MIT OR Apache-2.0 OR LGPL-2.1-or-later", {"Apache-2.0"}),
+        ("GPL-3.0 AND MIT OR Zlib", {"Zlib"}),
+    ],
+)
+def test_the_best_license_of_an_expression_is_taken(expression, licenses):
+    assert notices.chosen(expression) == licenses
+
+
+@pytest.mark.parametrize("expression", ["GPL-3.0-only", "MIT AND GPL-3.0-only", "none"])
+def test_other_licenses_are_refused(expression):
+    with pytest.raises(ValueError, match=r"none of `Apache-2\.0, "):
+        notices.chosen(expression)
+
+
+@pytest.mark.skipif(shutil.which("cargo") is None, reason="cargo is not installed")
+def test_the_notices_are_current():
+    assert notices.PAGE.read_text() == notices.notices(), "run `make generated`"
+
+
+_NEW_NAMES = """
+#include <condition_variable>
+#include <dlfcn.h>
+#include <memory>
+#include <mutex>
+#include <vector>
+using namespace std;
+mutex gate;
+condition_variable changed;
+once_flag once;
+void *find(const char *name, shared_ptr<int> &shared, size_t count) {
+  call_once(once, [] {});
+  unique_lock<mutex> held(gate);
+  changed.wait_until(held, chrono::steady_clock::now());
+  auto other = shared;
+  vector<unique_ptr<int[]>> all;
+  all.emplace_back(new int[count]);
+  return dlsym(dlopen(name, RTLD_NOW), name);
+}
+"""
+
+
+@pytest.mark.skipif(not shutil.which("c++") or not shutil.which("objdump"), reason="no compiler is installed")
+def test_libraries_in_wheels_ask_for_no_new_symbols(tmp_path):
+    source, library = tmp_path / "names.cc", tmp_path / "names.so"
+    source.write_text(_NEW_NAMES)
+    command = ["c++", "-O2", "-fPIC", "-shared", source, "-o", library]
+    subprocess.run(command, check=True)
+    if not release.too_new(library):
+        pytest.skip("this system is as old as what wheels are for")
+    subprocess.run([*command, "-include", ROOT / "release/old_glibc.h"], check=True)
+    assert release.too_new(library) == []
+
+
+def test_the_tests_of_the_matrix_exist():
+    matrix = _module(ROOT / "tests/matrix/matrix.py")
+    for test in (test for suite in matrix.SUITES.values() for tests in suite.values() for test in tests):
+        path, _, name = test.partition("::")
+        functions = {
+            node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)
+        }
+        assert not name or re.sub(r"\[.*", "", name) in functions, test
+
+
+def test_the_ends_of_the_window_are_not_what_every_change_is_tested_with():
+    matrix = _module(ROOT / "tests/matrix/matrix.py")
+    names = list(map(str, matrix.ends()))
+    assert names == ["torch==2.15", "torch==2.9", "tensorflow==2.20", "tensorflow==2.16"]
