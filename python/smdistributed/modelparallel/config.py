@@ -25,7 +25,7 @@ LIMITS: dict[str, tuple[Any, str | None]] = {
     "horovod": (False, "tensorflow"),
     "activation_memory_bytes": (None, "torch"),
     "offload_activations": (False, "torch"),
-    "tensor_parallel_degree": (1, None),
+    "tensor_parallel_degree": (1, "torch"),
     "fp16": (False, "torch"),
     "fp16_params": (False, "torch"),
     "bf16": (False, "torch"),
@@ -155,16 +155,21 @@ def _refuse_what_is_not_there(values: Mapping[str, Any], sources: Mapping[str, s
     for name, (only, but_for) in LIMITS.items():
         if values.get(name, only) != only and framework != but_for:
             raise SMPUnsupportedError(
-                f"{sources[name]}: `{name}` is {values[name]!r}, and this version has {only!r} only: tensor "
-                f"parallelism, sharded data "
-                "parallelism, 16-bit master weights, Horovod for torch, and delayed parameters, offloading and bounds "
-                "of "
-                "activations for TensorFlow are not there yet"
+                f"{sources[name]}: `{name}` is {values[name]!r}, and this version has {only!r} only: sharded data "
+                "parallelism, 16-bit master weights, Horovod for torch, and tensor parallelism, delayed parameters, "
+                "offloading and bounds of activations for TensorFlow are not there yet"
             )
 
 
 def _complete(values: dict[str, Any]) -> dict[str, Any]:
     """With defaults, and with what follows from one key for another."""
+    if values.get("tensor_parallel_degree", 1) > 1 and not values.get("ddp"):
+        # The gradients of tensor-parallel ranks are reduced over other ranks in any case.
+        warnings.warn(
+            f"`tensor_parallel_degree` {values['tensor_parallel_degree']} implies `ddp: true`, which is not set",
+            stacklevel=4,
+        )
+        values = {**values, "ddp": True}
     with errors.translated(_CLASSES):
         _core.check_parameter_rules(json.dumps(values))
     if values.get("shard_optimizer_state") and not values.get("ddp"):
@@ -178,6 +183,10 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
             "`smp.partition` or "
             "a `partition_file`",
             stacklevel=4,
+        )
+    if values.get("tensor_parallel_degree", 1) > 1 and values.get("shard_optimizer_state"):
+        raise SMPUnsupportedError(
+            f"`shard_optimizer_state` with `tensor_parallel_degree` {values['tensor_parallel_degree']} is not there yet"
         )
     degree = values.get("pipeline_parallel_degree", 1)
     complete = {**DEFAULTS, **values}

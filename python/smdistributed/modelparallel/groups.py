@@ -24,6 +24,10 @@ class Groups(Generic[Group]):
         members: For each kind of group, global ranks of ours.
         pp_group: The core's group in which the pipeline moves tensors; ``None`` if it would have one member.
         dp_group: That in which gradients are reduced; likewise.
+        tp_group: That in which the layers of tensor parallelism exchange activations; likewise.
+        rdp_group: That in which gradients of tensor-parallel layers are reduced; that of ``dp_group`` without tensor
+            parallelism.
+        mp_group: All ranks that hold one model, for norms of its gradients; ``pp_group`` without tensor parallelism.
     """
 
     def __init__(self, cfg: Config) -> None:
@@ -35,6 +39,10 @@ class Groups(Generic[Group]):
         self.members |= {name: self.topology.group(name, self.rank) for name in GROUPS}
         self.pp_group = self._make("pp")
         self.dp_group = self._make("dp")
+        self.tp_group = self._make("tp")
+        is_divided = self.tp_group is not None
+        self.rdp_group = self._make("rdp") if is_divided else self.dp_group
+        self.mp_group = self._make("mp") if is_divided else self.pp_group
         # Of the communication API: kinds with the same members share one.
         self._objects: dict[tuple[int, ...], Group | None] = {}
         for name in self.members:
@@ -64,6 +72,7 @@ class Groups(Generic[Group]):
 
     def close(self) -> None:
         """Remove the groups from the core."""
-        for group in (self.pp_group, self.dp_group, *self._objects.values()):
-            if group is not None:
-                _core.remove_group(self.number(group))
+        groups = (self.pp_group, self.dp_group, self.tp_group, self.rdp_group, self.mp_group, *self._objects.values())
+        numbers = [self.number(group) for group in groups if group is not None]
+        for number in dict.fromkeys(numbers):
+            _core.remove_group(number)

@@ -49,6 +49,31 @@ def test_the_examples_run():
     assert gpt[0] < 5.5, "nats for each of 256 bytes, of which not all are as frequent"
 
 
+def _tensor_parallel_body(root):
+    """The example with a pipeline and without."""
+    import runpy
+    import sys
+
+    import smdistributed.modelparallel.torch as smp
+
+    found = []
+    for line in ("--partitions 2", "--optimize speed --prescaled"):
+        sys.argv = ["", *line.split(), "--layers", "2", "--width", "32", "--length", "32", "--steps", "30"]
+        left = runpy.run_path(f"{root}/examples/tensor_parallel_gpt.py", run_name="__main__")
+        found.append((float(left["mean"]), left["held"] / left["whole"]))
+        del left
+        smp.shutdown()
+    return found
+
+
+@pytest.mark.timeout(200)
+def test_the_example_of_tensor_parallelism_learns():
+    for both in run_ranks(_tensor_parallel_body, 4, str(ROOT), timeout=190):
+        (first, _), (second, share) = both
+        assert max(first, second) < 4.6, "nats, of 5.5 in the beginning"
+        assert share < 0.55, "of the parameters, at degree 2"
+
+
 def _memory_body(root):
     import sys
 

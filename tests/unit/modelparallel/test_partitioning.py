@@ -327,7 +327,9 @@ def test_by_hand_and_by_file(tmp_path):
     with pytest.raises(ValueError, match=r"names modules that the model does not have: 1\.0, 1\.1"):
         assignment.load(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)), file, 3)
     module[2].weight = module[0].weight
-    with pytest.raises(ValueError, match="share a parameter lie on different partitions: `0` on 0, `2` on 1"):
+    with pytest.raises(
+        ValueError, match="share a parameter, or are one unit, lie on different partitions: `0` on 0, `2` on 1"
+    ):
         assignment.by_hand(module, {"0": 0}, 1, 3)
 
 

@@ -16,9 +16,10 @@ torch = pytest.importorskip("torch")
 import smdistributed.modelparallel.torch as smp  # noqa: E402
 from smdistributed.modelparallel import binding, config  # noqa: E402
 from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPUsageError  # noqa: E402
-from smdistributed.modelparallel.torch import creation, optimizer  # noqa: E402
+from smdistributed.modelparallel.torch import optimizer  # noqa: E402
 from smdistributed.modelparallel.torch.checkpoint import hugging_face  # noqa: E402
 from smdistributed.modelparallel.torch.exceptions import SMPCheckpointError  # noqa: E402
+from smdistributed.modelparallel.torch.nn import replacement  # noqa: E402
 from smdistributed.modelparallel.torch.partitioning import cost_trace  # noqa: E402
 
 
@@ -111,7 +112,7 @@ def test_a_failed_constructor_registers_nothing(job):
     assert smp.state.optimizer is ours
 
 
-def test_scales_and_marks_without_effect_say_so_once(job, monkeypatch):
+def test_scales_without_effect_say_so_once(job):
     plain = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     optimizer._warn_of_scales.cache_clear()
     arguments = {"init_scale": 2.0**32, "scale_window": 1000, "min_scale": 1, "delayed_shift": 2}
@@ -125,26 +126,57 @@ def test_scales_and_marks_without_effect_say_so_once(job, monkeypatch):
     with pytest.raises(TypeError, match="no argument `scale`"):
         smp.DistributedOptimizer(plain, dynamic_loss_args={"scale": 2.0})
 
-    monkeypatch.setattr(creation, "_warned", set())
 
-    def create():
-        with smp.model_creation(tensor_parallelism=True, dtype=torch.float64, flash_attention=True):
-            return torch.nn.Linear(2, 2)
-
-    with pytest.warns(UserWarning, match="has no effect: `tensor_parallel_degree` is 1") as found:
-        create()
-    assert [each.filename for each in found] == [__file__]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        layer = create()
+def test_marks_without_effect_say_so_once(job):
+    replacement._warn_without_effect.cache_clear()
+    with smp.model_creation(tensor_parallelism=True, dtype=torch.float64, flash_attention=True):
+        layer = torch.nn.Linear(2, 2)
     assert layer.weight.is_meta
     assert layer.weight.dtype == torch.float64
-    with pytest.warns(UserWarning, match=r"`smp\.tensor_parallelism\(\)`"), smp.tensor_parallelism():
+    with pytest.warns(UserWarning, match=r"`flash_attention` of `smp\.tensor_parallelism` has no effect"):
+        new = replacement.replace_marked(layer)
+    assert type(new) is smp.nn.DistributedLinear
+    assert (new.weight.is_meta, new.weight.dtype) == (True, torch.float64)
+    with smp.tensor_parallelism(flash=True):
         layer = torch.nn.Linear(2, 2)
-    with pytest.warns(UserWarning, match=r"`smp\.set_tensor_parallelism\(\)`"):
-        smp.set_tensor_parallelism(layer, True)
-    assert smp.tp_register(torch.nn.Linear)(_WithoutValues) is _WithoutValues
-    smp.tp_register_with_module(_WithoutValues, torch.nn.Linear, init_hook=None)
+    with pytest.raises(smp.exceptions.SMPValidationError, match="no argument `flash`"):
+        replacement.replace_marked(layer)
+    with pytest.raises(smp.exceptions.SMPValidationError, match="does not inherit from"):
+        smp.tp_register(torch.nn.Linear)(_WithoutValues)
+
+
+def test_the_outermost_supported_module_is_replaced(job):
+    class Block(torch.nn.Module):
+        def __init__(self, size, factor=2):
+            super().__init__()
+            self.inner = torch.nn.Linear(size, factor * size)
+
+        def forward(self, x):
+            return [x]
+
+    smp.tp_register(
+        smp.nn.DistributedTransformerOutputLayer,
+        init_hook=lambda size, factor=2: ((size, factor * size, 0.0), {"pre_layernorm": True, "post_layernorm": False}),
+        forward_hook=lambda x: ((x,), {}),
+        return_hook=lambda x: [x],
+    )(Block)
+    with smp.tensor_parallelism(activation="relu"):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), Block(4, factor=3), torch.nn.Linear(4, 4))
+        with smp.tensor_parallelism(enabled=False):
+            model.append(torch.nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    weight = torch.nn.Linear(4, 4)
+    smp.set_tensor_parallelism(weight)
+    model.append(weight)
+    with pytest.warns(UserWarning, match="`0` shares a parameter"):
+        assert replacement.replace_marked(model) is model
+    kinds = [type(each) for each in model]
+    assert kinds[0] is kinds[2] is kinds[3] is torch.nn.Linear
+    assert kinds[4] is smp.nn.DistributedLinear
+    assert torch.equal(model[4].weight, weight.weight)
+    assert isinstance(model[1], smp.nn.DistributedTransformerOutputLayer)
+    assert (model[1].activation, model[1].dense1.weight.shape) == ("relu", (12, 4))
+    assert model[1](torch.zeros(1, 2, 4))[0].shape == (1, 2, 4)
 
 
 def test_a_step_gets_the_object_only_if_its_body_takes_one(job):

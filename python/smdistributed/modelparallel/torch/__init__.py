@@ -32,6 +32,7 @@ from smdistributed.modelparallel.torch import amp as amp  # noqa: E402
 from smdistributed.modelparallel.torch import core as core  # noqa: E402
 from smdistributed.modelparallel.torch import exceptions as exceptions  # noqa: E402
 from smdistributed.modelparallel.torch import model as model  # noqa: E402
+from smdistributed.modelparallel.torch import nn as nn  # noqa: E402
 from smdistributed.modelparallel.torch import optimizers as optimizers  # noqa: E402
 from smdistributed.modelparallel.torch import patches as patches  # noqa: E402
 from smdistributed.modelparallel.torch.activation_checkpointing import set_activation_checkpointing  # noqa: E402
@@ -54,13 +55,7 @@ from smdistributed.modelparallel.torch.communication import (  # noqa: E402
     send,
     tp_barrier,
 )
-from smdistributed.modelparallel.torch.creation import (  # noqa: E402
-    model_creation,
-    set_tensor_parallelism,
-    tensor_parallelism,
-    tp_register,
-    tp_register_with_module,
-)
+from smdistributed.modelparallel.torch.creation import model_creation  # noqa: E402
 from smdistributed.modelparallel.torch.groups import (  # noqa: E402
     get_dp_process_group,
     get_mp_process_group,
@@ -77,6 +72,8 @@ from smdistributed.modelparallel.torch.job import (  # noqa: E402
     shutdown,
 )
 from smdistributed.modelparallel.torch.model import DistributedModel  # noqa: E402
+from smdistributed.modelparallel.torch.nn.registry import tp_register, tp_register_with_module  # noqa: E402
+from smdistributed.modelparallel.torch.nn.replacement import set_tensor_parallelism, tensor_parallelism  # noqa: E402
 from smdistributed.modelparallel.torch.norms import clip_grad_norm_  # noqa: E402
 from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer  # noqa: E402
 from smdistributed.modelparallel.torch.output import StepOutput  # noqa: E402
@@ -148,6 +145,7 @@ __all__ = [
     "mp_barrier",
     "mp_rank",
     "mp_size",
+    "nn",
     "optimizers",
     "partition",
     "patches",

@@ -21,6 +21,8 @@ from torch import nn
 
 from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPValidationError
 from smdistributed.modelparallel.torch import pytree
+from smdistributed.modelparallel.torch.nn import collectives
+from smdistributed.modelparallel.torch.nn.random import recomputation
 from smdistributed.modelparallel.torch.partitioning import cost_model
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.recording import Recording, active
@@ -74,6 +76,8 @@ def _run(function: Callable[..., Any], preserve_rng_state: bool, *args: Any, **k
         with counter.recomputing(args, kwargs):
             return function(*args, **kwargs)
     offloader = None if state.model is None else state.model.offloader
+    if preserve_rng_state and collectives.tp_size() > 1:
+        kwargs["context_fn"] = recomputation
     with contextlib.nullcontext() if offloader is None else offloader.hooks():
         return torch.utils.checkpoint.checkpoint(
             function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from smdistributed import _core
 from smdistributed._common import errors, lifecycle
+from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel import config as configuration
-from smdistributed.modelparallel.exceptions import CLASSES, SMPUsageError
+from smdistributed.modelparallel.exceptions import CLASSES, SMPConfigError, SMPUsageError
 from smdistributed.modelparallel.ranks import Ranks
 from smdistributed.modelparallel.torch.groups import TorchGroups
 from smdistributed.modelparallel.torch.partitioning.materialize import delay_parameters
@@ -40,9 +44,41 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     with errors.translated(CLASSES):
         if not _core.is_initialized():
             lifecycle.init()
+        _require_equal(cfg)
         state.enter(cfg, TorchGroups(cfg))
     if cfg.delayed_parameter_initialization:
         state.delay = delay_parameters()
+
+
+def _require_equal(cfg: configuration.Config) -> None:
+    """Compares the configuration of all ranks: with other degrees, they would make other groups and wait forever.
+
+    Raises:
+        SMPConfigError: A value differs; the same text on all ranks.
+    """
+    if _core.size() == 1:
+        return
+    # The path of a partition file may differ between hosts.
+    text = json.dumps({key: value for key, value in cfg.items() if key != "partition_file"}, sort_keys=True)
+    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    sizes = torch.empty(_core.size(), dtype=torch.int64)
+    dist.all_gather_into_tensor(sizes, torch.tensor([own.numel()]))
+    longest = int(sizes.max())
+    row = torch.zeros(longest, dtype=torch.uint8)
+    row[: own.numel()] = own
+    whole = torch.empty(_core.size() * longest, dtype=torch.uint8)
+    dist.all_gather_into_tensor(whole, row)
+    first: dict[str, Any] = {}
+    for rank, (part, size) in enumerate(zip(whole.split(longest), sizes.tolist(), strict=True)):
+        theirs = json.loads(part[:size].numpy().tobytes())
+        first = first or theirs
+        differences = [
+            f"`{key}` is {first.get(key)!r} on rank 0 and {theirs.get(key)!r} on rank {rank}"
+            for key in sorted(first.keys() | theirs.keys())
+            if first.get(key) != theirs.get(key)
+        ]
+        if differences:
+            raise SMPConfigError(f"the ranks have different configurations: {'; '.join(differences)}")
 
 
 def shutdown() -> None:

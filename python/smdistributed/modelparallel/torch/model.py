@@ -25,6 +25,9 @@ from smdistributed.modelparallel.torch.checkpoint import state_dicts
 from smdistributed.modelparallel.torch.compat import add_documented_aliases
 from smdistributed.modelparallel.torch.device import current_device
 from smdistributed.modelparallel.torch.join import Join
+from smdistributed.modelparallel.torch.nn.module import DistributedModule, reduced_over_rdp, shards
+from smdistributed.modelparallel.torch.nn.random import streams
+from smdistributed.modelparallel.torch.nn.replacement import replace_marked
 from smdistributed.modelparallel.torch.partitioning import materialize
 from smdistributed.modelparallel.torch.partitioning.placement import Placement, manual_assignment
 from smdistributed.modelparallel.torch.precision import half_model
@@ -111,7 +114,7 @@ class DistributedModel(nn.Module):
                 "`trace_execution_times` needs the device of the training, not `trace_device='cpu'`"
             )
         del trace_memory_usage, gradient_as_bucket_view, find_unused_parameters
-        self.module = module
+        self.module = module = replace_marked(module)
         self._half = half_model.model_dtype(cfg)
         if self._half is not None:
             half_model.cast_module(module, self._half)
@@ -136,6 +139,7 @@ class DistributedModel(nn.Module):
         )
         self.replicas = Replicas(
             state.groups.dp_group if cfg.ddp else None,
+            state.groups.rdp_group if cfg.ddp else None,
             bucket_cap_mb,
             overlapping_allreduce,
             backward_passes_per_step,
@@ -250,13 +254,21 @@ class DistributedModel(nn.Module):
         groups, cfg, device = state.groups, state.cfg, current_device()
         self._run_deferred()
         if groups.dp_group is not None:
+            divided = shards(self.module)
+            slices = [each for each in self._local_tensors() if id(each) in divided]
+            others = [each for each in self._local_tensors() if id(each) not in divided]
             with errors.translated(CLASSES):
-                materialize.broadcast(self._local_tensors(), groups.dp_group, groups.members["dp"][0])
+                materialize.broadcast(others, groups.dp_group, groups.members["dp"][0])
+                if groups.rdp_group is not None:
+                    materialize.broadcast(slices, groups.rdp_group, groups.members["rdp"][0])
             if state.optimizer is not None:
                 state.optimizer._parameters_changed()
+        if groups.tp_group is not None:
+            streams.start()
+        if groups.mp_group is not None:
+            norms.follow_torch()
         if groups.pp_group is not None:
             bounds = cfg.active_microbatches, cfg.activation_memory_bytes
-            norms.follow_torch()
             self.pipeline = Pipeline(self.module, self.placement, groups, device, cfg.pipeline, *bounds, self.offloader)
         for hook in list(self.post_partition_hooks):
             _call_hook(hook, self)
@@ -267,7 +279,7 @@ class DistributedModel(nn.Module):
         Raises:
             SMPCheckpointError: An action failed in another replica; the same text on all ranks.
         """
-        has_replicas = state.groups.dp_group is not None and state.groups.pp_group is not None
+        has_replicas = state.groups.dp_group is not None and state.groups.mp_group is not None
         is_left = bool(self._deferred) or has_replicas
         while is_left:
             failure: Exception | None = None
@@ -561,6 +573,11 @@ class DistributedModel(nn.Module):
             raise SMPUnsupportedError(
                 "`join()` does not go with sharded states: a replica without a batch would not update its part"
             )
+        if state.groups.tp_group is not None:
+            raise SMPUnsupportedError(
+                f"`join()` with `tensor_parallel_degree` {state.cfg.tensor_parallel_degree}: ranks of a "
+                "tensor-parallel group need each other in every step"
+            )
         return Join(self, state.groups.dp_group)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -580,21 +597,24 @@ class DistributedModel(nn.Module):
 
     # Of tensor parallelism, which is not there yet: no module is divided itself.
 
-    def distributed_modules(self) -> Iterator[nn.Module]:
-        """Modules that tensor parallelism divides: none."""
-        return iter(())
+    # Tensor parallelism.
 
-    def is_distributed_parameter(self, parameter: nn.Parameter) -> bool:
+    def distributed_modules(self) -> Iterator[DistributedModule]:
+        """Modules that are divided over the ranks of ``smp.get_tp_group()``."""
+        for module in self.module.modules():
+            if isinstance(module, DistributedModule):
+                yield module
+
+    def is_distributed_parameter(self, parameter: torch.Tensor) -> bool:
         """Return whether tensor parallelism divides a parameter.
 
         Args:
             parameter: The parameter.
 
         Returns:
-            ``False``.
+            Whether this rank holds a slice of it.
         """
-        del parameter
-        return False
+        return id(parameter) in shards(self.module)
 
     def is_distributed_buffer(self, buffer: torch.Tensor) -> bool:
         """Return whether tensor parallelism divides a buffer.
@@ -603,42 +623,47 @@ class DistributedModel(nn.Module):
             buffer: The buffer.
 
         Returns:
-            ``False``.
+            ``False``: no distributed module has buffers.
         """
         del buffer
         return False
 
-    def is_scaled_batch_parameter(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter receives the batches of several ranks.
+    def is_scaled_batch_parameter(self, parameter: torch.Tensor) -> bool:
+        """Return whether a parameter works on the batch of the whole tensor-parallel group.
 
         Args:
             parameter: The parameter.
 
         Returns:
-            ``False``.
+            Whether its gradients are averaged over the ranks of ``smp.get_rdp_group()``.
         """
-        del parameter
-        return False
+        return id(parameter) in reduced_over_rdp(self.module)
 
     def is_scaled_batch_buffer(self, buffer: torch.Tensor) -> bool:
-        """Return whether a buffer receives the batches of several ranks.
+        """Return whether a buffer works on the batch of the whole tensor-parallel group.
 
         Args:
             buffer: The buffer.
 
         Returns:
-            ``False``.
+            ``False``: no distributed module has buffers.
         """
         del buffer
         return False
 
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters whose gradients are reduced over the ranks of ``smp.get_dp_group()``: all."""
-        return self.local_named_parameters()
+        """Parameters of this rank whose gradients are averaged over the ranks of ``smp.get_dp_group()``."""
+        others = reduced_over_rdp(self.module)
+        for name, parameter in self.local_named_parameters():
+            if id(parameter) not in others:
+                yield name, parameter
 
     def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters whose gradients are reduced over the ranks of ``smp.get_rdp_group()``: none."""
-        return iter(())
+        """Parameters of this rank whose gradients are averaged over the ranks of ``smp.get_rdp_group()``."""
+        found = reduced_over_rdp(self.module)
+        for name, parameter in self.local_named_parameters():
+            if id(parameter) in found:
+                yield name, parameter
 
 
 def _nearest(path: str, manual: dict[str, int]) -> int | None:

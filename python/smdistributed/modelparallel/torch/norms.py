@@ -20,6 +20,7 @@ from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.exceptions import CLASSES, SMPUsageError
 from smdistributed.modelparallel.torch.device import current_device
+from smdistributed.modelparallel.torch.nn.module import shards
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
 
@@ -30,8 +31,9 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip the norm of all gradients of the model, as ``torch.nn.utils.clip_grad_norm_`` does in one process.
 
-    All ranks of a pipeline call it. Each parameter counts once. With the configuration's ``fp16`` or ``bf16``,
-    gradients of the master weights are clipped, without the loss scale, and all ranks of the job call it.
+    All ranks that hold one model call it. Each parameter counts once, also where tensor parallelism divides it. With
+    the configuration's ``fp16`` or ``bf16``, gradients of the master weights are clipped, without the loss scale, and
+    all ranks of the job call it.
 
     Args:
         parameters: Parameters of the model; those of other partitions may be among them.
@@ -39,15 +41,12 @@ def clip_grad_norm_(
         norm_type: Order of the norm; ``math.inf`` is the largest gradient.
 
     Returns:
-        The norm before clipping, the same on all ranks of a pipeline.
+        The norm before clipping, the same on all ranks that hold one model.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     own = {id(parameter): parameter for parameter in parameters if not isinstance(parameter, MetaParameter)}
-    if state.optimizer is None:
-        gradients = [parameter.grad for parameter in own.values() if parameter.grad is not None]
-    else:
-        gradients = state.optimizer._gradients_of(list(own.values()))
-    norm = _norm_over_partitions(gradients, norm_type)
+    gradients = _gradients_of(own.values())
+    norm = _norm_over_partitions(_gradients_of(_counted_here(own.values())), norm_type)
     if state.optimizer is not None:
         state.optimizer._global_grad_norm = norm
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -56,8 +55,26 @@ def clip_grad_norm_(
     return norm
 
 
+def _gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients that the optimizer sees."""
+    if state.optimizer is None:
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return state.optimizer._gradients_of(list(parameters))
+
+
+def _counted_here(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The parameters whose gradients this rank adds to a norm.
+
+    These are slices, and on the first rank of a tensor-parallel group also what all ranks of the group have.
+    """
+    if state.groups.rank_in("tp") == 0 or state.model is None:
+        return list(parameters)
+    divided = shards(state.model.module)
+    return [parameter for parameter in parameters if id(parameter) in divided]
+
+
 def _norm_over_partitions(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The norm, in float64, of what the ranks of a pipeline have, and those that hold shards of the same parameters.
+    """The norm, in float64, of what the ranks of one model have, and those that hold shards of the same parameters.
 
     All of them call this.
     """
@@ -66,8 +83,8 @@ def _norm_over_partitions(gradients: Sequence[torch.Tensor], norm_type: float) -
     for gradient in gradients:
         norm = torch.linalg.vector_norm(gradient, norm_type, dtype=_wide(gradient)).to(total)
         total = torch.maximum(total, norm) if infinite else total + norm**norm_type
-    shards = state.groups.dp_group if state.optimizer is not None and state.optimizer.is_sharded else None
-    for group in (state.groups.pp_group, shards):
+    others = state.groups.dp_group if state.optimizer is not None and state.optimizer.is_sharded else None
+    for group in (state.groups.mp_group, others):
         if group is not None:
             with errors.translated(CLASSES):
                 dist.all_reduce(total, ReduceOp.MAX if infinite else ReduceOp.SUM, group)
@@ -112,7 +129,7 @@ class _TotalNorm:
                     "`smp.clip_grad_norm_`"
                 )
         is_sharded = state.optimizer is not None and state.optimizer.is_sharded
-        if model is None or (state.groups.pp_group is None and not is_sharded):
+        if model is None or (state.groups.mp_group is None and not is_sharded):
             return self._original(tensors, norm_type, error_if_nonfinite, foreach)
         missing = {id(each.grad) for each in model.local_parameters() if each.grad is not None}
         all_of_model = len(missing)
@@ -123,7 +140,8 @@ class _TotalNorm:
             else:
                 others += 1
         if missing == set() and not others:
-            norm = _norm_over_partitions(tensors, norm_type)
+            counted = [each.grad for each in _counted_here(model.local_parameters()) if each.grad is not None]
+            norm = _norm_over_partitions(counted, norm_type)
             if error_if_nonfinite and not bool(norm.isfinite()):
                 raise RuntimeError(
                     f"The total norm of order {norm_type} of the gradients of all partitions is {float(norm)}: it "

@@ -57,8 +57,8 @@ class GradScaler(torch.amp.GradScaler):
         worst = torch.zeros(1, dtype=torch.float32, device=device)
         for flag in found.values():
             worst = torch.maximum(worst, flag.to(worst))
-        if state.groups.pp_group is not None:
+        if state.groups.mp_group is not None:
             with errors.translated(CLASSES):
-                dist.all_reduce(worst, ReduceOp.MAX, state.groups.pp_group)
+                dist.all_reduce(worst, ReduceOp.MAX, state.groups.mp_group)
         # Also for a rank without parameters, which then knows that the others were asked.
         return {device: worst}

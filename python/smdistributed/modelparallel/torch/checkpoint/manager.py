@@ -66,6 +66,11 @@ class CheckpointManager:
         timeout_seconds: float = 1800.0,
     ) -> None:
         groups = state.groups
+        if groups.tp_group is not None:
+            raise SMPUnsupportedError(
+                f"the sharded format with `tensor_parallel_degree` {len(groups.members['tp'])} is not there yet: "
+                "`smp.save_checkpoint` writes partial and full checkpoints"
+            )
         self.path, self.asynchronous = os.fspath(path), asynchronous
         cores = len(os.sched_getaffinity(0)) // _core.local_size()
         self.threads = threads or max(1, min(8, cores))

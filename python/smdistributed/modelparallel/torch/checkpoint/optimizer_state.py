@@ -17,6 +17,7 @@ import torch
 
 from smdistributed.modelparallel.exceptions import SMPCheckpointError
 from smdistributed.modelparallel.objects import CommGroup
+from smdistributed.modelparallel.torch.checkpoint import slices
 from smdistributed.modelparallel.torch.checkpoint.state_dicts import PARTIAL, parameter_names
 from smdistributed.modelparallel.torch.communication import gather_on_host, raise_on_all_ranks
 
@@ -30,7 +31,7 @@ _Shard = tuple[int, int, tuple[int, ...]]
 
 def group_of(optimizer: DistributedOptimizer) -> CommGroup:
     """The ranks that hold the whole state together."""
-    return CommGroup.WORLD if optimizer.is_sharded else CommGroup.PP_GROUP
+    return CommGroup.WORLD if optimizer.is_sharded else CommGroup.MP_GROUP
 
 
 def local_optimizer(model: DistributedModel, optimizer: DistributedOptimizer) -> dict[str, Any]:
@@ -62,14 +63,16 @@ def local_optimizer(model: DistributedModel, optimizer: DistributedOptimizer) ->
     return found
 
 
-def merge_optimizers(model: DistributedModel, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The whole state of partial ones.
+def merge_optimizers(
+    model: DistributedModel, parts: Sequence[Mapping[str, Any]], degree: int | None = None
+) -> dict[str, Any]:
+    """The whole state of partial ones, which are of a tensor-parallel ``degree``; by default of this job's.
 
     Raises:
         SMPCheckpointError: Parts of a parameter's state are missing.
     """
     order = {name: at for at, name in enumerate(parameter_names(model))}
-    entries = _joined(parts, "state")
+    entries = _joined(model, parts, "state", degree)
     groups = []
     for index, group in enumerate(parts[0]["param_groups"]):
         # By the names here, those that the script gave its optimizer, if it did.
@@ -86,22 +89,30 @@ def merge_optimizers(model: DistributedModel, parts: Sequence[Mapping[str, Any]]
             {**part, MASTER_WEIGHTS: {name: {"": value} for name, value in part.get(MASTER_WEIGHTS, {}).items()}}
             for part in parts
         ]
-        found[MASTER_WEIGHTS] = {name: content[""] for name, content in _joined(wrapped, MASTER_WEIGHTS).items()}
+        found[MASTER_WEIGHTS] = {
+            name: content[""] for name, content in _joined(model, wrapped, MASTER_WEIGHTS, degree).items()
+        }
         found[LOSS_SCALE] = next(part[LOSS_SCALE] for part in parts if LOSS_SCALE in part)
     return found
 
 
-def _joined(parts: Sequence[Mapping[str, Any]], key: str) -> dict[str, dict[str, Any]]:
-    """The entries of all parts by parameter; those of shards behind each other, in the parameter's shape."""
-    whole: dict[str, dict[str, Any]] = {}
+def _joined(
+    model: DistributedModel, parts: Sequence[Mapping[str, Any]], key: str, degree: int | None
+) -> dict[str, dict[str, Any]]:
+    """The entries of all parts by parameter.
+
+    Those of shards come behind each other, in the parameter's shape; tensor-parallel slices are put together.
+    """
+    plain: list[dict[str, dict[str, Any]]] = []
     shards: dict[str, dict[int, tuple[_Shard, dict[str, Any]]]] = {}
     for part in parts:
         ranges = part.get(SHARDS, {})
+        plain.append({name: content for name, content in part[key].items() if name not in ranges})
         for name, content in part[key].items():
             if name in ranges:
                 shards.setdefault(name, {})[ranges[name][0]] = ranges[name], content
-            else:
-                whole[name] = content
+    divided = slices.named_shards(model.module, degree)
+    whole = slices.merge_optimizer(plain, divided, slices.local_shapes(model.module, divided))
     for name, found in shards.items():
         row = [found[start] for start in sorted(found)]
         ends = [0, *(shard[1] for shard, _ in row)]
@@ -210,12 +221,13 @@ def _load_optimizer(
     ]
     inner, pieces = optimizer.optimizer, optimizer._pieces()
     own = {pieces[id(each)].name: (pieces[id(each)], each) for group in inner.param_groups for each in group["params"]}
-    shards = found.get(SHARDS, {})
+    shards, divided = found.get(SHARDS, {}), slices.named_shards(model.module)
 
     def fitted(name: str, key: str, value: Any) -> Any:
         piece, parameter = own[name]
         if not isinstance(value, torch.Tensor):
             return value
+        value = slices.cut(name, value, divided.get(name), piece.shape)
         # The count of steps is one number, which the parameter may be as well.
         if name not in shards and tuple(value.shape) == piece.shape and not (value.dim() == 0 and key == "step"):
             value = piece.cut(value)

@@ -9,6 +9,7 @@ are replaced.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pickle
@@ -24,7 +25,7 @@ from smdistributed._common import errors
 from smdistributed.modelparallel import shares
 from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError, SMPValidationError
 from smdistributed.modelparallel.objects import CommGroup
-from smdistributed.modelparallel.torch.checkpoint import hugging_face, optimizer_state, state_dicts, torch_files
+from smdistributed.modelparallel.torch.checkpoint import hugging_face, optimizer_state, slices, state_dicts, torch_files
 from smdistributed.modelparallel.torch.checkpoint.manager import CheckpointManager
 from smdistributed.modelparallel.torch.communication import allgather, raise_on_all_ranks
 from smdistributed.modelparallel.torch.state import state
@@ -153,7 +154,11 @@ def _save_partial(root: Path, tag: str, model: Any, optimizer: Any, user_content
         if groups.rank == 0:
             if model is not None:
                 assignment = {path: model.partition_of(path) for path, _ in model.module.named_modules()}
-                files["partition.pt"] = {"partitions": len(groups.members["pp"]), "assignment": assignment}
+                files["partition.pt"] = {
+                    "partitions": len(groups.members["pp"]),
+                    "tensor_parallel_degree": len(groups.members["tp"]),
+                    "assignment": assignment,
+                }
             if user_content is not None:
                 files["user_content.pt"] = user_content
         for name, content in files.items():
@@ -372,17 +377,17 @@ def _resume_partial(
         model._set_assignment(saved["assignment"])
     elif alike:
         alike = all(model.partition_of(path) == at for path, at in saved["assignment"].items())
-    tp = _rank("tp")
+    degree = saved.get("tensor_parallel_degree", 1)
     mine = [_rank("pp")] if alike else list(range(saved["partitions"]))
-    models = [f"model_{pp}_{tp}.pt" for pp in mine]
+    # All slices: a rank takes its own of the whole, whatever its degree is.
+    models = [f"model_{pp}_{tp}.pt" for pp in mine for tp in range(degree)]
 
     def read() -> tuple[dict[str, Any], list[str]]:
-        entries: dict[str, Any] = {}
         _check_files(folder, models)
-        for name in models:
-            entries.update(torch_files.get(folder / name))
+        parts = [torch_files.get(folder / name) for name in models]
+        entries = slices.merge(parts, slices.named_shards(model.module, degree))
         entries.pop(state_dicts.PARTIAL, None)
-        return entries, [] if optimizer is None else _optimizer_names(folder, saved["partitions"], tp)
+        return entries, [] if optimizer is None else _optimizer_names(folder, saved["partitions"], degree)
 
     entries, optimizers = raise_on_all_ranks(read, CommGroup.WORLD, what, lambda found: bool(found[1]))
 
@@ -402,7 +407,7 @@ def _resume_partial(
             raise_on_all_ranks(lambda: optimizer_state.load_own_part(model, optimizer, part), CommGroup.WORLD, what)
             optimizer._publish()
             return
-        names = [name for name in optimizers if any(re.match(rf"optimizer_{pp}_{tp}\D", name) for pp in mine)]
+        names = [name for name in optimizers if any(name.startswith(f"optimizer_{pp}_") for pp in mine)]
 
         def read_parts() -> list[Any]:
             return [_optimizer_part(folder, name) for name in names]
@@ -410,11 +415,11 @@ def _resume_partial(
         parts = raise_on_all_ranks(read_parts, CommGroup.WORLD, what)
         if optimizer.is_sharded and alike:
             # A rank holds the whole of its own partition, and others hold theirs.
-            merged = optimizer_state.merge_optimizers(model, parts)
+            merged = optimizer_state.merge_optimizers(model, parts, degree)
             raise_on_all_ranks(lambda: optimizer_state.load_own_part(model, optimizer, merged), CommGroup.WORLD, what)
             optimizer._publish()
         else:
-            optimizer_state.load_optimizer(model, optimizer, optimizer_state.merge_optimizers(model, parts))
+            optimizer_state.load_optimizer(model, optimizer, optimizer_state.merge_optimizers(model, parts, degree))
 
     model._when_partitioned(lambda: raise_on_all_ranks(load, CommGroup.WORLD, what))
     if optimizers:
@@ -447,7 +452,7 @@ def _optimizer_part(folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def _optimizer_names(folder: Path, partitions: int, tp: int) -> list[str]:
+def _optimizer_names(folder: Path, partitions: int, degree: int) -> list[str]:
     """The files of the optimizer's states of all partitions, and of all shards if they are sharded.
 
     None if the optimizer was not saved.
@@ -456,8 +461,8 @@ def _optimizer_names(folder: Path, partitions: int, tp: int) -> list[str]:
         SMPCheckpointError: The file of a partition is missing.
     """
     listed = {*_listed(folder), *(path.name for path in folder.glob("optimizer_*.pt"))}
-    names = sorted(name for name in listed if re.fullmatch(rf"optimizer_\d+_{tp}(_\d+)?\.pt", name))
-    for pp in range(partitions) if names else ():
+    names = sorted(name for name in listed if re.fullmatch(r"optimizer_\d+_\d+(_\d+)?\.pt", name))
+    for pp, tp in itertools.product(range(partitions), range(degree)) if names else ():
         if not any(re.match(rf"optimizer_{pp}_{tp}\D", name) for name in names):
             raise SMPCheckpointError(f"`{folder / f'optimizer_{pp}_{tp}.pt'}` is missing")
     return names

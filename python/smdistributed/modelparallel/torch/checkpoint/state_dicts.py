@@ -11,6 +11,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPUnsupportedError
 from smdistributed.modelparallel.objects import CommGroup
+from smdistributed.modelparallel.torch.checkpoint import slices
 from smdistributed.modelparallel.torch.communication import gather_on_host
 from smdistributed.modelparallel.torch.partitioning.materialize import inside_first
 from smdistributed.modelparallel.torch.state import state
@@ -94,11 +95,14 @@ def _own(model: DistributedModel) -> dict[str, Any]:
 
 
 def full_model(model: DistributedModel, gather_to_rank0: bool) -> dict[str, Any]:
-    """Gathers the whole model in host memory, on all ranks of a pipeline or on the first one only."""
-    if not model.is_partitioned:
+    """Gathers the whole model in host memory, on all ranks that hold it or on the first one only."""
+    shards = slices.named_shards(model.module)
+    if not model.is_partitioned and not shards:
         return _own(model)
-    parts = gather_on_host(lambda: local_model(model), CommGroup.PP_GROUP, first_only=gather_to_rank0)
-    merged = {name: entry for part in parts for name, entry in part.items()}
+    # Before the division, every rank of a pipeline has all.
+    group = CommGroup.MP_GROUP if model.is_partitioned else CommGroup.TP_GROUP
+    parts = gather_on_host(lambda: local_model(model), group, first_only=gather_to_rank0)
+    merged = slices.merge(parts, shards)
     return {name: merged[name] for name, _ in _entries(model)} if parts else {}
 
 
@@ -127,10 +131,10 @@ def load_model(model: DistributedModel, found: Mapping[str, Any], strict: bool, 
     found = dict(found)
     what = "the state could not be loaded"
     if found.pop(PARTIAL, False) and not same_partition_load:
-        parts = gather_on_host(lambda: found, CommGroup.PP_GROUP, what=what)
-        found = {name: tensor for part in parts for name, tensor in part.items()}
+        parts = gather_on_host(lambda: found, CommGroup.MP_GROUP, what=what)
+        found = slices.merge(parts, slices.named_shards(model.module))
     reports: list[_Report] = gather_on_host(
-        lambda: _load_local(model, found, strict, same_partition_load), CommGroup.PP_GROUP, what=what
+        lambda: _load_local(model, found, strict, same_partition_load), CommGroup.MP_GROUP, what=what
     )
     missing = _left([(report.missing_before, report.missing) for report in reports])
     unexpected = _left([(report.unexpected_before, report.unexpected) for report in reports])
@@ -169,14 +173,17 @@ def _load_local(model: DistributedModel, found: dict[str, Any], strict: bool, sa
     missing += sorted(wanted - found.keys() - set(missing))
     unexpected += sorted(found.keys() - known - set(unexpected))
     before = list(missing), list(unexpected)
+    shards = slices.named_shards(model.module)
     for name, tensor in local.items():
         if name not in found:
             continue
-        if found[name].shape == tensor.shape:
-            tensor.copy_(found[name])
+        value = slices.cut(name, found[name], shards.get(name), tensor.shape)
+        if value.shape == tensor.shape:
+            tensor.copy_(value)
         else:
             troubles.append(
-                f"`{name}` has the shape {list(found[name].shape)} in the state and {list(tensor.shape)} in the model"
+                f"`{name}` has the shape {list(found[name].shape)} in the state and "
+                f"{list(shards[name].whole_shape(tensor.shape) if name in shards else tensor.shape)} in the model"
             )
     for name, module in extras.items():
         if name in found:

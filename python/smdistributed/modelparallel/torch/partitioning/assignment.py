@@ -64,7 +64,7 @@ def by_hand(module: nn.Module, manual: dict[str, int], default: int, partitions:
         places = {name: found[name] for name in names}
         if len(set(places.values())) > 1:
             text = ", ".join(f"`{name}` on {place}" for name, place in places.items())
-            raise ValueError(f"modules that share a parameter lie on different partitions: {text}")
+            raise ValueError(f"modules that share a parameter, or are one unit, lie on different partitions: {text}")
     return found
 
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from smdistributed.modelparallel.torch import pytree as structures
+from smdistributed.modelparallel.torch.nn.module import units
 from smdistributed.modelparallel.torch.partitioning import cost_model
 from smdistributed.modelparallel.torch.tracing import object_state
 from smdistributed.modelparallel.torch.tracing.metadata import OutputSpecs, UnknownOutputError
@@ -113,6 +114,7 @@ def structure(module: nn.Module) -> Trace:
                 modules[at].state_bytes += STATE_BYTES_PER_PARAMETER_BYTE * size * trained
             known.append(at)
     trace.ties = [sorted(set(known)) for known in owners.values() if len(set(known)) > 1]
+    trace.ties += [sorted(index[part] for part in unit) for unit in units(module) if len(unit) > 1]
     return trace
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,12 +10,12 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.exceptions import SMPPartitionError
+from smdistributed.modelparallel.torch.module_creation import created_modules
+from smdistributed.modelparallel.torch.nn.module import units
 from smdistributed.modelparallel.torch.state import state
 
 #: In a module's `__dict__`: the partition that the script gave it, in which way.
 _CREATED_IN, _SET_TO = "_smp_created_in", "_smp_set_to"
-_init = nn.Module.__init__
-_open: list[int] = []
 
 
 def _checked(index: int) -> int:
@@ -24,12 +23,6 @@ def _checked(index: int) -> int:
     if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < partitions:
         raise SMPPartitionError(f"partition {index!r} does not exist: there are {partitions}")
     return index
-
-
-@functools.wraps(_init)
-def _placed_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-    _init(self, *args, **kwargs)
-    self.__dict__[_CREATED_IN] = _open[-1]
 
 
 @contextmanager
@@ -47,14 +40,13 @@ def partition(index: int) -> Iterator[None]:
     Raises:
         SMPPartitionError: There is no such partition.
     """
-    _open.append(_checked(index))
-    nn.Module.__init__ = _placed_init
-    try:
+    index = _checked(index)
+
+    def place(module: nn.Module) -> None:
+        module.__dict__[_CREATED_IN] = index
+
+    with created_modules(place):
         yield
-    finally:
-        _open.pop()
-        if not _open:
-            nn.Module.__init__ = _init
 
 
 def set_partition(module: nn.Module, index: int) -> None:
@@ -112,6 +104,7 @@ class Placement:
             if len(inside) == 1:
                 self.whole[id(module)] = inside.pop()
         self._check_shared(root)
+        self._check_units(root)
 
     def of_path(self, path: str) -> int:
         """The partition of the module with this path."""
@@ -123,6 +116,16 @@ class Placement:
     def of(self, module: nn.Module) -> int:
         """The partition of a module of the model."""
         return self._by_module[id(module)]
+
+    def _check_units(self, root: nn.Module) -> None:
+        for unit in units(root):
+            homes = sorted({self.of(module) for module in unit})
+            if len(homes) > 1:
+                path = next(path for path, module in root.named_modules() if module is unit[0])
+                raise SMPPartitionError(
+                    f"`{path}`, a {type(unit[0]).__name__}, is spread over partitions {homes}: a distributed module is "
+                    "on one partition with all that is in it"
+                )
 
     def _check_shared(self, root: nn.Module) -> None:
         homes: dict[int, tuple[str, int]] = {}

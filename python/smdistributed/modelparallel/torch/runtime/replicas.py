@@ -14,6 +14,7 @@ from smdistributed.modelparallel.torch.partitioning import materialize
 from smdistributed.modelparallel.torch.runtime.executor import Microbatch
 from smdistributed.modelparallel.torch.runtime.gradients import GradientReducer
 from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
+from smdistributed.modelparallel.torch.runtime.stage_graph import StageGraph
 from smdistributed.modelparallel.torch.sharding.shard_reducer import ShardReducer
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.recording import Recording
@@ -28,6 +29,8 @@ class Replicas:
 
     Args:
         group: The ranks that hold the same partition; ``None`` if nothing is reduced.
+        rdp_group: Of these, the ranks that hold the same slices of it; gradients that tensor parallelism makes whole
+            are averaged over them.
         bucket_cap_mb: The size of a gradient bucket in MiB.
         overlapping: Whether buckets are reduced while backward continues.
         passes: Gradients are reduced in every such step with a backward.
@@ -41,6 +44,7 @@ class Replicas:
     def __init__(
         self,
         group: dist.ProcessGroup | None,
+        rdp_group: dist.ProcessGroup | None,
         bucket_cap_mb: float,
         overlapping: bool,
         passes: int,
@@ -54,6 +58,11 @@ class Replicas:
             self._reducer = ShardReducer(passes)
         elif group is not None:
             self._reducer = GradientReducer(group, bucket_cap_mb, overlapping, passes)
+        #: Of gradients that are averaged over `rdp_group`, where that is another group.
+        self._is_divided = rdp_group is not group
+        self._rdp_reducer: GradientReducer | None = None
+        if self._is_divided and rdp_group is not None:
+            self._rdp_reducer = GradientReducer(rdp_group, bucket_cap_mb, overlapping, passes)
         self.join_context: Join | None = None
 
     @property
@@ -76,6 +85,11 @@ class Replicas:
             raise SMPUsageError(
                 "`register_comm_hook()` needs the configuration's `ddp: true`, replicas, and "
                 "`overlapping_allreduce=True`"
+            )
+        if self._is_divided:
+            raise SMPUnsupportedError(
+                "`register_comm_hook()` with `tensor_parallel_degree` above 1: gradients are averaged over two groups, "
+                "and a hook knows one"
             )
         if self._reducer.hook is not None:
             raise SMPUsageError("a communication hook was registered before")
@@ -115,8 +129,20 @@ class Replicas:
 
     def reduce(self, model: DistributedModel) -> None:
         """Reduces all gradients, after a step with one partition."""
+        for reducer, parameters in self._reducers(model):
+            reducer.reduce(parameters)
+
+    def _reducers(
+        self, model: DistributedModel
+    ) -> list[tuple[GradientReducer | ShardReducer, list[tuple[str, torch.Tensor]]]]:
+        """Each reducer with its parameters."""
         assert self._reducer is not None
-        self._reducer.reduce(model.local_named_parameters())
+        found: list[tuple[GradientReducer | ShardReducer, list[tuple[str, torch.Tensor]]]] = [
+            (self._reducer, list(model.default_reducer_named_parameters()))
+        ]
+        if self._rdp_reducer is not None:
+            found.append((self._rdp_reducer, list(model.scaled_batch_reducer_named_parameters())))
+        return found
 
     def run_pipeline(
         self,
@@ -128,15 +154,23 @@ class Replicas:
         has_backward: bool,
     ) -> list[Microbatch]:
         """Executes the recorded microbatches, and reduces gradients as their last backward leaves each stage."""
-        reducer = self._reducer
-        if reducer is None or not self.must_reduce(has_backward):
+        if self._reducer is None or not self.must_reduce(has_backward):
             return pipeline.run(recordings, returned, scale, lambda stage, graph: None)
-        reducer.begin(pipeline, recordings, model.local_named_parameters())
+        reducers = self._reducers(model)
+        for reducer, parameters in reducers:
+            reducer.begin(pipeline, recordings, parameters)
+
+        def on_stage_done(stage: int, graph: StageGraph) -> None:
+            for reducer, _ in reducers:
+                reducer.on_stage_done(stage, graph)
+
         try:
-            microbatches = pipeline.run(recordings, returned, scale, reducer.on_stage_done)
-            reducer.finish()
+            microbatches = pipeline.run(recordings, returned, scale, on_stage_done)
+            for reducer, _ in reducers:
+                reducer.finish()
         except BaseException:
-            reducer.cancel()
+            for reducer, _ in reducers:
+                reducer.cancel()
             raise
         return microbatches
 

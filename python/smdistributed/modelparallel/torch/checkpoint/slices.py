@@ -1,0 +1,157 @@
+"""States of parameters that tensor parallelism divides: slices of ranks put together, and cut again.
+
+States hold whole tensors, so they do not depend on the degree. The states of an optimizer are divided like their
+parameter where they have its shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.exceptions import SMPCheckpointError
+from smdistributed.modelparallel.torch.nn import collectives
+from smdistributed.modelparallel.torch.nn.module import DistributedModule
+from smdistributed.modelparallel.torch.nn.shard import Shard
+
+
+def named_shards(root: nn.Module, count: int | None = None) -> dict[str, Shard]:
+    """Return how parameters are divided.
+
+    Args:
+        root: The model.
+        count: The degree that a state was saved with; by default that of this job.
+
+    Returns:
+        By name in its state, shared parameters under each of their names; nothing at degree 1.
+    """
+    count = count or collectives.tp_size()
+    if count == 1:
+        return {}
+    return {
+        f"{path}.{name}" if path else name: dataclasses.replace(shard, count=count)
+        for path, module in root.named_modules(remove_duplicate=False)
+        if isinstance(module, DistributedModule)
+        for name, shard in module.shards.items()
+    }
+
+
+def local_shapes(root: nn.Module, shards: Mapping[str, Shard]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of parameters as ranks hold them.
+
+    Args:
+        root: The model.
+        shards: Of :func:`named_shards`.
+
+    Returns:
+        By name.
+    """
+    shapes = {name: tuple(parameter.shape) for name, parameter in root.named_parameters()}
+    for name, shard in shards.items():
+        if name in shapes:
+            shape = list(shapes[name])
+            shape[shard.dim] = shard.local_size
+            shapes[name] = tuple(shape)
+    return shapes
+
+
+def merge(parts: Sequence[Mapping[str, Any]], shards: Mapping[str, Shard]) -> dict[str, Any]:
+    """Put the parts of ranks together.
+
+    Args:
+        parts: By name what each rank has, in the order of the ranks of one model.
+        shards: Of :func:`named_shards`.
+
+    Returns:
+        By name, the whole.
+
+    Raises:
+        SMPCheckpointError: There are slices of some ranks only.
+    """
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: _merged(name, [part[name] for part in parts if name in part], shards.get(name)) for name in names}
+
+
+def _merged(name: str, values: list[Any], shard: Shard | None) -> Any:
+    if shard is None:
+        # What all ranks of a group have is that of the last one, as without tensor parallelism.
+        return values[-1]
+    if len(values) != shard.count:
+        raise SMPCheckpointError(f"`{name}` is divided into {shard.count} slices, and the state has {len(values)}")
+    return shard.merge(values)
+
+
+def merge_optimizer(
+    parts: Sequence[Mapping[str, Mapping[str, Any]]], shards: Mapping[str, Shard], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, dict[str, Any]]:
+    """Put the states of optimizers together.
+
+    Args:
+        parts: Of each rank, by name of a parameter, its state.
+        shards: Of :func:`named_shards`.
+        shapes: Of the parameters, as ranks hold them.
+
+    Returns:
+        By name, the state of the whole parameter.
+
+    Raises:
+        SMPCheckpointError: A divided parameter has a state of another shape.
+    """
+    result: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        contents = [part[name] for part in parts if name in part]
+        shard = shards.get(name)
+        result[name] = {
+            key: _merged(f"{name}/{key}", [content[key] for content in contents], shard)
+            if shard is not None and is_like(value, shapes[name], f"{name}/{key}")
+            else value
+            for key, value in contents[-1].items()
+        }
+    return result
+
+
+def is_like(value: Any, shape: Sequence[int], name: str) -> bool:
+    """Return whether a state of an optimizer is divided like its parameter.
+
+    Args:
+        value: The state.
+        shape: Of the parameter.
+        name: Of the state, for the error.
+
+    Returns:
+        Whether it has the parameter's shape; otherwise it is one number.
+
+    Raises:
+        SMPCheckpointError: It has another shape.
+    """
+    if not isinstance(value, torch.Tensor) or value.numel() == 1:
+        return False
+    if tuple(value.shape) != tuple(shape):
+        raise SMPCheckpointError(
+            f"the optimizer's `{name}` has the shape {list(value.shape)}, and its parameter, which is divided over "
+            f"tensor-parallel ranks, {list(shape)}: states of other shapes cannot be put together"
+        )
+    return True
+
+
+def cut(name: str, value: Any, shard: Shard | None, local: Iterable[int]) -> Any:
+    """Cut the slice of this rank.
+
+    Args:
+        name: Of the parameter or state.
+        value: The whole; numbers stay as they are.
+        shard: How it is divided; ``None`` if it is not.
+        local: The shape of a slice.
+
+    Returns:
+        The slice; the value itself if it has another shape than the whole.
+    """
+    if shard is None or not isinstance(value, torch.Tensor):
+        return value
+    if tuple(value.shape) != shard.whole_shape(tuple(local)):
+        return value
+    return shard.take(value, collectives.tp_rank())

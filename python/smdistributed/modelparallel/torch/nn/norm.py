@@ -1,0 +1,106 @@
+"""Norms between the products of distributed blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from smdistributed.modelparallel.torch.nn import initializers
+from smdistributed.modelparallel.torch.nn.module import DistributedModule, between_products_in_group
+
+
+class FusedLayerNorm(nn.LayerNorm):
+    """A layer norm with the arguments of Apex's; PyTorch's kernel is fused.
+
+    Args:
+        normalized_shape: Shape of what is normalized.
+        eps: Added to the variance.
+        elementwise_affine: Whether there are a weight and a bias.
+        memory_efficient: Accepted for Apex; PyTorch keeps the input in any case.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        del memory_efficient
+        super().__init__(normalized_shape, eps, elementwise_affine)
+
+
+class DistributedLayerNorm(DistributedModule):
+    """A layer norm over the last dimension inside of distributed blocks.
+
+    Every rank has its parameters. Under ``optimize: memory`` it normalizes a share of the tokens of the group.
+
+    Args:
+        normalized_shape: Size of the last dimension.
+        eps: Added to the variance.
+        bias: Whether there is a bias.
+    """
+
+    def __init__(self, normalized_shape: int, eps: float = 1e-5, bias: bool = True) -> None:
+        super().__init__()
+        self.normalized_shape, self.eps = (normalized_shape,), eps
+        in_group = between_products_in_group()
+        self.add_parameter("weight", (normalized_shape,), initializers.ones, in_group=in_group)
+        if bias:
+            self.add_parameter("bias", (normalized_shape,), initializers.zeros, in_group=in_group)
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normalize.
+
+        Args:
+            hidden: ``[.., size]``.
+
+        Returns:
+            The same shape.
+        """
+        return functional.layer_norm(hidden, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class DistributedRMSNorm(DistributedModule):
+    """A root mean square norm (Zhang and Sennrich, 2019) over the last dimension inside of distributed blocks.
+
+    Args:
+        normalized_shape: Size of the last dimension.
+        eps: Added to the mean square.
+    """
+
+    def __init__(self, normalized_shape: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.normalized_shape, self.eps = (normalized_shape,), eps
+        self.add_parameter("weight", (normalized_shape,), initializers.ones, in_group=between_products_in_group())
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normalize, in float32 where the input is narrower.
+
+        Args:
+            hidden: ``[.., size]``.
+
+        Returns:
+            The same shape.
+        """
+        is_narrow = hidden.dtype in (torch.float16, torch.bfloat16)
+        wide = hidden.float() if is_narrow else hidden
+        normal = functional.rms_norm(wide, self.normalized_shape, None, self.eps)
+        return self.weight * normal.to(hidden.dtype)
+
+
+def make_norm(kind: str, size: int, eps: float) -> DistributedModule:
+    """Make a norm.
+
+    Args:
+        kind: ``layernorm`` or ``rmsnorm``.
+        size: Size of the last dimension.
+        eps: Its epsilon.
+
+    Returns:
+        The norm.
+    """
+    return DistributedRMSNorm(size, eps) if kind == "rmsnorm" else DistributedLayerNorm(size, eps)

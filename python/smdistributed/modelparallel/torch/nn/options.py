@@ -1,0 +1,70 @@
+"""What blocks of published architectures have beyond those of the original library."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from smdistributed.modelparallel.exceptions import SMPValidationError
+from smdistributed.modelparallel.torch.nn.rotary import Rotary
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """Options of ``DistributedTransformer``, its layers and their parts; the defaults are those of the original.
+
+    Attributes:
+        num_key_value_heads: Heads of keys and values; fewer than query heads for grouped-query attention.
+        qkv_bias: Whether query, key and value have biases.
+        dense_bias: Whether the output projection of the attention has a bias.
+        mlp_bias: Whether the products of the output layer have biases.
+        normalization: ``layernorm`` or ``rmsnorm``.
+        rotary: Rotary position embedding, if any.
+        attention_scale: Factor of scores; ``None`` for ``1 / sqrt(attention_head_size)``.
+        scale_by_layer: Whether scores are also divided by the number of the layer, from 1.
+        attention_in_fp32: Whether scores of narrow types are computed in float32.
+        windows: By layer, how many tokens a token sees, itself included; ``None`` for all. One entry counts for all
+            layers.
+        gated: Whether the activation of one product gates another: SwiGLU with ``activation="silu"``.
+        parallel_residual: Whether attention and output layer have the same input, and both are added to it.
+        shared_norm: With ``parallel_residual``, whether both use the norm of the attention.
+        use_alibi: Whether scores get a bias that is linear in the distance (Press et al., 2022).
+        alibi_bias_max: Exponent of the last head's slope.
+        fp32_residual_addition: Whether residuals are added in float32.
+    """
+
+    num_key_value_heads: int | None = None
+    qkv_bias: bool = True
+    dense_bias: bool = True
+    mlp_bias: bool = True
+    normalization: str = "layernorm"
+    rotary: Rotary | None = None
+    attention_scale: float | None = None
+    scale_by_layer: bool = False
+    attention_in_fp32: bool = False
+    windows: tuple[int | None, ...] = (None,)
+    gated: bool = False
+    parallel_residual: bool = False
+    shared_norm: bool = False
+    use_alibi: bool = False
+    alibi_bias_max: int = 8
+    fp32_residual_addition: bool = False
+
+    def __post_init__(self) -> None:
+        if self.normalization not in ("layernorm", "rmsnorm"):
+            raise SMPValidationError(f"`normalization` is {self.normalization!r}: expected 'layernorm' or 'rmsnorm'")
+
+    def window(self, layer: int) -> int | None:
+        """Return how many tokens a token of a layer sees.
+
+        Args:
+            layer: The number of the layer, from 0.
+
+        Returns:
+            The number; ``None`` for all.
+        """
+        return self.windows[layer if len(self.windows) > 1 else 0]
+
+
+#: Names of the fields.
+OPTION_NAMES = frozenset(field.name for field in dataclasses.fields(BlockOptions))

@@ -1,0 +1,83 @@
+"""Which slice of a parameter a rank of the tensor-parallel group holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A parameter that is divided along one dimension into equal slices.
+
+    Where the size is not divisible, the last slices end with rows of padding that no computation uses: slices of one
+    shape cost the same on all ranks, so all ranks plan the same pipeline.
+
+    Attributes:
+        dim: The dimension.
+        size: The size of the whole there, without padding.
+        count: The number of slices.
+    """
+
+    dim: int
+    size: int
+    count: int
+
+    @property
+    def local_size(self) -> int:
+        """The size of a slice, with padding."""
+        return -(-self.size // self.count)
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """Return where a rank's slice begins and ends, without padding.
+
+        Args:
+            rank: Rank in the group.
+
+        Returns:
+            Begin and end in the whole.
+        """
+        begin = min(rank * self.local_size, self.size)
+        return begin, min(begin + self.local_size, self.size)
+
+    def take(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """Cut the slice of a rank, with padding of zeros.
+
+        Args:
+            whole: The whole tensor.
+            rank: Rank in the group.
+
+        Returns:
+            The slice.
+        """
+        begin, end = self.bounds(rank)
+        part = whole.narrow(self.dim, begin, end - begin)
+        if end - begin < self.local_size:
+            shape = list(whole.shape)
+            shape[self.dim] = self.local_size - (end - begin)
+            part = torch.cat([part, part.new_zeros(shape)], self.dim)
+        return part
+
+    def merge(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Put slices together, without padding.
+
+        Args:
+            parts: The slices of all ranks, in order.
+
+        Returns:
+            The whole tensor.
+        """
+        return torch.cat(list(parts), self.dim).narrow(self.dim, 0, self.size)
+
+    def whole_shape(self, local: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the whole.
+
+        Args:
+            local: The shape of a slice.
+
+        Returns:
+            The shape.
+        """
+        return (*local[: self.dim], self.size, *local[self.dim + 1 :])

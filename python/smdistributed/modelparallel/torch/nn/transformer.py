@@ -1,0 +1,312 @@
+"""Transformer layers, and stacks of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.exceptions import SMPValidationError
+from smdistributed.modelparallel.torch.nn import layout
+from smdistributed.modelparallel.torch.nn.attention import DistributedAttentionLayer
+from smdistributed.modelparallel.torch.nn.feed_forward import DistributedTransformerOutputLayer
+from smdistributed.modelparallel.torch.nn.module import DistributedModule
+from smdistributed.modelparallel.torch.nn.norm import make_norm
+from smdistributed.modelparallel.torch.nn.options import BlockOptions
+
+#: What goes through a stack: states, states of cross attention if there is any, masks, position numbers.
+States = tuple[torch.Tensor | None, ...]
+
+
+class DistributedTransformerLayer(DistributedModule):
+    """Attention, cross attention if asked for, and an output layer.
+
+    Args:
+        num_attention_heads: Heads of the whole layer; a multiple of the degree.
+        attention_head_size: Size of a head.
+        hidden_size: Features of the input and output.
+        intermediate_size: Features between the products of the output layer; a multiple of the degree.
+        attention_dropout_prob: Probability with which an attention weight is dropped.
+        hidden_dropout_prob: Probability with which an output is dropped, before the residual.
+        activation: That of the output layer.
+        layernorm_epsilon: Epsilon of the norms.
+        initializer_range: Standard deviation of initial weights.
+        use_normal_initialization: Whether initial weights are normal; otherwise as in ``torch.nn.Linear``.
+        causal_mask_size: Longest sequence of causal attention; ``None`` for attention to all tokens.
+        add_cross_attention: Whether there is cross attention after the attention.
+        pre_layernorm: Whether inputs of parts are normed.
+        post_layernorm: Whether outputs of parts are normed.
+        use_alibi: Whether scores get ALiBi's bias.
+        alibi_bias_max: Exponent of the last head's slope.
+        options: What published architectures have beside that.
+        layer_idx: The number of the layer, from 0.
+        is_inside: Whether states come and go as between products, and masks are those of the group, as in a
+            :class:`DistributedTransformer`.
+
+    Raises:
+        SMPValidationError: A size is not divisible, or there is no norm at all.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int = 32,
+        attention_head_size: int = 32,
+        hidden_size: int = 1024,
+        intermediate_size: int = 4096,
+        attention_dropout_prob: float = 0.1,
+        hidden_dropout_prob: float = 0.1,
+        activation: str = "gelu",
+        layernorm_epsilon: float = 1e-5,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
+        causal_mask_size: int | None = None,
+        add_cross_attention: bool = False,
+        pre_layernorm: bool = False,
+        post_layernorm: bool = True,
+        use_alibi: bool = False,
+        alibi_bias_max: int = 8,
+        *,
+        options: BlockOptions | None = None,
+        layer_idx: int = 0,
+        is_inside: bool = False,
+    ) -> None:
+        super().__init__()
+        if not pre_layernorm and not post_layernorm:
+            raise SMPValidationError("`pre_layernorm` and `post_layernorm` are both False: a layer has a norm")
+        options = options or BlockOptions(use_alibi=use_alibi, alibi_bias_max=alibi_bias_max)
+        if options.parallel_residual and (post_layernorm or add_cross_attention):
+            raise SMPValidationError("`parallel_residual` has no `post_layernorm` and no cross attention")
+        self.options, self.is_inside = options, is_inside
+        heads = num_attention_heads, attention_head_size, hidden_size, attention_dropout_prob, hidden_dropout_prob
+        init = layernorm_epsilon, initializer_range, use_normal_initialization
+        norms = pre_layernorm, post_layernorm
+        self.attention = DistributedAttentionLayer(
+            *heads, *init, False, causal_mask_size, *norms, options=options, layer_idx=layer_idx
+        )
+        self.has_cross_attention = add_cross_attention
+        if add_cross_attention:
+            self.cross_attention = DistributedAttentionLayer(
+                *heads, *init, True, None, *norms, options=options, layer_idx=layer_idx
+            )
+        self.output = DistributedTransformerOutputLayer(
+            hidden_size,
+            intermediate_size,
+            hidden_dropout_prob,
+            activation,
+            *init,
+            pre_layernorm and not options.shared_norm,
+            post_layernorm,
+            options=options,
+        )
+
+    def forward(self, inputs: States) -> States:
+        """Apply the layer.
+
+        Args:
+            inputs: ``(hidden_states, attention_mask)``, or with cross attention ``(hidden_states, cross_states,
+                attention_mask, cross_mask)``; position numbers ``[N, S]`` may follow. States are ``[N, S, H]``, masks
+                are added to scores and broadcastable to ``[N, 1, S, S]``.
+
+        Returns:
+            The same tuple, with new ``hidden_states``.
+        """
+        hidden, cross, mask, cross_mask, positions = _parts(inputs, self.has_cross_attention)
+        if self.is_inside:
+            return self._compute(hidden, cross, mask, cross_mask, positions), *inputs[1:]
+        states = enter(hidden, cross, mask, cross_mask, positions)
+        batch, length = layout.group_batch(hidden.shape[0]), hidden.shape[1]
+        return layout.leave_block(self._compute(*states), batch, length), *inputs[1:]
+
+    def _compute(
+        self,
+        hidden: torch.Tensor,
+        cross: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        cross_mask: torch.Tensor | None,
+        positions: torch.Tensor | None,
+    ) -> torch.Tensor:
+        shape = layout.shape_of(hidden, mask)
+        attention_mask = layout.without_shape(mask)
+        if self.options.parallel_residual:
+            # Only the attention has it where the norm is shared.
+            normed = self.attention.pre_layernorm(hidden)
+            attended = self.attention.compute(
+                hidden, attention_mask, *shape, positions, has_residual=False, normed=normed
+            )
+            source = normed if self.options.shared_norm else hidden
+            return hidden + attended + self.output.compute(source, *shape, has_residual=False)
+        hidden = self.attention.compute(hidden, attention_mask, *shape, positions)
+        if self.has_cross_attention:
+            assert cross is not None
+            cross_length = layout.shape_of(cross, cross_mask)[1]
+            other = layout.without_shape(cross_mask)
+            hidden = self.cross_attention.compute(hidden, other, *shape, None, cross, cross_length)
+        return self.output.compute(hidden, *shape)
+
+
+class DistributedTransformer(DistributedModule):
+    """A stack of layers. In a pipeline, its layers may be on several partitions.
+
+    With both norms, the input of the stack and its output are normed as well.
+
+    Args:
+        num_layers: Layers.
+        num_attention_heads: As for :class:`DistributedTransformerLayer`, like all that follow.
+        attention_head_size: Size of a head.
+        hidden_size: Features of the input and output.
+        intermediate_size: Features between the products of the output layer.
+        attention_dropout_prob: Probability with which an attention weight is dropped.
+        hidden_dropout_prob: Probability with which an output is dropped.
+        activation: That of the output layers.
+        layernorm_epsilon: Epsilon of the norms.
+        initializer_range: Standard deviation of initial weights.
+        use_normal_initialization: Whether initial weights are normal.
+        causal_mask_size: Longest sequence of causal attention; ``None`` for attention to all tokens.
+        add_cross_attention: Whether there is cross attention.
+        pre_layernorm: Whether inputs of parts are normed.
+        post_layernorm: Whether outputs of parts are normed.
+        options: What published architectures have beside that.
+
+    Attributes:
+        seq_layers: The layers.
+    """
+
+    is_unit = False
+
+    def __init__(
+        self,
+        num_layers: int = 12,
+        num_attention_heads: int = 32,
+        attention_head_size: int = 32,
+        hidden_size: int = 1024,
+        intermediate_size: int = 4096,
+        attention_dropout_prob: float = 0.1,
+        hidden_dropout_prob: float = 0.1,
+        activation: str = "gelu",
+        layernorm_epsilon: float = 1e-5,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
+        causal_mask_size: int | None = None,
+        add_cross_attention: bool = False,
+        pre_layernorm: bool = False,
+        post_layernorm: bool = True,
+        *,
+        options: BlockOptions | None = None,
+    ) -> None:
+        super().__init__()
+        options = options or BlockOptions()
+        self.has_cross_attention = add_cross_attention
+        self.seq_layers = nn.Sequential(
+            *(
+                DistributedTransformerLayer(
+                    num_attention_heads,
+                    attention_head_size,
+                    hidden_size,
+                    intermediate_size,
+                    attention_dropout_prob,
+                    hidden_dropout_prob,
+                    activation,
+                    layernorm_epsilon,
+                    initializer_range,
+                    use_normal_initialization,
+                    causal_mask_size,
+                    add_cross_attention,
+                    pre_layernorm,
+                    post_layernorm,
+                    options=options,
+                    layer_idx=index,
+                    is_inside=True,
+                )
+                for index in range(num_layers)
+            )
+        )
+        self.has_outer_norms = pre_layernorm and post_layernorm
+        if self.has_outer_norms:
+            self.input_layernorm = make_norm(options.normalization, hidden_size, layernorm_epsilon)
+            self.output_layernorm = make_norm(options.normalization, hidden_size, layernorm_epsilon)
+
+    def forward(self, inputs: States) -> States:
+        """Apply all layers.
+
+        Args:
+            inputs: As of :class:`DistributedTransformerLayer`.
+
+        Returns:
+            The same tuple, with new ``hidden_states``.
+        """
+        hidden, cross, mask, cross_mask, positions = _parts(inputs, self.has_cross_attention)
+        batch, length = layout.group_batch(hidden.shape[0]), hidden.shape[1]
+        states = self.compute(*enter(hidden, cross, mask, cross_mask, positions))
+        return layout.leave_block(states, batch, length), *inputs[1:]
+
+    def compute(
+        self,
+        hidden: torch.Tensor,
+        cross: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        cross_mask: torch.Tensor | None,
+        positions: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Apply all layers inside of a block.
+
+        Args:
+            hidden: As between products (:mod:`layout`).
+            cross: States of cross attention, likewise.
+            mask: Of the group, from :func:`layout.with_shape`.
+            cross_mask: Likewise, for cross attention.
+            positions: Of the group.
+
+        Returns:
+            As ``hidden``.
+        """
+        if self.has_outer_norms:
+            hidden = self.input_layernorm(hidden)
+        inputs: States = (hidden, cross, mask, cross_mask) if self.has_cross_attention else (hidden, mask)
+        result = self.seq_layers(inputs if positions is None else (*inputs, positions))[0]
+        return self.output_layernorm(result) if self.has_outer_norms else result
+
+
+def enter(
+    hidden: torch.Tensor,
+    cross: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    cross_mask: torch.Tensor | None,
+    positions: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Bring what a block gets into it.
+
+    Args:
+        hidden: ``[batch, S, H]``.
+        cross: ``[batch, S2, H]``.
+        mask: ``[batch, ..]``.
+        cross_mask: ``[batch, ..]``.
+        positions: ``[batch, S]``.
+
+    Returns:
+        The same, of the group; activations as between products (:mod:`layout`).
+    """
+    batch, length = hidden.shape[:2]
+    whole = layout.group_batch(batch)
+    mask = layout.with_shape(layout.gather_batch(mask, batch), hidden, whole, length)
+    cross_mask = layout.gather_batch(cross_mask, batch)
+    if cross is not None:
+        cross_mask = layout.with_shape(cross_mask, hidden, whole, cross.shape[1])
+        cross = layout.enter_block(cross)
+    return layout.enter_block(hidden), cross, mask, cross_mask, layout.gather_batch(positions, batch)
+
+
+def _parts(
+    inputs: States, has_cross: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """``hidden, cross, mask, cross_mask, positions`` of a tuple."""
+    expected = 4 if has_cross else 2
+    if not isinstance(inputs, tuple) or len(inputs) not in (expected, expected + 1):
+        raise SMPValidationError(
+            f"a transformer layer takes one tuple of {expected} entries, and position numbers after them: "
+            f"got {type(inputs).__name__}{f' of {len(inputs)}' if isinstance(inputs, tuple) else ''}"
+        )
+    hidden, *rest = inputs
+    assert hidden is not None
+    cross = rest.pop(0) if has_cross else None
+    mask = rest.pop(0)
+    cross_mask = rest.pop(0) if has_cross else None
+    return hidden, cross, mask, cross_mask, rest[0] if rest else None

@@ -1,0 +1,221 @@
+"""What surrounds tensor parallelism: bad input, checkpoints of other degrees, dropout, recomputation, replaced modules."""
+
+from __future__ import annotations
+
+import pytest
+
+from support import Forked, run_ranks
+
+
+def _refused_body():
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+    from smdistributed import _core
+
+    smp.init({})
+    rank = _core.rank()
+    smp.shutdown()
+    error = smp.exceptions.SMPConfigError
+    with pytest.raises(error, match="`optimize` is 'speed' on rank 0 and 'memory' on rank 1"):
+        smp.init({"tensor_parallel_degree": 2, "ddp": True, "optimize": ("speed", "memory")[rank]})
+    with pytest.raises(ValueError, match=r"2 .*3"):
+        smp.init({"tensor_parallel_degree": 3, "ddp": True})
+    smp.init({"tensor_parallel_degree": 2, "ddp": True})
+    assert torch.distributed.get_world_size(smp.get_tp_process_group()) == 2
+    refused = smp.exceptions.SMPValidationError
+    with pytest.raises(refused, match="`num_attention_heads` is 3: expected a multiple of `tensor_parallel_degree` 2"):
+        smp.nn.DistributedAttentionLayer(3, 4, 12)
+    with pytest.raises(refused, match="`intermediate_size` is 7"):
+        smp.nn.DistributedTransformerOutputLayer(4, 7)
+    with pytest.raises(refused, match="`in_features` of DistributedLinear is 5"):
+        smp.nn.DistributedLinear(5, 4)
+    with pytest.raises(refused, match="both False"):
+        smp.nn.DistributedTransformerLayer(2, 2, 4, 4, pre_layernorm=False, post_layernorm=False)
+    linear = smp.nn.DistributedLinear(4, 2)
+    with pytest.raises(smp.exceptions.SMPMismatchError, match=r"rank 0 .* rank 1"):
+        linear(torch.zeros(2 + rank, 4))
+    with smp.tensor_parallelism():
+        network = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    with pytest.warns(UserWarning, match="`in_features` of DistributedLinear is 3"):
+        model = smp.DistributedModel(network)
+    assert [type(each).__name__ for each in model.module] == ["DistributedLinear", "DistributedLinear", "Linear"]
+    unsupported = smp.exceptions.SMPUnsupportedError
+    with pytest.raises(unsupported, match=r"`join\(\)` with `tensor_parallel_degree` 2"):
+        model.join()
+    with pytest.raises(unsupported, match="`register_comm_hook"):
+        model.register_comm_hook(None, print)
+    return model.is_distributed_parameter(model.module[0].weight), model.is_distributed_parameter(
+        model.module[2].weight
+    )
+
+
+@pytest.mark.timeout(100)
+def test_bad_input_is_refused_with_the_values_on_every_rank():
+    assert run_ranks(_refused_body, 2, launcher=Forked("torch"), timeout=90) == [(True, False)] * 2
+
+
+def _make(dropout=0.0):
+    import smdistributed.modelparallel.torch as smp
+
+    return smp.nn.DistributedTransformerLMHead(
+        num_layers=2, num_attention_heads=4, attention_head_size=4, hidden_size=16, intermediate_size=24, vocab_size=53,
+        num_positions=8, attention_dropout_prob=dropout, hidden_dropout_prob=dropout, causal_mask_size=8,
+        pre_layernorm=True, post_layernorm=False,
+    )  # fmt: skip
+
+
+def _trained(settings, seed, steps=1, before=None, dropout=0.0, recompute=False):
+    """A model and its optimizer after some steps with the same batch on all ranks."""
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+    from support.tensor_parallel import tokens
+
+    smp.init(settings)
+    torch.manual_seed(seed)
+    model = smp.DistributedModel(_make(dropout))
+    if recompute:
+        for layer in model.module.transformer.seq_layers:
+            smp.set_activation_checkpointing(layer)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), 1e-2))
+
+    @smp.step
+    def step(model, ids):
+        loss, _ = model((ids, None, None, None, ids))
+        model.backward(loss)
+        return loss
+
+    if before is not None:
+        before(model, optimizer)
+    for number in range(steps):
+        optimizer.zero_grad()
+        step(model, tokens(number, 0))
+        optimizer.step()
+    return model, optimizer
+
+
+def _layout(tp, pp, **more):
+    return {"tensor_parallel_degree": tp, "partitions": pp, "ddp": True, "optimize": "memory", **more}
+
+
+def _checkpoints_body(folder):
+    import copy
+
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    torch.set_default_dtype(torch.float64)
+    model, optimizer = _trained(_layout(2, 2), 0, steps=2)
+    smp.save_checkpoint(folder, "partial", model=model, optimizer=optimizer, user_content={"step": 2})
+    smp.save_checkpoint(folder, "full", partial=False, model=model)
+    weights, states = model.state_dict(), optimizer.state_dict()
+    smp.shutdown()
+    found = {}
+    for tp, pp in ((2, 2), (4, 1), (1, 4), (1, 1), (2, 1)):
+        for tag in ("partial", "full"):
+
+            def resume(model, optimizer, tag=tag):
+                content = smp.resume_from_checkpoint(folder, tag, partial=tag == "partial")
+                assert content == ({"step": 2} if tag == "partial" else {})
+
+            def loaded(model, optimizer, tag=tag):
+                found["weights"] = {name: each.clone() for name, each in model.state_dict().items()}
+                found["states"] = copy.deepcopy(optimizer.state_dict())
+
+            def before(model, optimizer):
+                resume(model, optimizer)
+                if model.is_partitioned:
+                    loaded(model, optimizer)
+                else:
+                    model.register_post_partition_hook(loaded)
+
+            model, optimizer = _trained(_layout(tp, pp), 5, before=before)
+            assert all(torch.equal(found["weights"][name], weight) for name, weight in weights.items()), (tp, pp, tag)
+            if tag == "partial":
+                assert found["states"]["state"].keys() == states["state"].keys()
+                for name, state in states["state"].items():
+                    for key, value in state.items():
+                        assert torch.equal(torch.as_tensor(found["states"]["state"][name][key]), torch.as_tensor(value))
+            smp.shutdown()
+    # States by hand, and a state that does not fit.
+    model, optimizer = _trained(_layout(4, 1), 7)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(states)
+    assert all(torch.equal(each, weights[name]) for name, each in model.state_dict().items())
+    wrong = {**weights, "embeddings.position_embedding.weight": torch.zeros(9, 16)}
+    with pytest.raises(smp.exceptions.SMPCheckpointError, match=r"shape \[9, 16\] in the state and \[8, 16\]"):
+        model.load_state_dict(wrong)
+
+
+@pytest.mark.timeout(200)
+def test_checkpoints_load_at_other_degrees(tmp_path):
+    run_ranks(_checkpoints_body, 4, str(tmp_path), launcher=Forked("torch"), timeout=190)
+
+
+def _dropout_body():
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+    from smdistributed.modelparallel.torch.nn.module import shards
+
+    torch.set_default_dtype(torch.float64)
+    for optimize in ("speed", "memory"):
+        ends = []
+        for recompute in (False, True):
+            settings = _layout(2, 1, optimize=optimize)
+            model, _ = _trained(settings, 0, steps=3, dropout=0.3, recompute=recompute)
+            # Other seeds than those of the group's first rank change nothing, and whole parameters stay equal.
+            divided = shards(model.module)
+            for name, parameter in model.local_named_parameters():
+                if id(parameter) not in divided:
+                    others = smp.allgather(parameter.detach(), smp.TP_GROUP)
+                    assert all(torch.equal(others[0], other) for other in others), name
+            ends.append(model.state_dict())
+            smp.shutdown()
+        for name, first in ends[0].items():
+            assert torch.allclose(first, ends[1][name], rtol=1e-12, atol=1e-14), name
+
+
+@pytest.mark.timeout(100)
+def test_dropout_and_recomputation():
+    run_ranks(_dropout_body, 2, launcher=Forked("torch"), timeout=90)
+
+
+def _seeds_body():
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    torch.set_default_dtype(torch.float64)
+    smp.init({})
+    torch.manual_seed(3)
+    whole = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Embedding(5, 4)).state_dict()
+    smp.shutdown()
+    smp.init({"tensor_parallel_degree": 2, "ddp": True})
+    # Slices are those of the first rank's weights.
+    torch.manual_seed(3 + 10 * smp.rank())
+    with smp.model_creation(), smp.tensor_parallelism():
+        delayed = torch.nn.Sequential(torch.nn.Linear(8, 6))
+    del delayed
+    torch.manual_seed(3 + 10 * smp.rank())
+    with smp.tensor_parallelism():
+        network = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Embedding(5, 4))
+    model = smp.DistributedModel(network)
+    assert all(torch.equal(each, whole[name]) for name, each in model.state_dict().items())
+    smp.shutdown()
+    smp.init({"tensor_parallel_degree": 2, "ddp": True})
+    torch.manual_seed(3)
+    with smp.model_creation(tensor_parallelism=True, dtype=torch.float32):
+        network = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 2))
+    assert network[0].weight.is_meta
+    model = smp.DistributedModel(network)
+    assert [each.dtype for each in model.parameters()] == [torch.float32] * 4
+    assert model.module[0].weight.shape == (6, 4)
+    assert not torch.equal(*smp.allgather(model.module[0].weight.detach(), smp.TP_GROUP))
+
+
+@pytest.mark.timeout(100)
+def test_initial_values_are_slices_of_one_whole():
+    run_ranks(_seeds_body, 2, launcher=Forked("torch"), timeout=90)

@@ -1,0 +1,249 @@
+"""Hugging Face's causal models under tensor parallelism beside the models themselves in one process."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from support import Forked, run_ranks
+
+
+def _models():
+    import transformers
+
+    gpt2 = {"vocab_size": 53, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 12}
+    small = {
+        "vocab_size": 53, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
+        "max_position_embeddings": 12,
+    }  # fmt: skip
+    grouped = {**small, "num_key_value_heads": 2}
+    return {
+        "gpt2": transformers.GPT2Config(**gpt2, scale_attn_by_inverse_layer_idx=True),
+        "llama": transformers.LlamaConfig(**grouped),
+        "llama3": transformers.LlamaConfig(
+            **{**grouped, "num_key_value_heads": 1},
+            tie_word_embeddings=True,
+            rope_scaling={
+                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 4, "rope_theta": 10000.0,
+            },
+        ),
+        "mistral": transformers.MistralConfig(**grouped, sliding_window=3),
+        "qwen2": transformers.Qwen2Config(**grouped),
+        "gptj": transformers.GPTJConfig(**gpt2, rotary_dim=2),
+        "gptneo": transformers.GPTNeoConfig(
+            vocab_size=53, hidden_size=16, num_layers=2, num_heads=4, max_position_embeddings=12, window_size=3,
+            attention_types=[[["global", "local"], 1]],
+        ),
+        "gptneox": transformers.GPTNeoXConfig(**small, rotary_pct=0.5),
+        "gptneox-serial": transformers.GPTNeoXConfig(**small, use_parallel_residual=False),
+    }  # fmt: skip
+
+
+def _norm(module, hidden):
+    import torch
+
+    return torch.nn.functional.rms_norm(hidden, hidden.shape[-1:], module.weight, module.variance_epsilon)
+
+
+def _make(config):
+    import torch
+    import transformers
+
+    for name in list(vars(config)):
+        if "drop" in name or name.endswith("pdrop"):
+            setattr(config, name, 0.0)
+    torch.manual_seed(1)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        return transformers.AutoModelForCausalLM.from_config(config).double()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _body(names, layout, variants):
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+    from support.tensor_parallel import close, config, tokens
+
+    torch.set_default_dtype(torch.float64)
+    tp, pp, rdp = layout
+    for name in names:
+        print(name)
+        # GPT-J and GPT-Neo compute scores in float32.
+        tolerance = 1e-5 if name in ("gptj", "gptneo") else 1e-10
+        for prescaled, optimize in variants:
+            alone = _make(_models()[name])
+            for each in alone.modules():
+                if type(each).__name__.endswith("RMSNorm"):
+                    # Theirs computes in float32.
+                    each.forward = functools.partial(_norm, each)
+            batches = [tokens(0, replica) for replica in range(tp * rdp)]
+            # A token that sees none has no output that two implementations agree on.
+            masks = [(batch % 11 != 0).long().index_fill_(1, torch.tensor([0]), 1) for batch in batches]
+            losses = []
+            for ids, mask in zip(batches, masks, strict=True):
+                # Not the models' own losses, which are computed in float32.
+                logits = alone(input_ids=ids, attention_mask=mask).logits[:, :-1].flatten(0, 1)
+                losses.append(
+                    torch.nn.functional.cross_entropy(logits, ids.masked_fill(mask == 0, -100)[:, 1:].flatten())
+                )
+            torch.stack(losses).mean().backward()
+            gradients = {key: each.grad for key, each in alone.named_parameters()}
+            weights = alone.state_dict()
+
+            smp.init(config(tp, pp, prescaled, optimize))
+            with smp.tensor_parallelism():
+                whole = _make(_models()[name])
+            model = smp.DistributedModel(whole)
+            assert isinstance(model.module, smp.nn.DistributedTransformerLMHead), type(model.module)
+            model.train()
+
+            @smp.step
+            def step(model, ids, mask):
+                output = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+                model.backward(output["loss"])
+                return output.loss
+
+            @smp.step
+            def evaluate(model, ids, mask):
+                return model(ids, attention_mask=mask).logits
+
+            if prescaled:
+                place = smp.rdp_rank() * tp
+                mine = torch.cat(batches[place : place + tp]), torch.cat(masks[place : place + tp])
+            else:
+                mine = batches[smp.dp_rank()], masks[smp.dp_rank()]
+            if not prescaled and pp == 1:
+                loss = step(model, *mine).reduce_mean()
+                close(loss, losses[smp.dp_rank()].detach(), tolerance, "loss")
+                family = {"llama3": "llama", "gptneox-serial": "gptneox"}.get(name, name)
+                module = getattr(smp.nn.huggingface, family)
+                to_hf = getattr(module, f"translate_state_dict_to_hf_{family}")
+                from support.tensor_parallel import gathered
+
+                heads = {"num_attention_heads": 4} if family == "gptneox" else {}
+                found = to_hf(gathered(model, lambda each: each.grad), **heads)
+                if "embed_out.weight" in found:
+                    found["lm_head.weight"] = found.pop("embed_out.weight")
+                for key, gradient in gradients.items():
+                    close(found[key], gradient, tolerance, f"gradient of {key}")
+                back = to_hf(model.state_dict(), **heads)
+                if "embed_out.weight" in back and "embed_out.weight" not in weights:
+                    back["lm_head.weight"] = back.pop("embed_out.weight")
+                for key, weight in weights.items():
+                    if key in back:
+                        assert torch.equal(back[key], weight), key
+                assert weights.keys() >= back.keys(), back.keys() - weights.keys()
+                again = module.translate_hf_state_dict_to_smdistributed(back, **heads)
+                assert again.keys() == model.state_dict().keys()
+                alone.load_state_dict(back)
+            model.eval()
+            with torch.no_grad():
+                logits = evaluate(model, *mine).concat()
+                seen = mine[1].bool()
+                close(logits[seen], alone(mine[0], attention_mask=mine[1]).logits[seen], tolerance, "logits")
+            smp.shutdown()
+
+
+def _encoder_body(layout, variants):
+    import torch
+    import transformers
+
+    import smdistributed.modelparallel.torch as smp
+    from support.tensor_parallel import VOCABULARY, close, config, gathered, tokens
+
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 24, "max_position_embeddings": 16, "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0,
+    }  # fmt: skip
+    torch.set_default_dtype(torch.float64)
+    kinds = {
+        "bert": (transformers.BertForMaskedLM, transformers.BertConfig(**sizes)),
+        "roberta": (transformers.RobertaForSequenceClassification, transformers.RobertaConfig(**sizes)),
+    }
+    for name, (kind, settings) in kinds.items():
+        for prescaled, optimize in variants:
+
+            def loss_of(model, ids, mask):
+                logits = model(input_ids=ids, attention_mask=mask).logits
+                labels = ids.flatten() if logits.dim() == 3 else ids[:, 0] % logits.shape[-1]
+                return torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels)
+
+            torch.manual_seed(1)
+            alone = kind(settings)
+            batches = [tokens(0, replica) for replica in range(layout[0] * layout[2])]
+            masks = [(batch % 11 != 0).long().index_fill_(1, torch.tensor([0]), 1) for batch in batches]
+            losses = [loss_of(alone, *each) for each in zip(batches, masks, strict=True)]
+            torch.stack(losses).mean().backward()
+
+            smp.init(config(layout[0], layout[1], prescaled, optimize))
+            torch.manual_seed(1)
+            with smp.tensor_parallelism():
+                whole = kind(settings)
+            model = smp.DistributedModel(whole)
+            assert any(type(each) is not type(whole) for each in model.distributed_modules())
+
+            @smp.step
+            def step(model, ids, mask):
+                loss = loss_of(model, ids, mask)
+                model.backward(loss)
+                return loss
+
+            mine = (torch.cat(batches), torch.cat(masks)) if prescaled else (
+                batches[smp.dp_rank()], masks[smp.dp_rank()]
+            )  # fmt: skip
+            loss = step(model, *mine).reduce_mean()
+            loss = torch.stack(smp.allgather(loss, smp.DP_GROUP)).mean()
+            close(loss, torch.stack(losses).mean().detach(), 1e-10, "loss")
+            module = getattr(smp.nn.huggingface, name)
+            to_hf = getattr(module, f"translate_state_dict_to_hf_{name}")
+            found = to_hf(gathered(model, lambda each: each.grad))
+            for key, each in alone.named_parameters():
+                if each.grad is not None:
+                    close(found[key], each.grad, 1e-10, f"gradient of {key}")
+            state = model.state_dict()
+            back = to_hf(state)
+            assert back.keys() == alone.state_dict().keys(), back.keys() ^ alone.state_dict().keys()
+            assert all(torch.equal(back[key], each) for key, each in alone.state_dict().items())
+            assert module.translate_hf_state_dict_to_smdistributed(back).keys() == state.keys()
+            smp.shutdown()
+
+
+@pytest.mark.timeout(200)
+def test_encoders_equal_one_process():
+    pytest.importorskip("transformers")
+    modes = [(False, "memory"), (False, "speed"), (True, "speed")]
+    run_ranks(_encoder_body, 2, (2, 1, 1), modes, launcher=Forked("torch"), timeout=190)
+
+
+@pytest.mark.timeout(200)
+def test_encoders_on_partitions():
+    pytest.importorskip("transformers")
+    run_ranks(_encoder_body, 4, (2, 2, 1), [(False, "memory")], launcher=Forked("torch"), timeout=190)
+
+
+NAMES = ["gpt2", "llama", "llama3", "mistral", "qwen2", "gptj", "gptneo", "gptneox", "gptneox-serial"]
+
+
+@pytest.mark.timeout(200)
+def test_causal_models_equal_one_process():
+    pytest.importorskip("transformers")
+    run_ranks(_body, 2, NAMES, (2, 1, 1), [(False, "speed")], launcher=Forked("torch"), timeout=190)
+
+
+@pytest.mark.timeout(200)
+def test_causal_models_in_other_modes():
+    pytest.importorskip("transformers")
+    modes = [(False, "memory"), (True, "memory")]
+    run_ranks(_body, 2, ["gpt2", "llama"], (2, 1, 1), modes, launcher=Forked("torch"), timeout=190)
+
+
+@pytest.mark.timeout(200)
+def test_causal_models_on_partitions():
+    pytest.importorskip("transformers")
+    run_ranks(_body, 4, ["gpt2", "llama"], (2, 2, 1), [(False, "memory")], launcher=Forked("torch"), timeout=190)

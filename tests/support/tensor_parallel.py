@@ -1,0 +1,137 @@
+"""Models with tensor parallelism beside the same models in one process."""
+
+from __future__ import annotations
+
+import torch
+
+import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.torch.checkpoint import slices
+
+VOCABULARY, LENGTH, WIDTH = 53, 6, 16
+
+
+def config(tp, pp, prescaled, optimize, **more):
+    return {
+        "tensor_parallel_degree": tp,
+        "partitions": pp,
+        "ddp": True,
+        "prescaled_batch": prescaled,
+        "optimize": optimize,
+        "microbatches": 2 if pp > 1 else 1,
+        **more,
+    }
+
+
+def reference(make, run, batches, steps):
+    """Losses, outputs, gradients, norms and parameters of one process."""
+    smp.init({})
+    torch.manual_seed(0)
+    model = make()
+    smp.shutdown()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses, outputs, first = [], None, None
+    for step in range(steps):
+        optimizer.zero_grad()
+        parts = [run(model, *batch) for batch in batches(step)]
+        loss = torch.stack([each[0] for each in parts]).mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        losses.append(loss.item())
+        if first is None:
+            first = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+            outputs, first_norm = [each[1].detach() for each in parts], norm
+        optimizer.step()
+    return losses, outputs, first, first_norm, {name: each.detach() for name, each in model.named_parameters()}
+
+
+def gathered(model, tensors):
+    """Tensors of the parameters of all ranks, by name, as of one process."""
+    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    parts = smp.allgather(
+        {names[id(each)]: tensors(each).detach() for each in model.local_parameters() if tensors(each) is not None},
+        smp.MP_GROUP,
+    )
+    return slices.merge(parts, slices.named_shards(model.module))
+
+
+def close(one, other, tolerance, what):
+    # Some gradients are 0 but for rounding: a softmax does not depend on the bias of the keys.
+    scale = max(other.abs().max().item(), 1e-4)
+    difference = (one - other).abs().max().item() / scale
+    assert one.shape == other.shape, (what, one.shape, other.shape)
+    assert difference <= tolerance, (what, difference, one.flatten()[:4], other.flatten()[:4])
+
+
+def compare(make, run, batch, tp, pp, rdp, prescaled, optimize, *, steps=2, tolerance=1e-10, more=None, dtype=None):
+    """Trains in one process and with this layout, and compares everything.
+
+    Args:
+        make: Makes the model.
+        run: `run(model, *batch)` returns loss and output.
+        batch: `batch(step, replica)`, of one data-parallel rank, as a tuple of tensors.
+    """
+    torch.set_default_dtype(dtype or torch.float64)
+    dp = tp * rdp
+
+    def batches(step):
+        return [batch(step, replica) for replica in range(dp)]
+
+    losses, outputs, gradients, norm, parameters = reference(make, run, batches, steps)
+    smp.init(config(tp, pp, prescaled, optimize, **(more or {})))
+    assert (smp.tp_size(), smp.pp_size(), smp.rdp_size(), smp.dp_size()) == (tp, pp, rdp, dp)
+    torch.manual_seed(0)
+    model = smp.DistributedModel(make())
+    optimizer = None
+
+    @smp.step
+    def step_function(model, *inputs):
+        loss, output = run(model, *inputs)
+        model.backward(loss)
+        return loss, output
+
+    for step in range(steps):
+        everything = batches(step)
+        if prescaled:
+            mine = everything[smp.rdp_rank() * tp : (smp.rdp_rank() + 1) * tp]
+            inputs = tuple(torch.cat(parts) for parts in zip(*mine, strict=True))
+        else:
+            inputs = everything[smp.dp_rank()]
+        found, output = step_function(model, *inputs)
+        loss = found.reduce_mean()
+        mean = torch.stack(smp.allgather(loss, smp.DP_GROUP)).mean().item()
+        assert abs(mean - losses[step]) <= tolerance * max(1, abs(losses[step])), (step, mean, losses[step])
+        if optimizer is None:
+            optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), 1e-2))
+            place = smp.rdp_rank() * tp
+            expected = torch.cat(outputs[place : place + tp]) if prescaled else outputs[smp.dp_rank()]
+            close(output.concat(), expected, tolerance, "output")
+            own = gathered(model, lambda each: each.grad)
+            assert own.keys() == gradients.keys(), own.keys() ^ gradients.keys()
+            found_norm = smp.clip_grad_norm_(model.local_parameters(), 0.5)
+            assert abs(found_norm.item() - norm.item()) <= tolerance * norm.item(), (found_norm, norm)
+            clipped = min(1.0, 0.5 / (norm.item() + 1e-6))
+            for name, gradient in gradients.items():
+                close(own[name] * clipped, gradient, tolerance, f"gradient of {name}")
+        else:
+            smp.clip_grad_norm_(model.local_parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = gathered(model, lambda each: each)
+    for name, parameter in parameters.items():
+        close(whole[name], parameter, tolerance * 100, f"parameter {name}")
+    state = model.state_dict()
+    for name, parameter in whole.items():
+        assert torch.equal(state[name], parameter), name
+    smp.shutdown()
+
+
+def tokens(step, replica, batch=4):
+    """Token numbers of one data-parallel rank."""
+    generator = torch.Generator().manual_seed(100 * step + replica)
+    return torch.randint(VOCABULARY, (batch, LENGTH), generator=generator)
+
+
+def states(step, replica, batch=4, length=LENGTH):
+    """Activations of one data-parallel rank."""
+    generator = torch.Generator().manual_seed(100 * step + replica)
+    return torch.randn(batch, length, WIDTH, generator=generator)
