@@ -24,7 +24,7 @@ NAME = "smddp"
 _CPU = torch.device("cpu")
 #: What ``split_group`` returns to a rank that is in no split: ``None`` before PyTorch 2.14.
 _OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER if hasattr(distributed_c10d, "_NonGroupMember") else None
-#: Beyond the numbers of groups that are counted.
+#: Group numbers from here on are beyond those that PyTorch counts up.
 _FAR = 1 << 40
 _times_made: Counter[tuple[int, ...]] = Counter()
 _parent: ContextVar[dist.ProcessGroup | None] = ContextVar("parent", default=None)

@@ -35,7 +35,9 @@ def _gather(value: Any, name: str) -> list[Any]:
 
 def _meet(name: str) -> None:
     _compare_activity(name, "calls `smp.barrier()`")
-    _core.barrier(state.groups.objects(name))
+    group = state.groups.objects(name)
+    assert group is not None, "a group of one rank has no barrier"
+    _core.barrier(group)
 
 
 def gather_for(activity: str, value: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
@@ -103,4 +105,4 @@ def read_on_all_ranks(read: Callable[[], Any], path: str) -> None:
         raise failed[0]
     if any(answers):
         told = failures.summary([each for each in answers if each])
-        raise SMPCheckpointError(f"the checkpoint `{path}` could not be read: {told}") from (failed or [None])[0]
+        raise SMPCheckpointError(f"the checkpoint `{path}` could not be read: {told}") from next(iter(failed), None)

@@ -52,6 +52,16 @@ def _as_keras(function: Callable[..., Any]) -> Callable[..., Any]:
 class KerasLoops:
     """Keras' training loops for a distributed model; comes before Keras' model among the bases of a class."""
 
+    # What Keras' model has.
+    optimizer: Any
+    trainable_variables: Any
+    compute_metrics: Callable[..., dict[str, Any]]
+    run_eagerly: bool
+    steps_per_execution: Any
+    train_function: Any
+    test_function: Any
+    predict_function: Any
+
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """Train the model as Keras does. All ranks call it.
 
@@ -193,7 +203,8 @@ class KerasLoops:
 
         def execute(batches: Any) -> Any:
             count = len(batches) if isinstance(batches, list) else _number(self.steps_per_execution)
-            batches, found = iter(batches), []
+            found: list[Any] = []
+            batches = iter(batches)
             while len(found) < count:
                 try:
                     number = self.__dict__["_smp_batches"] = self.__dict__.get("_smp_batches", 0) + 1

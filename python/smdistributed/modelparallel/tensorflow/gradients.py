@@ -66,6 +66,7 @@ def over_replicas(sums: Sequence[Any], variables: Sequence[Any], everywhere: Seq
             and does not return them, which another replica may do.
     """
     groups = state.groups
+    assert groups.dp_group is not None, "one replica has nothing to reduce"
     lines = [
         f"{'no gradient' if value is None else f'a gradient {value.dtype.name}{list(variable.shape)}'} of "
         f"{name_of(variable)}"

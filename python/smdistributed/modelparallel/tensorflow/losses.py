@@ -91,6 +91,7 @@ class LossTerms:
 
 def _is_of_rows(loss: Any) -> bool:
     """Whether a loss follows from what the microbatch brings; that of weights does not."""
+    assert state.trace is not None, "losses are weighted inside of a body"
     inputs = {each.op.name for each in state.trace.inputs}
     pending, seen = [loss.op], set()
     while pending:

@@ -28,7 +28,7 @@ from smdistributed.modelparallel.tensorflow.state import state
 from smdistributed.modelparallel.tensorflow.tracing import interception
 
 # The Keras that `tf.keras` stands for.
-_Model = tf.keras.Model
+_Model: Any = tf.keras.Model
 interception.install()
 
 
@@ -198,9 +198,9 @@ class DistributedModel(KerasLoops, _Model):
         state.hooks[:] = [hook for hook, _ in failed]
         told = "; ".join(f"{type(error).__name__}: {error}" for _, error in failed)
         failures = communication.gather_for("has divided the model", told, CommGroup.PP_GROUP)
-        for _, error in failed:
-            error._smp_is_known = True  # type: ignore[attr-defined]
-            raise error
+        for _, failure in failed:
+            vars(failure)["_smp_is_known"] = True
+            raise failure
         for place, text in enumerate(failures):
             if text:
                 raise SMPUsageError(f"what is done when the model has been divided failed on partition {place}: {text}")

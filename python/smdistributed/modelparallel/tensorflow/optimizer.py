@@ -46,15 +46,15 @@ def install() -> None:
         module = getattr(sys.modules.get(package), "optimizers", None)
         older = getattr(getattr(module, "legacy", None), "Optimizer", None)
         for base in (getattr(module, "Optimizer", None), older):
-            if hasattr(base, "apply_gradients"):
+            if base is not None and hasattr(base, "apply_gradients"):
                 _adapt(base)
-    scaling = sys.modules.get("tf_keras.src.mixed_precision.loss_scale_optimizer")
+    scaling: Any = sys.modules.get("tf_keras.src.mixed_precision.loss_scale_optimizer")
     if scaling is not None and not hasattr(scaling._is_all_finite, "_smp_original"):
         scaling._is_all_finite = _everywhere(scaling._is_all_finite)
 
 
 def _adapt(base: type) -> None:
-    around = {
+    around: dict[str, Callable[[Any], Any]] = {
         "get_gradients": functools.partial(_in_steps, get_gradients),
         "compute_gradients": functools.partial(_in_steps, compute_gradients),
         "apply_gradients": _of_pairs,
@@ -78,7 +78,8 @@ def _adapt(base: type) -> None:
 
 
 def _derived(kind: type) -> Iterator[type]:
-    for each in kind.__subclasses__():
+    subclasses: list[type] = kind.__subclasses__()
+    for each in subclasses:
         yield each
         yield from _derived(each)
 
@@ -121,7 +122,7 @@ def _built_before(plain: Callable[..., Any]) -> Callable[..., Any]:
     def scale_loss(self: Any, loss: Any) -> Any:
         traces = state.trace is not None and state.trace.is_current() and state.model is not None
         if traces and hasattr(self, "inner_optimizer") and not self.built:
-            variables = state.model.trainable_variables
+            variables = state.require_model().trainable_variables
             with tf.init_scope():
                 self.build(variables)
         return plain(self, loss)
@@ -248,7 +249,7 @@ def _ready(optimizer: Any, gradients: list[Any], variables: list[Any]) -> tuple[
     optimizer_variables.build(
         optimizer if has_variables else optimizer.inner_optimizer, variables, any(map(_is_on_all, gradients))
     )
-    ours = {id(handle_of(each)) for each in state.model._smp_local(variables)}
+    ours = {id(handle_of(each)) for each in state.require_model()._smp_local(variables)}
     pairs = [pair for pair in zip(gradients, variables, strict=True) if id(handle_of(pair[1])) in ours]
     gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
     if is_scaled:
@@ -287,7 +288,7 @@ def _is_on_all(gradient: Any) -> bool:
 
     A step returns gradients to all partitions for some variables only.
     """
-    partitions = state.model._smp_assignment.variables
+    partitions = state.require_model()._smp_assignment.variables
     origins = set() if gradient is None else origins_of(gradient)
     return any(origin.partition is None and origin.variable in partitions for origin in origins)
 
@@ -300,8 +301,9 @@ def _check_pairs(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
     for gradient, variable in zip(gradients, variables, strict=True):
         of = set() if gradient is None else {origin.variable for origin in origins_of(gradient)}
         if len(of) == 1 and None not in of and id(handle_of(variable)) not in of:
-            with state.model._smp_all_variables():
-                names = [_path(each) for each in state.model.variables if id(handle_of(each)) in of]
+            model = state.require_model()
+            with model._smp_all_variables():
+                names = [_path(each) for each in model.variables if id(handle_of(each)) in of]
             raise SMPUsageError(
                 f"the gradient of `{'`, `'.join(names)}` would be applied to `{_path(variable)}`: once the model is "
                 f"divided, "

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from smdistributed.modelparallel.config import Config
-from smdistributed.modelparallel.exceptions import SMPNotInitializedError
+from smdistributed.modelparallel.exceptions import SMPNotInitializedError, SMPUsageError
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.tensorflow.groups import TensorFlowGroups
@@ -44,6 +44,16 @@ class State:
     def leave(self) -> None:
         """Forgets the job."""
         self.__init__()  # type: ignore[misc]
+
+    def require_model(self) -> DistributedModel:
+        """Return the distributed model.
+
+        Raises:
+            SMPUsageError: There is none.
+        """
+        if self.model is None:
+            raise SMPUsageError("this call needs a model: make a `smp.DistributedModel` first")
+        return self.model
 
     @property
     def cfg(self) -> Config:

@@ -162,11 +162,9 @@ class StepFunction:
             raise SMPUsageError("the body of a `smp.step` function calls no `smp.DistributedModel`")
         model = self._model = state.model
         assert model is not None, "the model was called"
-        assignment = model._smp_assignment if model.is_partitioned else None
-        is_first = assignment is None
+        is_first = not model.is_partitioned
         operations = Operations(traced)
-        if is_first:
-            assignment = placement.decide(traced, operations, cfg)
+        assignment = placement.decide(traced, operations, cfg) if is_first else model._smp_assignment
         state.has_gradients |= traced.gradient_tracker.has_found_any
         places = placement.place(traced, operations, assignment, cfg)
         reduces = cfg.ddp and groups.dp_group is not None
@@ -210,7 +208,7 @@ class StepFunction:
             pieces[name] = split(value, name, microbatches, axis, keep, self._uneven)
         calls = []
         for index in range(microbatches):
-            each = inspect.BoundArguments(self._signature, {name: part[index] for name, part in pieces.items()})  # type: ignore[arg-type]
+            each = inspect.BoundArguments(self._signature, {name: part[index] for name, part in pieces.items()})
             calls.append((each.args, each.kwargs))
         return calls
 

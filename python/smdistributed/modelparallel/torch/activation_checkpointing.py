@@ -93,7 +93,7 @@ def torch_checkpoints() -> Iterator[None]:
     instead: gradients are the same. In the body, and in a module that is spread, what it calls becomes tasks, which
     keep their activations.
     """
-    module = torch.utils.checkpoint
+    module: Any = torch.utils.checkpoint
     function, generator = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
 
     class Reentrant:
@@ -180,10 +180,10 @@ def _rows(sequential: nn.Sequential, limit: int) -> list[nn.Module]:
     # Which children, as a script may replace them.
     key = (limit, None if recording is None else weakref.ref(recording.pipeline), tuple(map(id, sequential)))
     if key in known:
-        for row in known[key]:
-            if isinstance(row, _Row):
+        for container in known[key]:
+            if isinstance(container, _Row):
                 # Its own mode only: children may be frozen.
-                row.training = sequential.training
+                container.training = sequential.training
         return known[key]
     place = None if recording is None else recording.pipeline.placement
     rows: list[list[tuple[nn.Module, int | None]]] = []
@@ -204,7 +204,9 @@ def _rows(sequential: nn.Sequential, limit: int) -> list[nn.Module]:
         if recording is not None and place is not None:
             first = recording.pipeline.paths[id(row[0][0])]
             recording.pipeline.paths[id(container)] = f"{first} to {recording.pipeline.paths[id(row[-1][0])]}"
-            place.whole[id(container)] = row[0][1]  # type: ignore[assignment]
+            rank = row[0][1]
+            if rank is not None:
+                place.whole[id(container)] = rank
         found.append(container)
     known[key] = found
     return found
@@ -245,7 +247,7 @@ def set_activation_checkpointing(
     if isinstance(own, _CheckpointedForward):
         # A second call changes the settings.
         own = own.original
-    module.forward = _CheckpointedForward(module, own, preserve_rng_state, pack_args_as_tuple, strategy)  # type: ignore[method-assign]
+    module.forward = _CheckpointedForward(module, own, preserve_rng_state, pack_args_as_tuple, strategy)
 
 
 class _CheckpointedForward:

@@ -53,9 +53,9 @@ class _Pickler(pickle.Pickler):
 
 def _tensor(contents: list[torch.Tensor], on_host: bool, key: _Key) -> torch.Tensor:
     """A tensor where it was; one of a device on the device that is current here, or all ``on_host``."""
-    index, sizes, dtype, device, learns = key
+    index, sizes, dtype_name, device, learns = key
     shape = torch.Size(sizes)
-    dtype = _DTYPES[dtype]
+    dtype = _DTYPES[dtype_name]
     tensor = contents[index].view(dtype).view(shape) if shape.numel() else torch.empty(shape, dtype=dtype)
     if not on_host:
         tensor = tensor.to(device)

@@ -26,11 +26,11 @@ class _Level:
 
     __slots__ = ("_depth", "_model")
 
-    def __init__(self, model: nn.Module, depth: int) -> None:
+    def __init__(self, model: Any, depth: int) -> None:
         object.__setattr__(self, "_model", model)
         object.__setattr__(self, "_depth", depth)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type:
         return type(self._model)
 
@@ -53,13 +53,13 @@ class _Level:
     # What containers of modules have.
 
     def __getitem__(self, key: Any) -> Any:
-        return self._model[key]  # type: ignore[index]
+        return self._model[key]
 
     def __iter__(self) -> Any:
-        return iter(self._model)  # type: ignore[call-overload]
+        return iter(self._model)
 
     def __len__(self) -> int:
-        return len(self._model)  # type: ignore[arg-type]
+        return len(self._model)
 
     def __bool__(self) -> bool:
         return bool(self._model)
@@ -84,7 +84,8 @@ def add_documented_aliases(model: nn.Module) -> None:
     taken = {cls for kind in types if any(map(_is_patched, kind.__mro__)) for cls in kind.__mro__}
     for cls in {cls for kind in types for cls in kind.__mro__} - taken - {nn.Module}:
         if "forward" in vars(cls) and "_orig_forward" not in vars(cls):
-            cls._orig_forward = _given[cls] = vars(cls)["forward"]
+            _given[cls] = vars(cls)["forward"]
+            setattr(cls, "_orig_forward", _given[cls])  # noqa: B010 - no attribute of `type`
 
 
 def _is_patched(cls: type) -> bool:

@@ -32,6 +32,7 @@ class TorchGroups(Groups[dist.ProcessGroup]):
 
     def number(self, group: dist.ProcessGroup) -> int:
         """Return the core's number of a group."""
+        assert group.id is not None, "this rank is a member"
         return group.id
 
     def process_group(self, name: str) -> Any:

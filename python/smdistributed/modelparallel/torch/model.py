@@ -479,7 +479,7 @@ class DistributedModel(nn.Module):
         """What this rank holds, and ``_smp_is_partial``."""
         return state_dicts.local_model(self)
 
-    def load_state_dict(  # type: ignore[override]
+    def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
     ) -> None:
         """Load a full state or this rank's part of one.

@@ -346,7 +346,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer.state = value
 
     @property
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The wrapped one's."""
         return self.optimizer.defaults
 

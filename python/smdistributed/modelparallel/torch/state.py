@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from smdistributed.modelparallel.config import Config
-from smdistributed.modelparallel.exceptions import SMPNotInitializedError
+from smdistributed.modelparallel.exceptions import SMPNotInitializedError, SMPUsageError
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -71,6 +71,16 @@ class State:
     def loss_scale(self) -> float:
         """The factor of losses that the optimizer's 16-bit training asks for."""
         return 1.0 if self.optimizer is None else self.optimizer.loss_scale
+
+    def require_model(self) -> DistributedModel:
+        """Return the distributed model.
+
+        Raises:
+            SMPUsageError: There is none.
+        """
+        if self.model is None:
+            raise SMPUsageError("this call needs a model: make a `smp.DistributedModel` first")
+        return self.model
 
     @property
     def cfg(self) -> Config:

@@ -88,7 +88,7 @@ class StepFunction:
             pieces[name] = split(value, name, microbatches, self._axes.get(name, 0), name in self._whole)
         calls = []
         for index in range(microbatches):
-            each = inspect.BoundArguments(self._signature, {name: part[index] for name, part in pieces.items()})  # type: ignore[arg-type]
+            each = inspect.BoundArguments(self._signature, {name: part[index] for name, part in pieces.items()})
             calls.append((each.args, each.kwargs))
         return calls
 

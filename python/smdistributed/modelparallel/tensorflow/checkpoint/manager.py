@@ -97,6 +97,7 @@ class CheckpointManager(tf.train.CheckpointManager):
             SMPUsageError: The model has not been partitioned yet, because there was no step.
             SMPCheckpointError: A rank could not write its part; the same on all ranks.
         """
+        self._last_checkpoint_step: int | None
         if self._shards is None:
             return super().save(checkpoint_number, check_interval, options)
         if self._checkpoint_interval is not None:

@@ -129,7 +129,9 @@ def _here(saveables: Mapping[str, Any], path: str) -> dict[str, Any]:
     if any(each is not None for each in others.values()):
         shapes = tf.train.load_checkpoint(path).get_variable_to_shape_map()
         for name, variable in others.items():
-            for spec in saveables[name].specs if variable is not None else ():
+            if variable is None:
+                continue
+            for spec in saveables[name].specs:
                 if variable.shape.as_list() != shapes.get(spec.name):
                     raise ValueError(
                         f"`{spec.name}` of the checkpoint `{path}` has the shape {shapes.get(spec.name)}: "

@@ -87,7 +87,7 @@ def being_built(optimizer: Any, variables: Sequence[Any]) -> Iterator[Sequence[A
 
 def _of_all_partitions(variables: Sequence[Any]) -> Sequence[Any]:
     """The variables that an optimizer is built for: the whole model's in the place of this rank's."""
-    model = state.model
+    model = state.require_model()
     here = {id(handle_of(each)) for each in model.trainable_variables}
     others = [each for each in variables if id(handle_of(each)) not in here]
     with model._smp_all_variables():

@@ -12,7 +12,7 @@ from smdistributed.modelparallel.tensorflow.partitioning.delayed_initialization 
 from smdistributed.modelparallel.tensorflow.tracing.operations import Operations
 from smdistributed.modelparallel.tensorflow.tracing.recording import Trace
 
-_CLASSES = CLASSES | {"invalid_argument": SMPPartitionError}
+_CLASSES = {**CLASSES, "invalid_argument": SMPPartitionError}
 
 
 @dataclass

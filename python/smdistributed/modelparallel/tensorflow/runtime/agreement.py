@@ -87,6 +87,7 @@ def compare_now(lines: Sequence[str], group: int, kind: CommGroup, differ: str, 
 
 def pipeline_group(groups: TensorFlowGroups) -> tuple[int, CommGroup, str, list[str]]:
     """The group in which partitions compare their steps, and the text of a mismatch."""
+    assert groups.pp_group is not None, "one partition has nothing to compare"
     names = [f"partition {place}" for place in range(len(groups.members["pp"]))]
     return groups.pp_group, CommGroup.PP_GROUP, "the ranks of this pipeline run different steps", names
 

@@ -83,7 +83,7 @@ def next_batch(activity: str, take: Callable[[], Any]) -> Any:
     told = [_shape_or_value(leaf) if is_first else None for leaf in leaves]
     stories = communication.gather_for(_DOES, (activity, story, told), CommGroup.PP_GROUP)
     if failure is not None and story != _END:
-        failure._smp_is_known = True  # type: ignore[attr-defined]
+        vars(failure)["_smp_is_known"] = True
         raise failure
     _compare([f"{activity} {each}" for activity, each, _ in stories])
     if failure is not None:

@@ -214,17 +214,22 @@ class Program:
             values[tensor.name] = self._receive(tensor, mb, stage)
         return values[tensor.name]
 
+    @property
+    def _remote(self) -> Transfers:
+        assert self._transfers is not None, "`build` makes them"
+        return self._transfers
+
     def _receive(self, tensor: tf.Tensor, mb: int, stage: int | None) -> tf.Tensor:
         before = [] if tensor.name in self._taken_at_once else self._anchors[-2:-1]
         posted = [] if stage is None else self._clock.read([*self._start, *before])
-        value = self._transfers.receive(tensor, mb, [*before, *posted])
+        value = self._remote.receive(tensor, mb, [*before, *posted])
         if stage is not None:
             self._clock.note("receive", stage, mb, posted, [value.op])
         return value
 
     def _send(self, segment: Segment, tensor: tf.Tensor, value: tf.Tensor, mb: int) -> None:
         ready = self._clock.read([value.op]) if segment.anchored else []
-        begun, sent = self._transfers.send(tensor, value, mb, ready)
+        begun, sent = self._remote.send(tensor, value, mb, ready)
         if segment.anchored:
             self._begun += begun
         self._clock.note("send", segment.stage, mb, ready, [sent])
@@ -234,7 +239,7 @@ class Program:
         if segment.ops:
             self._call(segment, mb)
         elif (segment, mb) not in self._calls:
-            self._calls[segment, mb] = self._transfers.receive_signal(segment, mb)
+            self._calls[segment, mb] = self._remote.receive_signal(segment, mb)
         return self._calls[segment, mb]
 
     def _run_independently(self, op: tf.Operation) -> None:
@@ -298,7 +303,7 @@ class Program:
             for tensor in sorted(sent, key=lambda each: transfers[each.name].number):
                 self._send(segment, tensor, self._values[mb][tensor.name], mb)
         if segment.alone and segment in self._segment_graph.signals:
-            self._transfers.signal(segment, mb, call)
+            self._remote.signal(segment, mb, call)
 
     # PROG-4.
 

@@ -13,7 +13,7 @@ from smdistributed.modelparallel.config import Config
 from smdistributed.modelparallel.exceptions import CLASSES, SMPUnsupportedError
 from smdistributed.modelparallel.tensorflow.tracing.operations import Operations
 
-_CLASSES = CLASSES | {"unsupported": SMPUnsupportedError}
+_CLASSES = {**CLASSES, "unsupported": SMPUnsupportedError}
 
 
 @dataclass(eq=False)

@@ -112,6 +112,7 @@ class Transfers:
         """Receives ``tensor`` from its rank; between hosts, once ``after`` have ended."""
         source = self._segment_graph.transfers[tensor.name].source
         if self._channel(tensor, source, self._here) is None:
+            assert self._group is not None, "one partition receives nothing"
             with tf.control_dependencies([self._start, *after]):
                 known = tensor.shape.is_fully_defined()
                 shape = tensor.shape.as_list() if known else self._receive_shape(tensor, source, mb)
@@ -132,7 +133,8 @@ class Transfers:
     def _receive_next(self, source: int) -> None:
         """MSG-2."""
         name, mb = self._pending_receives[source].popleft()
-        tensor, edge = self._segment_graph.transfers[name].tensor, (source, self._here)
+        tensor: Any = self._segment_graph.transfers[name].tensor
+        edge = (source, self._here)
         with tf.control_dependencies([self._start]):
             sent_shape = self._receive_shape(tensor, source, mb)
         shape = tensor.shape.as_list() if tensor.shape.is_fully_defined() else sent_shape
@@ -150,7 +152,9 @@ class Transfers:
         self._run_independently(sent_shape.op)
         return sent_shape
 
-    def _receive(self, tensor: tf.Tensor, shape: Any, device: str, group: int, source: int, mb: int) -> tf.Tensor:
+    def _receive(
+        self, tensor: tf.Tensor, shape: Any, device: str | None, group: int, source: int, mb: int
+    ) -> tf.Tensor:
         with tf.device(device):
             tag = self._tag(self._segment_graph.transfers[tensor.name], mb)
             value = core_ops.smd_recv(shape=shape, T=tensor.dtype, peer=source, tag=tag, group=group)

@@ -330,6 +330,7 @@ def resume_from_checkpoint(
     whole, content = raise_on_all_ranks(read, CommGroup.WORLD, what)
 
     def load() -> None:
+        assert model is not None, "called for a model alone"
         state_dicts.load_model(model, whole, strict, False)
 
     if model is not None:

@@ -77,7 +77,7 @@ class OpCost(NamedTuple):
 
 
 #: The cost of a task that could not be traced.
-UNKNOWN_COST = OpCost(*[int(OPERATION_NANOSECONDS)] * 3, 0, 0)
+UNKNOWN_COST = OpCost(*(int(OPERATION_NANOSECONDS),) * 3, kept_bytes=0, waiting_bytes=0)
 
 
 def nanoseconds(func: Any, args: Any, kwargs: Any, out: Any, moved_bytes: int) -> float:

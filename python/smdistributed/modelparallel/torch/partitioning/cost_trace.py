@@ -28,9 +28,9 @@ from smdistributed.modelparallel.torch.tracing import object_state
 from smdistributed.modelparallel.torch.tracing.metadata import OutputSpecs, UnknownOutputError
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta
 
-# A backward computes the gradients of inputs and of parameters, each about as much as the forward.
+# A backward computes the gradients of inputs and those of parameters. Each takes about as long as the forward.
 FORWARDS_A_MICROBATCH = 3
-# A gradient, and two moments as Adam keeps them.
+# For each parameter: its gradient, and two moments as in Adam.
 STATE_BYTES_PER_PARAMETER_BYTE = 3
 
 
@@ -97,7 +97,7 @@ def structure(module: nn.Module) -> Trace:
         modules.append(ModuleCost(path, None))
     for part, at in index.items():
         for child in part.children():
-            # Of several parents the first in the order of `named_modules` gives the module its path.
+            # A module with several parents gets its path from the first parent in the order of `named_modules`.
             if index[child] > at and modules[index[child]].parent is None:
                 modules[index[child]].parent = at
     trace = Trace(modules)
@@ -143,7 +143,7 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, measure_tim
             if id(tensor) not in copies:
                 if measure_times and tensor.is_meta:
                     raise TraceError("times are measured on parameters with values, and some have none yet")
-                # A forward may count calls in a buffer; what it gets is a copy.
+                # A forward may count calls in a buffer, so it gets a copy.
                 copy = (
                     tensor.detach().to(device, copy=True) if measure_times else torch.empty_like(tensor, device=device)
                 )
@@ -227,13 +227,13 @@ def _device(args: tuple, kwargs: dict[str, Any]) -> torch.device:
 class _Storage:
     """The memory of a tensor and its views."""
 
-    # Kept, so that the address is not used again; of a sparse tensor, itself.
+    # Kept alive, so that the address is not reused. A sparse tensor, which has no storage, is kept itself.
     ref: StorageWeakRef | torch.Tensor
     bytes: int
-    # The module that wrote it last, and when; `None`: an input, or computed from inputs only.
+    # The module that wrote the storage last; `None` for an input and for values computed from inputs only.
     producer: int | None = None
     made_at: int = 0
-    # Of a parameter or buffer, the modules that have it.
+    # The modules that hold the parameter or buffer.
     owners: list[int] = field(default_factory=list)
     consumers: set[int] = field(default_factory=set)
     saved: bool = False
@@ -244,7 +244,7 @@ class _Frame:
     """A call of a module."""
 
     module: int
-    # Whether an operation has run in it.
+    # Whether an operation has run in the frame.
     ran: bool = False
 
 
@@ -257,7 +257,7 @@ class _Recorder(TorchDispatchMode):
         self.measure_times = measure_times
         self.index = {part: at for at, part in enumerate(module.modules())}
         owns = {at for part, at in self.index.items() if _has_state(part)}
-        # Modules with parameters or buffers somewhere below them: what runs in their own forward may be glue.
+        # Modules above modules with parameters or buffers: the operations of their own forward may be glue.
         self.above_owners = {
             at
             for part, at in self.index.items()
@@ -265,7 +265,7 @@ class _Recorder(TorchDispatchMode):
         }
         self.owns = owns
         self.frames: list[_Frame] = []
-        # By a module and the owner of what ran: how many tasks that would be if the module were taken apart.
+        # Number of tasks, by module and owner of the operations, if the module were split.
         self.tasks: collections.Counter[tuple[int, int]] = collections.Counter()
         self.storages: dict[int, _Storage] = {}
         self.last_owner: int | None = None
@@ -273,7 +273,7 @@ class _Recorder(TorchDispatchMode):
         self.nanoseconds = [0.0] * len(trace.modules)
         self.casts_are_cached = cost_model.casts_are_cached()
         self.handles: list[Any] = []
-        #: Whether what runs is no part of the forward.
+        #: Whether the running operations are no part of the forward.
         self.paused = False
         self.output_specs = OutputSpecs()
 
@@ -285,7 +285,7 @@ class _Recorder(TorchDispatchMode):
             if owner not in owners:
                 owners.append(owner)
 
-    def __enter__(self):
+    def __enter__(self) -> Any:
         for part, at in self.index.items():
             if not isinstance(part, torch.jit.ScriptModule):
                 self.handles += [
@@ -296,16 +296,16 @@ class _Recorder(TorchDispatchMode):
         self.saving.__enter__()
         return super().__enter__()
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self.saving.__exit__(*exception)
         for handle in self.handles:
             handle.remove()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":
-            # A question about a tensor, such as for its device.
+            # A query of a tensor's metadata, such as its device.
             return func(*args, **kwargs)
         self.clock += 1
         start = self._now()
@@ -315,7 +315,7 @@ class _Recorder(TorchDispatchMode):
         made = [self._storage(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         owner = self._owner(taken)
         if self.casts_are_cached and cost_model.is_cast(func) and owner is not None and taken[0].owners:
-            # Once for all microbatches.
+            # All microbatches share it.
             made[0].owners = taken[0].owners
             self.trace.modules[owner].state_bytes += made[0].bytes
             return out
@@ -365,7 +365,7 @@ class _Recorder(TorchDispatchMode):
 
     def _finish_tasks(self) -> None:
         modules = self.trace.modules
-        # For each module, where what is in it runs; first things first.
+        # For each module, the owners of the operations in it, in order of execution.
         places: dict[int, list[int]] = {}
         for owner in sorted({owner for _, owner in self.tasks}, key=lambda at: (modules[at].first_run, at)):
             above: int | None = owner
@@ -375,7 +375,7 @@ class _Recorder(TorchDispatchMode):
         sums: collections.Counter[tuple[int, int]] = collections.Counter()
         for (module, owner), count in self.tasks.items():
             inside = places.get(module, [])
-            # With one place it cannot be taken apart.
+            # A module with a single owner inside cannot be split.
             if len(inside) > 1:
                 sums[module, owner if owner in inside else inside[0]] += count
         self.trace.tasks = [(*key, count * cost_model.TASK_NANOSECONDS) for key, count in sorted(sums.items())]
@@ -387,7 +387,7 @@ class _Recorder(TorchDispatchMode):
             if frame in owners:
                 return frame
             if frame in self.owns:
-                # A module that reaches into another one, as `nn.MultiheadAttention` does.
+                # A module that uses another one's parameters, as `nn.MultiheadAttention` does.
                 self.trace.ties.append([frame, owners[0]])
             return owners[0]
         if frame in self.owns and frame not in self.above_owners:
@@ -467,7 +467,7 @@ class _Recorder(TorchDispatchMode):
 
     def _storage(self, tensor: torch.Tensor) -> _Storage:
         if tensor.layout != torch.strided:
-            # The parts of a sparse tensor have memory, and it has none of its own.
+            # The parts of a sparse tensor have storages; the tensor itself has none.
             return self.storages.setdefault(-id(tensor), _Storage(tensor, 0))
         memory = tensor.untyped_storage()
         ref = StorageWeakRef(memory)

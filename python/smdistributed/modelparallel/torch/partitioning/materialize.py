@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from smdistributed.modelparallel.exceptions import SMPPartitionError
 from smdistributed.modelparallel.torch.partitioning.placement import Placement, own_tensors
 from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
 
-#: Bytes that are broadcast at once.
+#: Parameters are broadcast in batches of this many bytes.
 _BATCH = 32 << 20
 
 
@@ -61,17 +61,17 @@ def settle(
                     table[name] = tensor.to(device)
                     replaced[id(tensor)] = tensor, table[name]
         if isinstance(module, nn.RNNBase):
-            # It keeps its parameters in a list as well.
+            # A recurrent module also keeps its parameters in a list.
             module._init_flat_weights()
     if fresh:
         try:
             _initialize(root, fresh)
         except BaseException:
-            # The script may mend the model and try again: what has no values yet must not look as if it had some.
+            # The script may repair the model and try again. Tensors without values must then look uninitialized again.
             for table, name, tensor in delayed:
                 table[name] = tensor
             raise
-    # Only now: what starts a module may look at, or write to, what is in it on other partitions.
+    # Only now, because the initializer of a module may read or write tensors that lie on other partitions.
     for path, module in root.named_modules():
         rank = placement.of(module)
         for table, name, tensor in own_tensors(module) if rank != partition else ():
@@ -80,7 +80,7 @@ def settle(
                 replaced[id(tensor)] = tensor, MetaParameter(tensor, full, rank, device)
             table[name] = replaced[id(tensor)][1]
         if rank != partition and isinstance(module, nn.RNNBase):
-            # Its list would keep the memory. PyTorch's own way to fill it asks CUDA about addresses.
+            # The list would keep the memory. PyTorch's own way to fill it asks CUDA about addresses.
             module._flat_weights = [module._parameters.get(name) for name in module._flat_weights_names]
     return replaced
 
@@ -124,7 +124,7 @@ def _initialize(root: nn.Module, fresh: Mapping[int, str]) -> None:
         root: The model.
         fresh: Names in the model, by identity.
     """
-    # What cannot be NaN shows it by its version alone, which writes through `.data` do not raise.
+    # Tensors that cannot hold NaN show a write by their version only, and writes through `.data` do not raise it.
     versions = {
         id(tensor): tensor._version
         for tensor in _tensors(root)
@@ -135,13 +135,14 @@ def _initialize(root: nn.Module, fresh: Mapping[int, str]) -> None:
     _find_owners(root, None, owners)
     with _others_out_of_reach(root, fresh):
         for module in modules:
-            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
             if callable(reset):
                 with _parametrized_in_reach(module, fresh):
                     reset()
         for module in modules:
             if id(module) in owners:
-                owners[id(module)]._init_weights(module)
+                owner: Any = owners[id(module)]
+                owner._init_weights(module)
     for tensor in _tensors(root):
         if (
             id(tensor) in fresh
@@ -156,7 +157,7 @@ def _initialize(root: nn.Module, fresh: Mapping[int, str]) -> None:
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:
-    # Its sum is NaN as well, and takes no memory.
+    # A tensor of NaN has a sum of NaN, which takes no memory to compute.
     return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
 
 
@@ -225,21 +226,22 @@ def _parametrized_in_reach(module: nn.Module, fresh: Mapping[int, str]) -> Itera
     if not parametrize.is_parametrized(module):
         yield
         return
-    # In a cache, all that ask for it get the same tensor.
+    chains: Any = module.parametrizations
+    # With the cache, every access returns the same tensor.
     with parametrize.cached():
         values = {
             name: getattr(module, name)
-            for name, chain in module.parametrizations.items()
+            for name, chain in chains.items()
             if any(id(parameter) in fresh for parameter in chain._parameters.values())
         }
         yield
     for name, value in values.items():
-        chain: Any = module.parametrizations[name]
+        chain = chains[name]
         for step in reversed(chain):
             try:
                 value = step.right_inverse(value) if hasattr(step, "right_inverse") else value
             except NotImplementedError:
-                # It counts as the identity, as when it was registered.
+                # A parametrization without `right_inverse` counts as the identity, as at its registration.
                 continue
         originals = (
             [chain.original] if chain.is_tensor else [getattr(chain, f"original{at}") for at in range(chain.ntensors)]
@@ -303,7 +305,7 @@ def delay_parameters() -> RemovableHandle:
 
     Lazy parameters, which have no memory yet, are left alone.
     """
-    # What is registered twice stays one parameter.
+    # A parameter that is registered twice stays one parameter.
     twins = WeakIdKeyDictionary()
 
     def delayed(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -311,13 +313,15 @@ def delay_parameters() -> RemovableHandle:
             return None
         before = module._parameters.get(name)
         if before is not None and before.is_meta:
-            # It was made on the meta device by the script or a loader, which sets its values.
+            # The script or a loader made it on the meta device, and sets its values later.
             return None
         if parameter not in twins:
             twins[parameter] = _alike(parameter, parameter.detach().to("meta"))
         return twins[parameter]
 
-    return register_module_parameter_registration_hook(delayed)
+    # PyTorch's stub knows no hooks that return a parameter.
+    hook: Callable[..., Any] = delayed
+    return register_module_parameter_registration_hook(hook)
 
 
 def _alike(parameter: nn.Parameter, values: torch.Tensor) -> nn.Parameter:

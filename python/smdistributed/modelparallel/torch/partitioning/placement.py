@@ -14,7 +14,7 @@ from smdistributed.modelparallel.torch.module_creation import created_modules
 from smdistributed.modelparallel.torch.nn.module import units
 from smdistributed.modelparallel.torch.state import state
 
-#: In a module's `__dict__`: the partition that the script gave it, in which way.
+#: Entries of a module's `__dict__` with the partition that the script chose: by a context at creation, or by a call.
 _CREATED_IN, _SET_TO = "_smp_created_in", "_smp_set_to"
 
 
@@ -89,14 +89,15 @@ class Placement:
             if not 0 <= index < state.cfg.pipeline_parallel_degree:
                 raise SMPPartitionError(f"`{path}` is on partition {index}, which does not exist")
         self._by_path: dict[str, int] = {}
-        #: Partition by a module's identity, and that of modules which are on one partition with all that is in them.
+        #: Partition by the identity of a module. `whole` has the modules that lie on one partition with all their
+        #: submodules.
         self._by_module: dict[int, int] = {}
         self.whole: dict[int, int] = {}
         for path, module in root.named_modules():
             parent = self._by_path.get(path.rpartition(".")[0], self.assignment.get("", 0)) if path else 0
             self._by_path[path] = self._by_module[id(module)] = self.assignment.get(path, parent)
         for path, module in root.named_modules():
-            # Without parameters, and without a place of its own, it runs where its input is.
+            # A module without parameters, buffers or a partition of its own runs where its input is.
             light = not any(True for _ in module.parameters()) and not any(True for _ in module.buffers())
             if light and not any(place == path or place.startswith(f"{path}.") for place in self.assignment):
                 continue

@@ -67,6 +67,12 @@ class StageState:
         #: Weights whose gradients are computed apart from the rest of the backward; ``None`` before the search.
         self.weights: Any = None
 
+    def tensor(self, value: int) -> torch.Tensor:
+        """An export that some consumer has not taken yet."""
+        export = self.exports[value]
+        assert isinstance(export, torch.Tensor), "a value is held until all consumers have it"
+        return export
+
     def find_weights(self) -> None:
         """Finds the weights whose gradients can be computed apart, in the graph of the exports."""
         roots = [each for each in self.exports.values() if isinstance(each, torch.Tensor) and each.requires_grad]
@@ -90,11 +96,12 @@ class Microbatch:
         """Whether the next microbatch begins only after this one has ended."""
         return self.stage_graph.runs_in_turn or self.recording.retained.needs_earlier
 
-    def keep_results(self, exports: Mapping[int, torch.Tensor]) -> None:
+    def keep_results(self, exports: Mapping[int, torch.Tensor | GradientEdge | None]) -> None:
         """Keeps the values that the body returns."""
         for value in self.stage_graph.returned:
-            if value in exports:
-                self.results[value] = exports[value].detach() if self.recording.detach_outputs else exports[value]
+            tensor = exports.get(value)
+            if isinstance(tensor, torch.Tensor):
+                self.results[value] = tensor.detach() if self.recording.detach_outputs else tensor
 
     def computed(self, value: int) -> torch.Tensor | None:
         """The value, if a stage has computed it here while the step was recorded; else ``None``."""
@@ -150,7 +157,7 @@ class Executor:
         env: dict[int, torch.Tensor] = {}
         for producer, values in stage.inputs.items():
             if graph.stages[producer].rank == self._rank:
-                tensors = [mb.stage_states[producer].exports[value] for value in values]
+                tensors = [mb.stage_states[producer].tensor(value) for value in values]
             else:
                 tensors = mb.arrived.pop((producer, number))
             for value, tensor in zip(values, tensors, strict=True):
@@ -191,10 +198,10 @@ class Executor:
                 for draw in draws:
                     draw.stop()
                 if snapshots is not None:
-                    for value in task.outputs:
-                        is_wanted = self._early or value.index in stage.exports or value.index in retained
-                        if value.storage_key in graph.written and is_wanted:
-                            snapshots[value.index] = env[value.index].clone()
+                    for output in task.outputs:
+                        is_wanted = self._early or output.index in stage.exports or output.index in retained
+                        if output.storage_key in graph.written and is_wanted:
+                            snapshots[output.index] = env[output.index].clone()
         if snapshots:
             env |= snapshots
         for index, retained_tensor in retained.items():
@@ -363,13 +370,13 @@ class Executor:
         roots: list[torch.Tensor | GradientEdge] = []
         gradients: list[torch.Tensor] = []
         root_gradients: dict[int, torch.Tensor] = {}
-        for value, gradient in mb.recording.backward_roots:
-            if value.index in stage.backward_roots:
-                tensor = stage_state.exports[value.index]
+        for called, gradient in mb.recording.backward_roots:
+            if called.index in stage.backward_roots:
+                tensor = stage_state.tensor(called.index)
                 gradient = torch.ones_like(tensor) if gradient is None else gradient.to(tensor)
                 gradient = gradient * self._scale if self._scale != 1.0 else gradient
-                before = root_gradients.get(value.index)
-                root_gradients[value.index] = gradient if before is None else before + gradient
+                before = root_gradients.get(called.index)
+                root_gradients[called.index] = gradient if before is None else before + gradient
         for value in stage.exports:
             root = stage_state.exports[value]
             if root is None or (isinstance(root, torch.Tensor) and not root.requires_grad):
@@ -418,7 +425,7 @@ class Executor:
         start = _core.timeline_now()
         stage_state, to = mb.stage_states[number], mb.stage_graph.stages[consumer].rank
         for value in mb.stage_graph.stages[number].outputs[consumer]:
-            self._transfers.send(stage_state.exports[value], to)
+            self._transfers.send(stage_state.tensor(value), to)
         mb.mark_consumed(number)
         _core.timeline_stage("send", number, mb.recording.microbatch, start)
 
@@ -540,6 +547,8 @@ def _run_backward(
     roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor], weights: Any, later: bool
 ) -> None:
     """Runs autograd; the gradients of ``weights`` are computed beside it, or ``later`` (WGT-1 to WGT-5)."""
-    torch.autograd.backward(roots, gradients, inputs=weights.begin(later) if weights.size() else None)
+    # PyTorch's stub wants all of one kind.
+    mixed: Any = roots
+    torch.autograd.backward(mixed, gradients, inputs=weights.begin(later) if weights.size() else None)
     if later:
         weights.end()

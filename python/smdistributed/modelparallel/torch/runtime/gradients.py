@@ -92,7 +92,7 @@ class GradientReducer:
             found: dict[int, None] = {}
             for task_number in stage.tasks:
                 task = tasks[task_number]
-                used = [] if task.module is None else list(task.module.parameters())
+                used: list[torch.Tensor] = [] if task.module is None else list(task.module.parameters())
                 used += [pipeline.parameters[value.parameter] for value in task.inputs if value.parameter is not None]
                 found.update((self._places[id(each)], None) for each in used if id(each) in self._places)
             self._stages[number] = list(found)

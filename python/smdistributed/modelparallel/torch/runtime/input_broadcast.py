@@ -176,7 +176,7 @@ def broadcast_arguments(signature: inspect.Signature, args: Any, kwargs: Any) ->
         # What another rank passes counts for nothing.
         failure = error if is_first else None
     _warn_of_own_tensors(passed.own)
-    rng_state = state.model.rng_state
+    rng_state = state.require_model().rng_state
     generators = rng_state.states()
     everybody = _compared(failure is not None, passed.header, generators)
     if everybody[0][0]:
@@ -339,7 +339,7 @@ def _range(tensor: torch.Tensor) -> tuple[int, int, int]:
     if not tensor.numel():
         return -id(tensor), 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.storage_offset() * tensor.element_size()
+    start = int(tensor.storage_offset()) * tensor.element_size()
     return tensor.untyped_storage().data_ptr(), start, start + (last + 1) * tensor.element_size()
 
 

@@ -204,7 +204,7 @@ class StageBoundary:
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as the graph has it."""
-        return _BoundaryFunction.apply(self, self.leaf, tensor)  # type: ignore[no-any-return]
+        return _BoundaryFunction.apply(self, self.leaf, tensor)
 
     def zeros(self) -> torch.Tensor:
         """A zero gradient."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 
 from smdistributed import _core
 from smdistributed._common import errors
@@ -124,7 +126,7 @@ class Pipeline:
     @property
     def rng_state(self) -> RngState:
         """The generators that the body and the tasks draw from."""
-        return state.model.rng_state
+        return state.require_model().rng_state
 
     def refresh(self) -> None:
         """Updates the values of parameters and buffers before a step."""
@@ -217,10 +219,11 @@ class Pipeline:
             tensor = self.parameters[value.parameter]
             return self._broadcast(tensor if value.rank == self.rank else None, value)
         mb = self._flush(recording)
-        tensor = None
+        held: torch.Tensor | GradientEdge | None = None
         if value.rank == self.rank:
-            tensor = mb.stage_states[mb.stage_graph.stage_of(value.index)].exports[value.index]
-        return self._broadcast(tensor, value)
+            held = mb.stage_states[mb.stage_graph.stage_of(value.index)].exports[value.index]
+        assert not isinstance(held, GradientEdge), "a value is held until all consumers have it"
+        return self._broadcast(held, value)
 
     def from_first_rank(self, recording: Recording, value: Any) -> Any:
         """Returns the value that the body has on the pipeline's first rank."""
@@ -324,11 +327,11 @@ class Pipeline:
             is_reordered = not any(None in orders for orders in found)
             if is_reordered:
                 orders = []
-                for recording, order in zip(recordings, found[self.rank], strict=True):
-                    assert order is not None
-                    task_order.reorder(recording, order)
+                for recording, places in zip(recordings, found[self.rank], strict=True):
+                    assert places is not None, "checked above"
+                    task_order.reorder(recording, places)
                     recording.digest = task_order.digest(self, recording)
-                    orders.append((order, recording.digest))
+                    orders.append((places, recording.digest))
                 if self._are_alike(recordings, phase):
                     if len(self._orders) > _LIMIT:
                         self._orders.clear()
@@ -391,7 +394,7 @@ class Pipeline:
             is_last = end == len(microbatches)
             graph = part[0].stage_graph
             program = self._plan(part)
-            notify = (lambda stage, graph=graph: on_stage_done(stage, graph)) if is_last else (lambda stage: None)
+            notify = functools.partial(_notify, on_stage_done if is_last else None, graph)
             with _reporting_failures():
                 self.executor(scale).run(program, part, notify)
             begin = end
@@ -536,3 +539,9 @@ def _phase(story: tuple[int, list[list[str]]]) -> str:
     if phase:
         return f"asking for numbers in microbatch {phase - 1}, after {tasks} tasks"
     return f"at the end of {len(texts)} microbatches with {tasks} tasks"
+
+
+def _notify(on_stage_done: Callable[[int, StageGraph], None] | None, graph: StageGraph, stage: int) -> None:
+    """Tells that the parameter gradients of a stage are complete; only the last microbatches have a receiver."""
+    if on_stage_done is not None:
+        on_stage_done(stage, graph)

@@ -17,7 +17,7 @@ from smdistributed.modelparallel.torch.tracing.tasks import Context, Task, Value
 
 def check(task: Task, outputs: Sequence[torch.Tensor]) -> None:
     """Raises if the outputs of a task have other shapes or dtypes than its output spec."""
-    metas = task.output_spec.metas
+    metas = task.known_spec.metas
     same = len(outputs) == len(metas) and all(
         output.shape == meta.shape and output.dtype == meta.dtype for output, meta in zip(outputs, metas, strict=True)
     )
@@ -32,7 +32,7 @@ def _unexpected_output(task: Task, what: str) -> SMPError:
         f"and the types "
         "of its arguments, and on nothing else"
     )
-    if task.output_spec.observed:
+    if task.known_spec.observed:
         text += (
             f". With made-up numbers it was always the same. Let `{task.name}` return tensors whose shapes do not "
             f"follow from "
@@ -51,10 +51,10 @@ def task_outputs(
     """
     effects = None if watch is None else watch.effects(result)
     if effects is not None and watch is not None:
-        expected = task.output_spec.template.states if task.output_spec.effects else {}
+        expected = task.known_spec.template.states if task.known_spec.effects else {}
         if effects.states.keys() != expected.keys():
             raise _unexpected_output(task, "changed other lists or objects than it did when its outputs were found")
-    if not task.output_spec.effects:
+    if not task.known_spec.effects:
         outputs = pytree.tensors_of(result)
     else:
         outputs = []
@@ -98,7 +98,7 @@ class FlatTask:
         if self._named:
             kwargs = kwargs | {name: env[index] for name, index in self._named}
         result = task.call(*args, **kwargs)
-        meta = task.output_spec.metas[0]
+        meta = task.known_spec.metas[0]
         if not isinstance(result, torch.Tensor) or result.shape != meta.shape or result.dtype is not meta.dtype:
             check(task, pytree.tensors_of(result))
         env[self._output] = result

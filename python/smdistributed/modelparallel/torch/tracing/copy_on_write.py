@@ -107,7 +107,7 @@ class CopyOnWriteTensors:
         result = func(*args, **kwargs)
         if versions != [version_of(tensor) for tensor in held]:
             raise SMPUsageError(
-                f"`{getattr(func, '__name__', func)}` changed a tensor in place that a module was called with before, "
+                f"`{getattr(func, '__name__', func)}` changed a tensor in place after a module had been called with it, "
                 f"inside "
                 "of a `smp.step` function: change a copy"
             )
@@ -148,8 +148,8 @@ class StorageRange(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> StorageRange:
         """The range of a tensor."""
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        begin = tensor.storage_offset() * tensor.itemsize
+        last = sum((int(size) - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        begin = int(tensor.storage_offset()) * tensor.itemsize
         return cls(_storage(tensor), begin, begin + (last + 1) * tensor.itemsize if tensor.numel() else begin)
 
     def overlaps(self, tensor: torch.Tensor) -> bool:

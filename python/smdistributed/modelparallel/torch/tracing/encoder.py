@@ -43,9 +43,9 @@ class Encoder:
         self._located, self._recording = located, recording
         self.containers: list[Any] = []
         self.in_containers: list[int] = []
-        #: Of containers that were met, their numbers.
+        #: Numbers of the containers met so far, by identity.
         self._known: dict[int, int] = {}
-        #: How many containers are around what is being described; -1: they are not followed.
+        #: How many containers surround the item that is being described; -1: containers are not described.
         self._depth = -1
         self._key: list[Any] = []
         self.inputs: list[Value] = []
@@ -112,13 +112,13 @@ class Encoder:
             return
         for base in (int, float, complex, str, bytes):
             if isinstance(value, base):
-                # A class of the script: attributes that it adds do not say which number or text it is.
+                # A subclass of a number or text by the script: its extra attributes do not change the value.
                 key.append((kind.__qualname__, base.__repr__(value)))
                 return
         if kind is slice:
             key.append("slice")
             for part in (value.start, value.stop, value.step):
-                # What comes out is as long as a tensor in it says.
+                # The length of the result depends on the value of a tensor.
                 self.unknown = self.unknown or isinstance(part, torch.Tensor)
                 self._describe(part, depth)
             return
@@ -146,7 +146,7 @@ class Encoder:
             key.append(kind.__qualname__)
             self.unknown = self.unknown or not isinstance(value, Ellipsis.__class__)
             return
-        # Any other object: as its attributes are. Tensors in them stay what they are.
+        # Any other object is described by its attributes. Tensors in them are left as they are.
         attributes = Encoder({})
         key.append(kind.__qualname__)
         for name, item in vars(value).items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from smdistributed.modelparallel.torch.tracing.remote_tensor import METADATA
@@ -18,13 +20,15 @@ READS = frozenset(
     }
     | {torch.equal, torch.allclose, torch.is_nonzero}
 )  # fmt: skip
+#: PyTorch's stubs give the types of a tensor's attributes; of the class, these are descriptors.
+_TENSOR: Any = torch.Tensor
 #: Functions that freeze or unfreeze a tensor.
-REQUIRES_GRAD = frozenset({torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__})
-GRADIENT = torch.Tensor.grad.__get__
-GRADIENT_FUNCTION = torch.Tensor.grad_fn.__get__
-IS_LEAF = torch.Tensor.is_leaf.__get__
-VERSION = torch.Tensor._version.__get__
-DATA = torch.Tensor.data.__get__
+REQUIRES_GRAD = frozenset({torch.Tensor.requires_grad_, _TENSOR.requires_grad.__set__})
+GRADIENT = _TENSOR.grad.__get__
+GRADIENT_FUNCTION = _TENSOR.grad_fn.__get__
+IS_LEAF = _TENSOR.is_leaf.__get__
+VERSION = _TENSOR._version.__get__
+DATA = _TENSOR.data.__get__
 #: Functions that ask for autograd's graph, by the names of what they ask for.
 GRAPH_READS = {
     GRADIENT: "grad", GRADIENT_FUNCTION: "grad_fn", IS_LEAF: "is_leaf", torch.Tensor.retain_grad: "retain_grad",
@@ -39,8 +43,8 @@ STORAGE_WRITES = frozenset(
         torch.Tensor.set_,
         torch.Tensor.resize_,
         torch.Tensor.resize_as_,
-        torch.Tensor.data.__set__,
-        torch.Tensor.grad.__set__,
+        _TENSOR.data.__set__,
+        _TENSOR.grad.__set__,
     }
 )
 #: Functions that return the same numbers in another type, or on another device.

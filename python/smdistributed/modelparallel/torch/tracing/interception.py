@@ -171,10 +171,9 @@ def _noted(original: Callable[..., Any], pipeline: Pipeline) -> Callable[..., An
     def change(self: nn.Module, name: str, *value: Any) -> None:
         recording = active.recording
         if recording is None or not state.follows(self):
-            is_buffer = (
-                recording is not None and name in self.__dict__.get("_buffers", ()) and id(self) in pipeline.paths
-            )
-            if is_buffer and value and isinstance(value[0], torch.Tensor) and recording.is_located(value[0]):
+            sets_tensor = recording is not None and value and isinstance(value[0], torch.Tensor)
+            is_buffer = sets_tensor and name in self.__dict__.get("_buffers", ()) and id(self) in pipeline.paths
+            if recording is not None and is_buffer and recording.is_located(value[0]):
                 recording.set_buffer(self, name, value[0])
             else:
                 original(self, name, *value)
@@ -215,7 +214,7 @@ def _applied(original: Callable[..., Any]) -> Callable[..., Any]:
         call = vars(cls).get("_smp_apply")
         if call is None:
             call = _Apply(cls, original)
-            cls._smp_apply = call
+            setattr(cls, "_smp_apply", call)  # noqa: B010 - no attribute of `Function`
         return recording.operation(call, args, kwargs)
 
     return apply

@@ -34,11 +34,13 @@ def without_new_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     """
     if not module.training or not getattr(getattr(module, "config", None), "use_cache", False):
         return kwargs
-    names = _parameters(type(module))
+    kind: Any = type(module)
+    names = _parameters(kind)
     given = dict(zip(names, args, strict=False)) | kwargs
     if "use_cache" not in names or any(given.get(name) is not None for name in ("use_cache", *_CACHES)):
         return kwargs
-    if callable(getattr(module, "can_generate", None)) and module.can_generate():
+    can_generate: Any = getattr(module, "can_generate", None)
+    if callable(can_generate) and can_generate():
         _warn(type(module).__name__)
     return kwargs | {"use_cache": False}
 

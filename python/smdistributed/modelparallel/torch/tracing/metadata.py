@@ -204,6 +204,7 @@ class OutputSpecs:
             Exception: The call itself fails, whatever the numbers are.
         """
         wants_gradients = torch.is_grad_enabled()
+        found: Exception
         try:
             # Tensors of inference mode have no versions; tasks run without gradients instead.
             with torch.inference_mode(False), torch.set_grad_enabled(wants_gradients), self._mode:
@@ -422,15 +423,15 @@ def _shared_storages(
 ) -> tuple[SharedStorage | None, ...]:
     homes: dict[int, tuple[int, int]] = {}
     for place, leaf in enumerate(leaves):
-        homes.setdefault(counter.storage(leaf), (place, leaf.storage_offset()))
+        homes.setdefault(counter.storage(leaf), (place, int(leaf.storage_offset())))
     found: list[SharedStorage | None] = []
     for place, output in enumerate(outputs):
         storage = counter.storage(output)
         home = homes.get(storage)
         if home is not None:
-            found.append(SharedStorage(home[0], output.storage_offset() - home[1]))
+            found.append(SharedStorage(home[0], int(output.storage_offset()) - home[1]))
             continue
-        homes[storage] = (-1 - place, output.storage_offset())
+        homes[storage] = (-1 - place, int(output.storage_offset()))
         found.append(SharedStorage(None, 0) if counter.is_parameter(output) else None)
     return tuple(found) if any(found) else ()
 

@@ -71,7 +71,8 @@ def is_output(kind: type) -> bool:
 def attributes(value: Any) -> Iterator[tuple[str, Any]]:
     """Attributes of an object, those in slots as well, in an order that follows from how it was made."""
     yield from getattr(value, "__dict__", {}).items()
-    for name in _slots(type(value)):
+    kind: Any = type(value)
+    for name in _slots(kind):
         if hasattr(value, name):
             yield name, getattr(value, name)
 
@@ -79,7 +80,7 @@ def attributes(value: Any) -> Iterator[tuple[str, Any]]:
 @functools.lru_cache(maxsize=1024)
 def _slots(kind: type) -> tuple[str, ...]:
     """Names of attributes that instances of a class have beside their dictionary."""
-    found = []
+    found: list[str] = []
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())
         found += [slots] if isinstance(slots, str) else slots
@@ -88,7 +89,8 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 def _attributes_of(value: Any) -> dict[str, Any]:
     """The same, as a dictionary."""
-    return dict(attributes(value)) if _slots(type(value)) else getattr(value, "__dict__", {}).copy()
+    kind: Any = type(value)
+    return dict(attributes(value)) if _slots(kind) else getattr(value, "__dict__", {}).copy()
 
 
 class State:
@@ -187,7 +189,7 @@ class Copier:
 
     def copy(self, value: Any) -> Any:
         """The copy."""
-        kind = type(value)
+        kind: Any = type(value)
         if kind in pytree.ATOMS:
             return value
         if id(value) in self._memo:

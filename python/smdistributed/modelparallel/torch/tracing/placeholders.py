@@ -25,7 +25,7 @@ class UnreadTensor(torch.Tensor):
         self.task = task
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         del tensor_contents
         return f"UnreadTensor({TensorMeta.of(self)})"
 
@@ -42,7 +42,9 @@ class UnreadTensor(torch.Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise SMPUsageError(
             f"`{func}` reads a tensor that no equal call has read before, so this rank does not have it"
         )

@@ -99,7 +99,7 @@ class Recording(TorchFunctionMode):
         #: The recordings of earlier microbatches of the same step.
         self.earlier = tuple(earlier)
         #: Replicated tensors that tasks of this step refer to.
-        self.copy_on_write = earlier[0].copy_on_write if earlier else CopyOnWriteTensors()
+        self.copy_on_write: CopyOnWriteTensors = earlier[0].copy_on_write if earlier else CopyOnWriteTensors()
         #: The attributes of modules at `model.backward`.
         self.backward_modules = UNCHANGED
         self.storages = SharedStorages(self)
@@ -204,7 +204,7 @@ class Recording(TorchFunctionMode):
             tensors: list[torch.Tensor] = []
             call = self._replay.find(func, False, args, kwargs, tensors, self.digest)
             task = None if call is None else self._replay.task(call, self._context(), args, kwargs)
-            if task is not None and self.storages.writes_alike(task, tensors):
+            if call is not None and task is not None and self.storages.writes_alike(task, tensors):
                 return self._replay_call(call, task, tensors)
         encoder = Encoder(self.located, self)
         new_args = encoder.encode(args)
@@ -291,7 +291,7 @@ class Recording(TorchFunctionMode):
             containers: list[Any] = []
             known = self._replay.find(what, module.training, args, kwargs, tensors, self.digest, containers)
             again = None if known is None else self._replay.task(known, self._context(), args, kwargs)
-            if again is not None and self.storages.writes_alike(again, tensors):
+            if known is not None and again is not None and self.storages.writes_alike(again, tensors):
                 return self._replay_call(known, again, tensors, containers)
         encoder = Encoder(self.located, self)
         new_args, new_kwargs = encoder.encode_call(args, kwargs)
@@ -312,7 +312,7 @@ class Recording(TorchFunctionMode):
         self.digest, self._levels, self._count = call.state_after
         if not call.is_plain:
             self.copy_on_write.add(task, [tensor for tensor in tensors if not self.is_located(tensor)], self.microbatch)
-        spec = task.output_spec
+        spec = task.known_spec
         if spec.draws:
             self._draw(task, spec.draws)
         if spec.is_single_output:
@@ -350,6 +350,7 @@ class Recording(TorchFunctionMode):
             finally:
                 active.recording = self
         if spec is not None and spec.attributes and not isinstance(task.call, WithAttributes):
+            assert task.module is not None, "attributes are those of a module"
             task.call = WithAttributes(task.call, task.module, spec.attributes)
         if spec is not None and spec.unread:
             leave_out(task, spec.unread)
@@ -414,7 +415,7 @@ class Recording(TorchFunctionMode):
         """Adds a task that takes no values of this microbatch and makes one; ``key`` identifies it on all ranks."""
         task.level = self.order.level(task, self.base_level, False, None)
         self._levels = max(self._levels, task.level)
-        value = self.new_value(task.rank, task.level, task.output_spec.metas[0])
+        value = self.new_value(task.rank, task.level, task.known_spec.metas[0])
         task.outputs = [value]
         task.signature = key
         task.digest = digest_of((*key, value.index))
@@ -473,13 +474,15 @@ class Recording(TorchFunctionMode):
 
     def _values(self, task: Task, tensors: list[torch.Tensor], containers: Sequence[Any] = ()) -> Any:
         """What the body gets of a task that was called with these tensors, some of them in these containers."""
-        spec = task.output_spec
+        spec = task.known_spec
         if task.writes:
             self.storages.follow_writes(task, tensors)
         results: list[torch.Tensor] = []
         for place, value in zip(spec.aliases, task.outputs, strict=False):
-            changed = place is not None and place in spec.mutated
-            results.append(tensors[place] if changed else self._remote_tensor(value))
+            if place is not None and place in spec.mutated:
+                results.append(tensors[place])
+            else:
+                results.append(self._remote_tensor(value))
         for result, shared in zip(results, spec.storages, strict=False):
             if shared is not None:
                 self.storages.add_view(result, shared, tensors, results)
@@ -490,6 +493,7 @@ class Recording(TorchFunctionMode):
         if not spec.attributes:
             return found
         result, values = found
+        assert task.module is not None, "attributes are those of a module"
         for (path, name), value in zip(spec.attributes, values, strict=True):
             owner = task.module.get_submodule(path) if path else task.module
             self.pipeline.module_state.put(owner, name, value)
@@ -651,7 +655,7 @@ class Recording(TorchFunctionMode):
         """
         if remote.recording is not self:
             return self.retained.take(remote)
-        if type(remote.value) is InvalidatedValue:
+        if isinstance(remote.value, InvalidatedValue):
             raise SMPUsageError(remote.value.reason)
         return remote.value
 

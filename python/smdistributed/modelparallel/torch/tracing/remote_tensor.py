@@ -133,7 +133,7 @@ class RemoteTensor(torch.Tensor):
             "tensor instead"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         del tensor_contents
         if isinstance(self.value, InvalidatedValue):
             return "RemoteTensor(invalidated)"
@@ -153,7 +153,9 @@ class RemoteTensor(torch.Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise SMPUsageError(f"`{func}` was called past PyTorch's functions, on a tensor that is on another partition")
 
 
@@ -180,7 +182,7 @@ class MetaParameter(torch.Tensor):
         self._is_param = isinstance(tensor, torch.nn.Parameter)
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         del tensor_contents
         return f"MetaParameter({self.path!r}, {TensorMeta.of(self)}, partition={self.partition})"
 
@@ -197,13 +199,17 @@ class MetaParameter(torch.Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise SMPUsageError(f"`{func}` of a parameter that this rank does not hold")
 
 
+#: PyTorch's stubs give the types of a tensor's attributes; of the class, these are descriptors.
+_TENSOR: Any = torch.Tensor
 _ALLOWED = METADATA | {
     torch.Tensor.requires_grad_,
-    torch.Tensor.requires_grad.__set__,
-    torch.Tensor.grad.__set__,
-    torch.Tensor.grad_fn.__get__,
+    _TENSOR.requires_grad.__set__,
+    _TENSOR.grad.__set__,
+    _TENSOR.grad_fn.__get__,
 }

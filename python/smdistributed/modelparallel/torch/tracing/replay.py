@@ -73,7 +73,7 @@ class Call:
         """Completes it after its task is recorded."""
         self.before, self.state_after = before, after
         if not self.is_plain:
-            # The numbers of this microbatch are not kept for the next one.
+            # Values that belong to this microbatch are not kept for the next one.
             self.task = copy.copy(task)
             self.task.args, self.task.kwargs = self.args, self.kwargs
 
@@ -91,10 +91,10 @@ class Replay:
 
     def __init__(self, calls: list[Call], located: Mapping[int, Value], recording: Recording) -> None:
         self._calls, self._located, self._recording, self.place = calls, located, recording, 0
-        #: Containers in the arguments of a module call; and by identity, their counterparts in the known call.
+        #: Containers in the arguments of a module call, with their counterparts in the known call by identity.
         self._containers: list[Any] | None = None
         self._pairs: dict[int, Any] = {}
-        #: The identities of these containers of the known call.
+        #: Identities of the known call's containers that have a counterpart.
         self._paired: set[int] = set()
 
     def find(
@@ -138,7 +138,7 @@ class Replay:
         kind = type(value)
         if kind is RemoteTensor:
             tensors.append(value)
-            # Microbatches that are alike share their values, not their remote tensors.
+            # Equal microbatches share values, not remote tensors.
             return value.value is known and value.recording is self._recording
         if self._containers is not None and kind not in pytree.ATOMS and object_state.is_container(kind):
             return self._same_container(known, value, tensors)
@@ -156,14 +156,14 @@ class Replay:
             )
         if kind is slice:
             parts = (value.start, value.stop, value.step)
-            # What comes out is as long as a tensor in it says.
+            # The length of the result depends on the value of a tensor.
             return (
                 type(known) is slice
                 and not any(isinstance(part, torch.Tensor) for part in parts)
                 and self._same((known.start, known.stop, known.step), parts, tensors)
             )
         if kind in pytree.ATOMS:
-            # Of numbers that are equal, 0.0 and -0.0 are not the same.
+            # 0.0 and -0.0 are equal, but different arguments.
             return type(known) is kind and (known is value or (known == value and repr(known) == repr(value)))
         if isinstance(value, torch.Tensor):
             tensors.append(value)
@@ -213,8 +213,8 @@ class Replay:
             task.args, task.kwargs = pytree.transform((args, kwargs or {}), self._leaf)
             return task
         task.args, task.kwargs = object_state.snapshot(args, kwargs, self._leaf)
-        if task.output_spec.unread:
-            leave_out(task, task.output_spec.unread)
+        if task.known_spec.unread:
+            leave_out(task, task.known_spec.unread)
         return task
 
     def _leaf(self, tensor: Any) -> Any:

@@ -97,7 +97,7 @@ class RetainedTensors:
             SMPUsageError: it has a graph, or is not there any more.
         """
         recording, other, value = self._recording, remote.recording, remote.value
-        if type(value) is InvalidatedValue:
+        if isinstance(value, InvalidatedValue):
             raise SMPUsageError(value.reason)
         is_same_step = other in recording.earlier
         needs_graph = value.meta.requires_grad and torch.is_grad_enabled() and not detached

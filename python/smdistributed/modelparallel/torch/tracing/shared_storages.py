@@ -45,16 +45,19 @@ class SharedStorages:
             value = self._recording.new_value(task.rank, task.level, meta)
             value.versioned = not isinstance(source, Value) or source.versioned
             task.outputs.append(value)
-            task.writes.append(Write(source if place is None else place, value))
+            if place is not None:
+                task.writes.append(Write(place, value))
+            elif isinstance(source, Value):
+                task.writes.append(Write(source, value))
             if isinstance(source, Value) and source.parameter is None and source.index not in taken:
                 taken.add(source.index)
                 task.inputs.append(source)
             return value
 
-        for place in task.output_spec.mutated:
+        for place in task.known_spec.mutated:
             if not isinstance(leaves[place], Value):
                 new(leaves[place], place)
-        for base, values in self.written(task.output_spec, leaves, task.rank).items():
+        for base, values in self.written(task.known_spec, leaves, task.rank).items():
             if base.rank != task.rank:
                 new(values[0])
                 continue
@@ -74,11 +77,11 @@ class SharedStorages:
         Raises:
             SMPUsageError: it does.
         """
-        for place in task.output_spec.mutated:
+        for place in task.known_spec.mutated:
             leaf = leaves[place]
             if not isinstance(leaf, Value):
                 self._recording.copy_on_write.check_unversioned(self._recording.microbatch, leaf, task.name)
-            elif (place in task.output_spec.unversioned or not leaf.versioned) and leaf.storage.parameter is None:
+            elif (place in task.known_spec.unversioned or not leaf.versioned) and leaf.storage.parameter is None:
                 saver = self._saver(leaf.storage, task)
                 if saver is not None:
                     raise unversioned_write(task.name, saver)
@@ -140,7 +143,7 @@ class SharedStorages:
             for tensor in tensors
         ]
         known = {write.source for write in task.writes}
-        written = self.written(task.output_spec, leaves, task.rank)
+        written = self.written(task.known_spec, leaves, task.rank)
         return all(value in known for values in written.values() for value in values)
 
     def add_view(
@@ -164,7 +167,7 @@ class SharedStorages:
         """Moves the body's tensors to the values after the writes of a task."""
         after = {write.source: write.result for write in task.writes}
         where = f"`{task.name}` on partition {task.rank}"
-        for place in task.output_spec.mutated:
+        for place in task.known_spec.mutated:
             tensor = tensors[place]
             old = tensor.value if type(tensor) is RemoteTensor else self._recording.located.get(id(tensor))
             if old is None:
@@ -177,8 +180,7 @@ class SharedStorages:
             if replicated is not None:
                 self._recording.rebind(replicated, InvalidatedValue(
                     f"{where} changed a tensor in place through a view that a module had returned: pass a copy to the "
-                    f"module, "
-                    "or use what it returned"
+                    "module, or use what it returned"
                 ))  # fmt: skip
             if old in after:
                 self._recording.rebind(tensor, after[old])
@@ -186,10 +188,10 @@ class SharedStorages:
                 if view is not tensor:
                     lost = InvalidatedValue(
                         f"{where} changed the storage of this view in place, which lies on partition {base.rank}: take "
-                        f"the view "
-                        "again from what was changed, or change a copy"
+                        "the view again from the changed tensor, or change a copy"
                     )
-                    view.value = after.get(view.value, lost)  # type: ignore[assignment]
+                    moved = after.get(view.value)
+                    view.value = lost if moved is None else moved  # type: ignore[assignment]
             if views and base in after:
                 living = [weakref.ref(view) for view in (*views, tensor) if type(view) is RemoteTensor]
                 self._views.setdefault(after[base].storage, []).extend(living)

@@ -178,6 +178,12 @@ class Task:
             pytree.transform((self.args, self.kwargs), note)
         return found
 
+    @property
+    def known_spec(self) -> OutputSpec:
+        """The output spec of a task for which it is known."""
+        assert self.output_spec is not None, "the output spec is not known yet"
+        return self.output_spec
+
     def saved(self) -> list[Any]:
         """Values and replicated tensors that autograd saves for the backward of the task."""
         if self.output_spec is None or not self.output_spec.saved:
