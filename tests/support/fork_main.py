@@ -7,14 +7,17 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
 import os
 import signal
 import sys
+import threading
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import NoReturn
 
 from support import rank_main
 
@@ -82,7 +85,19 @@ def _main(descriptor: int, module: str) -> int:
     folder, output, directory, variables = asked
     _become(output, directory, variables)
     sys.argv = [rank_main.__file__, folder]
-    return rank_main.main(Path(folder))
+    return _end(rank_main.main(Path(folder)))
+
+
+def _end(code: int) -> NoReturn:
+    """Ends a rank whose body has returned: as the interpreter ends, but without the teardown of all modules.
+
+    The teardown writes to nearly every page of a framework, and so copies what the ranks share: 0.4 s of processor time.
+    """
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
