@@ -25,10 +25,10 @@ from horovod.torch.mpi_ops import Average, Sum
 from smdistributed import _core
 from smdistributed._common import keras3, replicas, views
 
-# Whether gradients are this rank's to reduce: not where a caller has done so.
+# Whether this rank has to reduce gradients. False where a caller has reduced them already.
 _reduces: ContextVar[bool] = ContextVar("_reduces", default=True)
 
-# What Keras appends to a name that it has given before.
+# The number that Keras appends to a name that is taken.
 _COUNT = re.compile(r"_\d+(?=/|$)")
 
 
@@ -50,13 +50,13 @@ class _Options:
         self.scope, self.compression, self.op, self.factor, self.groups = scope, compression, op, factor, groups
         self.passes, self.average_passes = passes, average_passes
         self.process_set, self.scale_local = process_set, scale_local
-        #: Of variables whose gradients stay this rank's.
+        #: Identities of variables whose gradients are not reduced.
         self.local: set[int] = set()
-        #: The session that has heard what is trained.
+        #: The session that knows which variables are trained.
         self.told: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Options:
-        # Variables and process sets are what they are.
+        # Copies of an optimizer share variables and process sets.
         return self
 
 
@@ -78,7 +78,7 @@ class _Sums:
                 self.sums[place] = gradient.clone() if total is None else total.add_(gradient)
 
 
-# Of each distributed optimizer; not its own attribute, which Keras would track and save.
+# Accumulated gradients of each distributed optimizer. An attribute would be tracked and saved by Keras.
 _sums: weakref.WeakKeyDictionary[Any, _Sums] = weakref.WeakKeyDictionary()
 
 
@@ -163,7 +163,7 @@ class _Methods(keras3.Reducing):
             return results
         self._smd_compare_replicas([variable for variable in variables if id(variable) not in options.local])
         names = [f"{place}.{_COUNT.sub('', variables[place].path)}" for place in places]
-        # Before anything waits that others do not have.
+        # Checked before any operation waits for the other ranks.
         number = mpi_ops._number(options.process_set)
         compare = torch.ops.smd.named_step.default
         mpi_ops._submit(compare, f"{options.scope}.step", "\n".join(names), number, finish=lambda _: None).wait()

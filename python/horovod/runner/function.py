@@ -15,7 +15,7 @@ from typing import Any
 
 from horovod.common.util import env
 
-#: Who does not prove the secret in this time is a stranger; in seconds.
+#: A peer that has not proved the secret within this many seconds is disconnected.
 _GREETING_TIME = 10
 
 
@@ -42,7 +42,7 @@ class _Desk:
             try:
                 peer, _ = self._listener.accept()
             except OSError:
-                # Closed, or the peer is gone again, or there are too many files for now.
+                # The socket is closed, the peer has left, or the process is out of file descriptors for the moment.
                 self._closed.wait(0.1)
                 continue
             thread = threading.Thread(target=self._talk, args=(peer,), daemon=True)
@@ -66,7 +66,7 @@ class _Desk:
             answer_challenge(connection, self.key)
             _limit_waits(peer, 0)
         except Exception:
-            # Somebody else knocked; nothing of theirs was read.
+            # A stranger connected. Nothing it sent was read.
             return False
         return True
 
@@ -77,10 +77,10 @@ class _Desk:
             connection.send_bytes(self._task)
             rank, succeeded, outcome = pickle.loads(connection.recv_bytes())
             (self.results if succeeded else self.failures)[rank] = outcome
-            # Now the process may end.
+            # The process may end now.
             connection.send_bytes(b"")
         except (EOFError, OSError):
-            # It ended without a result, which its exit code tells.
+            # The process ended without a result; its exit code tells.
             return
 
     def close(self) -> None:

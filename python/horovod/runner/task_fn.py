@@ -29,15 +29,15 @@ def _task_fn(index: int, num_hosts: int, driver_addresses: Addresses, key: bytes
                 places = driver.all_task_addresses(following)
                 break
             except RuntimeError:
-                # It is not there yet.
+                # The task has not been registered yet.
                 limit.check_time_out_for(f"the start of task {following}")
                 time.sleep(0.05)
-        # An interface whose packets are dropped is one that does not serve: it may not take the time of all.
+        # An interface that drops packets must not use up the time for all others.
         patience = max(1.0, min(5.0, limit.remaining() / 4))
         found = HorovodRunTaskClient(following, places, key, match_intf=True, probe_timeout=patience, attempts=1)
         driver.register_task_to_task_addresses(following, found.addresses())
         found.task_to_task_address_check_completed()
-        # The one before may still be looking.
+        # The preceding task may still be checking addresses.
         task.wait_for_task_to_task_address_check_finish_signal(limit)
     finally:
         task.shutdown()

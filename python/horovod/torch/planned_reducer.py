@@ -20,13 +20,13 @@ from horovod.torch.mpi_ops import Average, Sum
 from smdistributed import _core
 from smdistributed.dataparallel.bucket_size import bucket_bytes
 
-# The bridge's numbers for what a bucket's reduction is, for what a rank without a reducer brings, and for the vote's
-# result.
+# The bridge's numbers for the reduction of a bucket, for the vote of a rank without a reducer, and for the result of a
+# vote.
 _REDUCTIONS = {Compression.none: 0, Compression.fp16: 1, Compression.bf16: 2}
 _READY_BY_NAME, _NO_REDUCER, _CREATING = range(3)
 UNKNOWN = -1
 PLANNED, BY_NAME, MAKE, FORGET = range(4)
-# What a compression leaves as it is; other half types it casts, which a plan does not do.
+# Types that a compression leaves unchanged. It casts other half types, which a plan does not do.
 _KEPT = {Compression.fp16: torch.float16, Compression.bf16: torch.bfloat16}
 
 
@@ -47,14 +47,14 @@ class PlannedReducer:
         self._names, self._op, self._process_set = names, op, process_set
         self._compression = compression
         self._reduction = _REDUCTIONS.get(compression)
-        # Ranks agree on this as they do on arguments.
+        # All ranks have the same answer, because they agree on the arguments.
         self._votes = self._reduction is not None and op in (Average, Sum) and factor == 1.0
-        #: Parameters whose gradients have turned out to be sparse: they go by name.
+        #: Parameters whose gradients have turned out to be sparse; they are reduced by name.
         self.sparse: set[torch.Tensor] = set()
-        #: What came of the last round's vote.
+        #: Result of the last round's vote.
         self.vote_result = BY_NAME
         self._can_plan = True
-        # A plan that changes with every round is not worth a reducer.
+        # Whether the plan has stayed the same since the last round. Only then is a reducer worth its cost.
         self._is_settled = False
         self._planned: list[torch.Tensor] = []
         self._index: dict[torch.Tensor, int] = {}
@@ -66,10 +66,10 @@ class PlannedReducer:
     def _reset(self) -> None:
         self._begun = False
         self._ballot: Any = None
-        # Whether the reducer has a round, whose vote is under way or has a result.
+        # Whether the reducer has an open round, whose vote is in progress or has a result.
         self._is_open = False
         self._taken: dict[torch.Tensor, None] = {}
-        # Places of planned parameters in the order in which their gradients came.
+        # Indices of planned parameters, in the order in which their gradients arrived.
         self._order: list[int] = []
 
     def begin(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -85,7 +85,7 @@ class PlannedReducer:
         if self._begun or not self._votes:
             return
         self._begun = True
-        # A parameter gets its name in `synchronize` if it came later.
+        # A parameter that was added later gets its name in `synchronize`.
         parameters = [each for each in parameters if each in self._names]
         if all(each.device.type != "cpu" for each in parameters):
             return
@@ -98,7 +98,7 @@ class PlannedReducer:
             else:
                 self._ballot = torch.classes.smd.Ballot(number, self._name, self._what, self._readiness())
         except (RuntimeError, ValueError):
-            # What is wrong is told by the collectives that follow.
+            # The following collectives report the error.
             self._ballot = None
 
     def _readiness(self) -> int:
@@ -117,8 +117,7 @@ class PlannedReducer:
             return
         self._reducer, self._pending_reducer, self._planned = None, None, planned
         self._index = {parameter: index for index, parameter in enumerate(planned)}
-        # Optimizers that are at work at the same time must not have it in common, as they must not have names of
-        # parameters.
+        # Optimizers that run at the same time need different names for their votes, as for their parameters.
         self._name = min(map(self._names.__getitem__, parameters))
         described = [(self._names[each], tuple(each.shape), str(each.dtype)) for each in planned]
         self._what = hashlib.sha256(repr((self._op, self._reduction, described)).encode()).hexdigest()
@@ -139,7 +138,7 @@ class PlannedReducer:
         try:
             self._reducer = self._pending_reducer.take()
         except (RuntimeError, ValueError) as error:
-            # If others are gone, whatever comes next says so.
+            # If other ranks are gone, the next operation reports it.
             self._can_plan = may_pass(error)
             if not self._can_plan:
                 warn_once(f"gradients are reduced one by one instead of in buckets: {at_execution(error)}")
@@ -178,7 +177,7 @@ class PlannedReducer:
             if not self._is_open or self._ballot.result_so_far() in (UNKNOWN, PLANNED):
                 return []
         except RuntimeError:
-            # `end` tells it.
+            # `end` reports the error.
             return []
         self._is_open = False
         self._reducer.cancel()
@@ -212,7 +211,7 @@ class PlannedReducer:
             if self.vote_result == MAKE:
                 self._make()
             else:
-                # With a reducer, gradients wait for the result of the vote; without one they are reduced at once.
+                # With a reducer, gradients wait for the result of the vote. Without one they are reduced at once.
                 self._let_go()
             return taken
         except (RuntimeError, ValueError) as error:

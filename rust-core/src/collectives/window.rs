@@ -1,5 +1,6 @@
-//! Memory that every member of a group contributes. Each member sees the parts of its host's members, and a reduction over
-//! [`super::Request::AllReduceWindow`] reads its peers' values where they lie and writes the result where it belongs.
+//! Memory to which every member of a group contributes a part. Each member can access the parts of its host's members.
+//! A reduction over [`super::Request::AllReduceWindow`] reads the peers' values in place and writes the result to its
+//! destination.
 
 use super::{Group, Request, algorithms};
 use crate::buffer::{DType, Device, TensorView};
@@ -8,10 +9,11 @@ use crate::transport::shm::segment::SharedSegment;
 
 use super::call::Call;
 
-/// One allocation per member, of equal size, zeroed. Freed with its last handle: a request that uses it holds one.
+/// One allocation per member, of equal size, zeroed. It is freed with its last handle; a request that uses it holds
+/// one.
 #[derive(Debug)]
 pub struct Window {
-    /// The group that made it, and its number there.
+    /// The group that made it, and its number in that group.
     group: u64,
     number: u64,
     bytes: usize,
@@ -21,23 +23,23 @@ pub struct Window {
 
 #[derive(Debug)]
 enum Parts {
-    /// The segments of the members of this host, by member.
+    /// Parts of the members of this host, by member.
     Visible(Vec<Option<SharedSegment>>),
-    /// Without shared memory: only the own part.
+    /// Without shared memory: this member's part only.
     Own(SharedSegment),
 }
 
 impl Window {
-    /// Makes the window of `number`; every member is here with the same number and size.
+    /// Makes window `number`. Every member calls it with the same number and size.
     pub(crate) fn create(number: u64, bytes: usize, group: &Group<'_>) -> Result<Self> {
         let (me, size) = (group.members.me, group.members.size());
-        // An empty mapping is not possible; a page more keeps every address valid.
+        // An empty mapping is not possible. Rounding up keeps every address valid.
         let room = bytes.max(1).next_multiple_of(4096);
         let made = SharedSegment::create("opensmd-window", room);
         if group.memory.is_none() && group.hosts.is_none() {
             return made.map(|segment| Self { group: group.id, number, bytes, me, parts: Parts::Own(segment) });
         }
-        // Everybody hears of everybody's success before anybody relies on it.
+        // All members learn of each other's success before any of them uses the window.
         let mut own = [0u64; 4];
         if let Ok(segment) = &made {
             let [pid, fd, bytes] = segment.address();
@@ -60,12 +62,12 @@ impl Window {
         Ok(Self { group: group.id, number, bytes, me, parts: Parts::Visible(segments) })
     }
 
-    /// The id of the group that made it.
+    /// The id of the group that made the window.
     pub(crate) fn group(&self) -> u64 {
         self.group
     }
 
-    /// Its number in the group.
+    /// The number of the window in its group.
     pub(crate) fn number(&self) -> u64 {
         self.number
     }
@@ -78,12 +80,12 @@ impl Window {
         }
     }
 
-    /// Bytes of each part.
+    /// Size of each part, in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Member `rank`'s part where it is visible.
+    /// The part of member `rank`, if it is on this host.
     pub fn peer(&self, rank: usize) -> Option<*mut u8> {
         match &self.parts {
             Parts::Visible(segments) => segments.get(rank)?.as_ref().map(SharedSegment::start),
@@ -92,12 +94,12 @@ impl Window {
     }
 }
 
-/// The own outcome, if every member (first word of `all`) succeeded.
+/// Returns this member's outcome if every member (first word of `all`) has succeeded.
 fn agree_on<T>(outcome: Result<T>, group: &Group<'_>, all: &[[u64; 4]]) -> Result<T> {
     match all.iter().position(|member| member[0] != 1) {
         None => outcome,
         Some(culprit) => {
-            // All know, and none goes on.
+            // All members know of the failure and none goes on.
             group.in_step.set(true);
             outcome?;
             let rank = group.members.ranks[culprit];

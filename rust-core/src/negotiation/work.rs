@@ -1,5 +1,6 @@
-//! One member's negotiation at work: takes calls and messages, and does what the machine says. One thread at a time does
-//! so: that of the [`super::Negotiator`], or a caller that waits ([`super::NamedHandle::drive`]).
+//! Runs one member's negotiation: takes calls and messages, and carries out the decisions of the state machine. One
+//! thread at a time does so: the thread of the [`super::Negotiator`], or a caller that waits
+//! ([`super::NamedHandle::drive`]).
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -26,22 +27,22 @@ use crate::error::{Code, Error, Limit, Result};
 use crate::transport::{Members, NAP, Transport};
 use crate::world::monitor;
 
-/// Calls that come one after the other go into one message, if the thread has seen none for this many looks ..
+/// Consecutive calls are sent in one message, which is closed when this many polls have found no new call ..
 const QUIET_LOOKS: u32 = 4;
-/// .. or for this long.
+/// .. or after this time.
 const LINGER: Duration = Duration::from_micros(400);
-/// How long answers may be under way when it is already known that their sender, or who hands them on, has departed.
+/// How long to wait for answers that are in flight although their sender, or a member that forwards them, has departed.
 const GRACE: Duration = Duration::from_millis(200);
-/// So much longer than the limit a member waits for the root's word before it gives up by itself.
+/// A member gives up by itself this long after the limit if the root has not reported the timeout by then.
 const ROOT_GRACE: Duration = Duration::from_secs(10);
 const FLUSH_LIMIT: Duration = Duration::from_millis(200);
-/// A process that uses less of a processor computes nothing.
+/// A process that uses a smaller share of a core counts as idle.
 const IDLE_SHARE: f64 = 0.05;
-/// Operations up to this size run on the thread of a caller that waits, whoever it is, if the group does nothing else: a
-/// hand-over would cost more, and what else is asked for meanwhile does not wait for long.
+/// Operations up to this size run on any calling thread that waits, if the group is otherwise idle. A hand-over to the
+/// negotiation's thread would cost more, and other calls wait only briefly.
 const INLINE_BYTES: u64 = 256 << 10;
 
-/// What was asked for, and who waits for it.
+/// A submitted call, and the callers that wait for it.
 struct OpenOperation {
     requests: Vec<Request>,
     bytes: u64,
@@ -57,22 +58,22 @@ pub(super) struct Work {
     tree: Tree,
     machine: Machine,
     post: Post,
-    /// Calls without an answer.
+    /// Calls that have not been answered.
     open: HashMap<SubmissionId, OpenOperation>,
     joining: Option<Done>,
-    /// Where this member takes part on devices after it has joined, and with what memory.
+    /// The device on which this member contributes after it has joined.
     device: Option<u16>,
     supply: Option<NeutralMemory>,
     ticket: SubmissionId,
     actions: Vec<NegotiationAction>,
     calls: Vec<NegotiatorCommand>,
     last_tick: Instant,
-    /// Where the root writes what sizes it has tried.
+    /// The file in which the root logs the sizes that autotuning has tried.
     tuning_log: Option<tune::Log>,
     processor: Processor,
-    /// When the departure of a member was seen.
+    /// When the departure of a member was first seen.
     departed: Option<Instant>,
-    /// Whether this process waits for what is no name.
+    /// Whether this process waits for a step of a reducer and not for a named operation.
     waits_for_steps: bool,
 }
 
@@ -111,16 +112,16 @@ impl Work {
         }
     }
 
-    /// Ends what waits: nothing can be called any more, for this reason.
+    /// Ends all waiting calls with `error`; later calls fail with it.
     pub(super) fn end(mut self, shared: &NegotiatorState, error: &Error) {
-        // Calls from now on fail at once, also those that the ones below make.
+        // Later calls fail at once, including calls that the callbacks below make.
         shared.inbox.lock().ended = Some(error.clone());
         for (name, ticket) in self.machine.drain() {
             if let Some(open) = self.open.remove(&ticket) {
                 (open.done)(Err(told_of(error.clone(), &name)));
             }
         }
-        // Those that were answered, but are not run any more.
+        // Operations that were answered but will not run any more.
         for (_, open) in self.open.drain() {
             (open.done)(Err(error.clone()));
         }
@@ -133,18 +134,18 @@ impl Work {
         }
     }
 
-    /// Whether anything of this member waits to be answered.
+    /// Whether any call of this member is unanswered.
     pub(super) fn is_waiting(&self) -> bool {
         self.machine.is_waiting()
     }
 
-    /// Whether time matters: this or another member waits.
+    /// Whether timeouts apply: this or another member waits.
     pub(super) fn watches(&self) -> bool {
         self.machine.is_waiting() || self.machine.has_news() || self.departed.is_some() || self.waits_for_steps
     }
 
-    /// Takes and does what there is; whether there was anything. `by_caller` says that this thread waits for one of the
-    /// calls, so that it may run small operations itself.
+    /// Processes pending calls and messages; returns whether there were any. `by_caller` says that this thread waits
+    /// for one of the calls, so it may run small operations itself.
     pub(super) fn turn(&mut self, shared: &NegotiatorState, by_caller: bool) -> Result<bool> {
         let mut busy = self.take_calls(shared);
         self.transport.progress();
@@ -168,7 +169,7 @@ impl Work {
         Ok(busy)
     }
 
-    /// Takes what was called, and what is called right after it, so that it goes into one message.
+    /// Takes the submitted calls, and those submitted shortly after, for one message.
     fn take_calls(&mut self, shared: &NegotiatorState) -> bool {
         let start = Instant::now();
         let (mut any, mut quiet) = (false, 0);
@@ -240,7 +241,7 @@ impl Work {
                     }
                 }
                 NegotiationAction::Joined(last) => {
-                    // On every member before its next call.
+                    // Cleared on every member before its next call.
                     shared.inbox.lock().given.clear();
                     self.supply = None;
                     if let Some(done) = self.joining.take() {
@@ -259,7 +260,7 @@ impl Work {
                 }
             }
         }
-        // The memory is used again.
+        // Keeps the allocation for the next turn.
         self.actions = actions;
         Ok(())
     }
@@ -271,7 +272,7 @@ impl Work {
         }
         let mut after = OperationEnd::default();
         let on_device = parts.iter().any(|part| matches!(part, Operand::Neutral(group) if group.on_device));
-        // The others can only come to it if they have heard of it.
+        // The other members run the operation only if they have been told of it.
         let prepared = self.prepare(parts, &mut after).and_then(|(requests, bytes)| {
             let is_small = by_caller && bytes <= INLINE_BYTES && !requests.iter().any(Description::is_on_device);
             Ok((requests, is_small && self.post.retire()?))
@@ -281,14 +282,14 @@ impl Work {
             Err(error) => {
                 after.tell(Err(error.clone()));
                 if on_device {
-                    // The others' kernels would wait for this member.
+                    // The kernels of the other members would wait for this member.
                     self.communicator.end_devices(error.clone());
                 }
                 return Err(error);
             }
         };
         if requests.is_empty() {
-            // Ranks compare, and nothing runs.
+            // A comparison between ranks moves no data.
             after.end(Ok(None));
             return Ok(());
         }
@@ -296,7 +297,7 @@ impl Work {
         let done = move |result: Result<Option<usize>>| after.end(result);
         if inline {
             let watch = traces.as_deref().map(|traces| traces as &dyn PhaseListener);
-            // A caller may be interrupted in a wait, but an operation that one member leaves would end the group.
+            // A signal may interrupt the caller's wait, but an operation that one member abandons would end the group.
             let outcome = monitor::with_signals_waiting(|| self.communicator.try_run_batch(&requests, watch));
             if let Some(outcome) = outcome {
                 done(outcome.map(|()| None));
@@ -312,7 +313,8 @@ impl Work {
         Ok(())
     }
 
-    /// The requests of an operation, and how many bytes move. Those who wait are in `after`, whatever comes of it.
+    /// Builds the requests of an operation and counts the bytes that move. The waiting callers are in `after`, also if
+    /// this fails.
     fn prepare(&mut self, parts: Vec<Operand>, after: &mut OperationEnd) -> Result<(Vec<Request>, u64)> {
         let size = self.tree.size;
         let mut requests = Vec::with_capacity(parts.len());
@@ -353,7 +355,8 @@ impl Work {
                             Kind::Adasum => Request::Adasum { input: data, output: data },
                             _ => Request::AllReduce { input: data, output: data, op: description.op },
                         };
-                        // What changes nothing needs no scaling; the operator follows from the others' factors.
+                        // A neutral contribution needs no scaling. The reduction follows from the factors of the other
+                        // members.
                         let factors = Factors { before: 1.0, ..description.factors };
                         requests.push(factors.apply(request, size)?.request);
                     }
@@ -365,7 +368,8 @@ impl Work {
         Ok((requests, bytes))
     }
 
-    /// Memory for this member's part in an operation on devices, after it has joined. An operation is in one kind of memory.
+    /// Allocates this member's neutral contribution to an operation on devices, after it has joined. All buffers of an
+    /// operation are in one kind of memory.
     fn allocate(&mut self, parts: &[Operand]) -> Result<Option<NeutralBuffers>> {
         let neutral = || {
             let groups = parts.iter().filter_map(|part| match part {
@@ -386,7 +390,7 @@ impl Work {
         self.supply.insert(supply).allocate(neutral()).map(Some)
     }
 
-    /// What carries an operation, for the timeline.
+    /// Names the transport of an operation, for the timeline.
     fn carrier(&self, on_device: bool) -> &'static str {
         match self.transport.name() {
             _ if on_device => "NCCL",
@@ -396,11 +400,11 @@ impl Work {
         }
     }
 
-    /// What is looked at a few times a second.
+    /// Checks that run a few times a second.
     fn tick(&mut self, shared: &NegotiatorState, by_caller: bool) -> Result<()> {
         self.last_tick = Instant::now();
         let waiting = self.machine.is_waiting();
-        // A device may compute while the processor does nothing.
+        // A device may compute while the process is idle.
         let on_device = || self.open.values().any(|open| open.requests.iter().any(Description::is_on_device));
         let elsewhere = shared.group.under_way().is_some_and(|time| time >= STUCK_AFTER);
         let steps = shared.elsewhere.as_ref().map_or_else(Vec::new, |elsewhere| elsewhere.waits());
@@ -434,7 +438,7 @@ impl Work {
         }
     }
 
-    /// Gives the last messages a moment to go.
+    /// Gives the last messages a moment to be sent.
     fn flush_post(&mut self) {
         let deadline = Instant::now() + FLUSH_LIMIT;
         while matches!(self.post.retire(), Ok(false)) && Instant::now() < deadline {
@@ -445,8 +449,8 @@ impl Work {
     }
 }
 
-/// Who waits for an operation, and what it needs besides its tensors until it is over. Whatever becomes of it, whoever waits
-/// is told.
+/// The callers that wait for an operation, and what must live until it has ended. The callers are always notified,
+/// whatever happens to the operation.
 #[derive(Default)]
 struct OperationEnd {
     calls: Vec<Done>,
@@ -487,7 +491,7 @@ impl Drop for OperationEnd {
     }
 }
 
-/// Whether this process computes.
+/// Measures whether this process uses the CPU.
 struct Processor {
     looked: Instant,
     used: Duration,
@@ -504,7 +508,7 @@ impl Processor {
         Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
     }
 
-    /// Whether it has not since [`STUCK_AFTER`]. A long time between two looks counts as one.
+    /// Whether the process has been idle since [`STUCK_AFTER`]. A long time between two checks counts as one check.
     fn is_idle(&mut self) -> bool {
         let (now, used) = (Instant::now(), Self::used());
         let share = used.saturating_sub(self.used).as_secs_f64() / (now - self.looked).as_secs_f64().max(1e-3);

@@ -1,7 +1,7 @@
-//! Modules in a line, so that a partition is a piece of it.
+//! Orders modules in a line, so that a partition is a contiguous piece of it.
 //!
-//! Modules that share a parameter have one position in common. Which of their positions that is, is tried out: an
-//! embedding that is also the head may lie at either end. Each choice is a variant of the line.
+//! Modules that share a parameter share one position. An embedding that is also the output layer may lie at either end,
+//! so the possible positions are tried: each choice is a variant of the line.
 
 use std::collections::BTreeMap;
 
@@ -9,43 +9,43 @@ use super::CostTree;
 use super::cost::StageCost;
 use crate::pipeline::LinkCost;
 
-/// Positions at most: a longer line takes the modules of a deep tree together, the deepest ones first.
+/// The most positions. In a longer line, modules that lie deep in the tree are merged, the deepest first.
 const MAX_POSITIONS: usize = 1024;
-/// Variants that are tried at most. Models with more groups than that keep the later ones at their first position.
+/// The most variants. Models with more ties keep the later ones at their first position.
 const MAX_VARIANTS: usize = 64;
 
-/// What stands at each position, and what crosses from one piece of the line to the rest.
+/// The modules at each position, and the transfers between a piece of the line and the rest.
 #[derive(Clone, Debug)]
 pub(super) struct Line {
-    /// For each module of the tree its position, if it has one.
+    /// The position of each module of the tree, if it has one.
     positions: Vec<Option<usize>>,
-    /// Sums over positions before this one.
+    /// Prefix sums: the costs of all earlier positions.
     sums: Vec<StageCost>,
-    /// Transfers to and from the piece from `start` to before `end`, at `start * (length + 1) + end`.
+    /// Transfer costs of the piece `start..end`, at index `start * (length + 1) + end`.
     transfers: Vec<u64>,
-    /// Tasks of modules that such a piece does not have as a whole, in the same way.
+    /// Number of tasks of modules that the piece `start..end` contains only partly, at the same index.
     tasks: Vec<u64>,
-    /// Before each position but the first: how many modules a cut there takes apart.
+    /// For each position but the first: how many modules a cut before it splits.
     taken_apart: Vec<u64>,
 }
 
 impl Line {
-    /// Positions.
+    /// Number of positions.
     pub(super) fn len(&self) -> usize {
         self.sums.len() - 1
     }
 
-    /// Where a module stands.
+    /// The position of a module.
     pub(super) fn position(&self, module: usize) -> Option<usize> {
         self.positions[module]
     }
 
-    /// How many modules a cut before `position` takes apart.
+    /// How many modules a cut before `position` splits.
     pub(super) fn taken_apart(&self, position: usize) -> u64 {
         self.taken_apart[position]
     }
 
-    /// Sums over a piece; its cost is not filled in.
+    /// Sums over a piece, without its transfer cost.
     pub(super) fn piece(&self, start: usize, end: usize) -> StageCost {
         let (before, after) = (&self.sums[start], &self.sums[end]);
         let cell = start * (self.len() + 1) + end;
@@ -60,7 +60,7 @@ impl Line {
         }
     }
 
-    /// Of modules in `order`, where groups stand at the position of the member that `anchors` names.
+    /// Builds the line of the modules in `order`. `anchors` names for each tie the member whose position the tie gets.
     fn new(tree: &CostTree, link: LinkCost, order: &[usize], anchors: &BTreeMap<usize, usize>) -> Self {
         let home = |module: usize| anchors.get(&tree.tied_to(module)).copied().unwrap_or(module);
         let mut units: Vec<usize> = order.iter().copied().filter(|&module| home(module) == module).collect();
@@ -89,13 +89,13 @@ impl Line {
             sum.time += here.time;
             sums.push(sum);
         }
-        // From here on, units are those at which a position begins.
+        // From here on, a unit stands for the position that begins with it.
         units.dedup_by_key(|unit| position_of[unit]);
         let taken_apart = (0..length)
             .map(|position| {
                 let Some(before) = position.checked_sub(1) else { return 0 };
                 let (left, right) = (tree.above(units[before]), tree.above(units[position]));
-                // The root is taken apart by every cut.
+                // Every cut splits the root, so it does not count.
                 left.iter().zip(&right).take_while(|(a, b)| a == b).count() as u64 - 1
             })
             .collect();
@@ -105,14 +105,14 @@ impl Line {
     }
 }
 
-/// Neighbours with the same key share a position: none do if all have room, otherwise the parts of modules that lie
-/// deep, and such modules in equal numbers.
+/// Returns a key per unit; neighbours with the same key share a position. All keys differ if the line is short enough.
+/// Otherwise the parts of deep modules are merged, then such modules in equal numbers.
 fn unit_keys(tree: &CostTree, units: &[usize]) -> Vec<usize> {
     let paths: Vec<Vec<usize>> = units.iter().map(|&unit| tree.above(unit)).collect();
     let deepest = paths.iter().map(Vec::len).max().unwrap_or(0);
     let mut keys = Vec::new();
     for depth in 1..=deepest {
-        // Runs of units below one module of this depth, counted.
+        // Lengths of runs of units below one module of this depth.
         let module = |index: usize| paths[index][depth.min(paths[index].len()) - 1];
         keys = vec![0; units.len()];
         for index in 1..units.len() {
@@ -128,7 +128,7 @@ fn unit_keys(tree: &CostTree, units: &[usize]) -> Vec<usize> {
     keys
 }
 
-/// Every line that comes into question.
+/// All variants of the line.
 pub(super) fn variants(tree: &CostTree, link: LinkCost) -> impl Iterator<Item = Line> {
     let order = tree.line();
     let mut groups: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
@@ -155,8 +155,8 @@ pub(super) fn variants(tree: &CostTree, link: LinkCost) -> impl Iterator<Item = 
     choices.into_iter().map(move |anchors| Line::new(&tree, link, &order, &anchors))
 }
 
-/// Transfers to and from every piece. Each value is a few rectangles in the plane of starts and ends, so it is
-/// noted at their corners, and sums over the plane do the rest.
+/// Computes the transfers to and from every piece. Each value contributes a few rectangles in the plane of starts and
+/// ends. They are noted at their corners, and prefix sums over the plane do the rest.
 fn transfers(tree: &CostTree, link: LinkCost, positions: &[Option<usize>], length: usize) -> Vec<u64> {
     let mut plane = Plane::new(length);
     let side = length + 1;
@@ -168,16 +168,16 @@ fn transfers(tree: &CostTree, link: LinkCost, positions: &[Option<usize>], lengt
         takers.sort_unstable();
         takers.dedup();
         let (Some(&first), Some(&last)) = (takers.first(), takers.last()) else { continue };
-        // Pieces with the maker, but not with all takers, give it away.
+        // Pieces that contain the producer but not all consumers send the value.
         plane.add((0, home + 1), (home + 1, side), time);
         plane.add((0, home.min(first) + 1), (home.max(last) + 1, side), -time);
-        // Pieces behind the maker with a taker: by the first taker that they have.
+        // Pieces after the producer that contain a consumer, by their first consumer.
         let mut previous = home;
         for &taker in takers.iter().filter(|&&taker| taker > home) {
             plane.add((previous + 1, taker + 1), (taker + 1, side), time);
             previous = taker;
         }
-        // Pieces before the maker: by the last taker that they have.
+        // Pieces before the producer that contain a consumer, by their last consumer.
         let mut next = home;
         for &taker in takers.iter().rev().filter(|&&taker| taker < home) {
             plane.add((0, taker + 1), (taker + 1, next + 1), time);
@@ -187,7 +187,7 @@ fn transfers(tree: &CostTree, link: LinkCost, positions: &[Option<usize>], lengt
     plane.sums()
 }
 
-/// Tasks in every piece: each is in the pieces that have its position, but not its whole module.
+/// Counts the tasks in every piece: a task counts in pieces that contain its position but not its whole module.
 fn tasks(tree: &CostTree, positions: &[Option<usize>], length: usize) -> Vec<u64> {
     let mut plane = Plane::new(length);
     let side = length + 1;
@@ -214,7 +214,7 @@ impl Plane {
         Self { cells: vec![0; (side + 1) * (side + 1)], side }
     }
 
-    /// Adds to all pieces with `starts` and `ends` (both from, to before).
+    /// Adds `time` to all pieces with these half-open ranges of starts and ends.
     fn add(&mut self, starts: (usize, usize), ends: (usize, usize), time: i64) {
         if starts.0 < starts.1 && ends.0 < ends.1 {
             let mut corner = |start: usize, end: usize, time: i64| self.cells[start * (self.side + 1) + end] += time;
@@ -225,7 +225,7 @@ impl Plane {
         }
     }
 
-    /// For pieces from `start` to before `end`, at `start * (length + 1) + end`.
+    /// The sums for the pieces `start..end`, at index `start * (length + 1) + end`.
     fn sums(&self) -> Vec<u64> {
         let side = self.side;
         let mut all = vec![0_u64; side * side];

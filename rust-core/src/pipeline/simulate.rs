@@ -1,18 +1,18 @@
-//! Runs a program without computing anything: when does what happen, and what waits for what.
+//! Simulates a program: when each task starts and ends, and what it waits for.
 //!
-//! Each rank has a clock and a place in its list. A task starts when its rank is free and all that it needs is there; a
-//! transfer occupies the link and no rank. Since lists fix the order, no queue of events is needed: ranks are
-//! run one after the other, each until it waits for somebody.
+//! Each rank has a clock and a position in its list. A task starts when its rank is free and its inputs have arrived; a
+//! transfer occupies the link and no rank. Since lists fix the order, no event queue is needed: ranks are run one after
+//! the other, each until it waits for another rank.
 
 use std::collections::{HashMap, VecDeque};
 
 use super::{Action, ActionKind, Graph, Program};
 use crate::error::{Error, Result};
 
-/// When a task ran.
+/// The time span of one task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TaskSpan {
-    /// What.
+    /// The task.
     pub action: Action,
     /// Start, in the unit of the graph's costs.
     pub start: u64,
@@ -20,37 +20,37 @@ pub struct TaskSpan {
     pub end: u64,
 }
 
-/// What [`simulate`] found.
+/// The result of [`simulate`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Timeline {
-    /// For each rank its tasks, in order; no transfers.
+    /// For each rank its tasks in order, without transfers.
     pub spans: Vec<Vec<TaskSpan>>,
-    /// From the start of the first task to the end of the last one.
+    /// Time from the start of the first task to the end of the last one.
     pub step_time: u64,
-    /// For each rank, the time in which it computes.
+    /// For each rank, the time that it computes.
     pub busy: Vec<u64>,
-    /// For each rank, the most bytes of activations that it keeps at once.
+    /// For each rank, the peak of saved activations, in bytes.
     pub peak_bytes: Vec<u64>,
-    /// For each rank, the most microbatches that it has begun and not ended.
+    /// For each rank, the most microbatches in flight at once: begun and not ended.
     pub active_microbatches: Vec<usize>,
 }
 
 impl Timeline {
-    /// The part of the ranks' time in which they wait, from 0 to 1.
+    /// The share of the ranks' time spent waiting, from 0 to 1.
     pub fn bubble(&self) -> f64 {
         let whole = self.step_time as f64 * self.busy.len() as f64;
         if whole == 0.0 { 0.0 } else { 1.0 - self.busy.iter().sum::<u64>() as f64 / whole }
     }
 }
 
-/// Runs `program`, which may be without transfers: then values are where they are needed as soon as the link allows.
+/// Simulates `program`. If it has no transfers, values arrive as soon as the link allows.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] if it does not belong to the graph, runs a task twice, or its ranks wait for each other
-/// without end; the text says for what.
+/// [`Error::InvalidArgument`] if the program does not belong to the graph, runs a task twice, or deadlocks; the text
+/// names the tasks that wait.
 pub fn simulate(graph: &Graph, program: &Program) -> Result<Timeline> {
     let mut machine = SimulatedRanks::new(graph, program)?;
-    // Last in, first out: whoever was woken runs on while its lists are in the cache.
+    // Last in, first out: the rank that was woken last runs on while its lists are in the cache.
     let mut runnable: Vec<usize> = (0..graph.ranks()).rev().collect();
     while let Some(rank) = runnable.pop() {
         machine.run(rank, &mut runnable)?;
@@ -58,26 +58,26 @@ pub fn simulate(graph: &Graph, program: &Program) -> Result<Timeline> {
     machine.finish()
 }
 
-/// Not yet done.
+/// The end of a task that has not run.
 const NEVER: u64 = u64::MAX;
 
 struct SimulatedRanks<'a> {
     graph: &'a Graph,
     program: &'a Program,
-    /// Whether messages are sent; otherwise tasks look at each other's ends.
+    /// Whether the program has transfers. Otherwise tasks read the end times of their inputs' tasks.
     sends: bool,
     clocks: Vec<u64>,
     places: Vec<usize>,
-    /// Ranks that wait for somebody else.
+    /// Ranks that wait for another rank.
     blocked: Vec<bool>,
-    /// Ends of forwards, of backwards (their first part, where it is split) and of their second part, by stage and
-    /// microbatch.
+    /// End times of forwards, of backwards (of their first part, where they are split) and of their second part, by
+    /// stage and microbatch.
     forwards: Vec<u64>,
     backwards: Vec<u64>,
     weights: Vec<u64>,
-    /// Messages under way and when they arrive, by the ranks at their ends.
+    /// Messages in flight with their arrival times, by source and destination rank.
     channels: HashMap<(usize, usize), VecDeque<(Action, u64)>>,
-    /// Values and gradients that came from other ranks, by stage and microbatch.
+    /// Values and gradients that have arrived from other ranks, by stage and microbatch.
     values: Vec<u16>,
     gradients: Vec<u16>,
     kept_bytes: Vec<u64>,
@@ -85,13 +85,13 @@ struct SimulatedRanks<'a> {
     timeline: Timeline,
 }
 
-/// Counts the microbatches that ranks have begun and not ended.
+/// Counts the microbatches in flight on each rank: begun and not ended.
 struct ActiveMicrobatches {
-    /// Whether the program has backwards, which is what activations are kept for.
+    /// Whether the program has backwards, which need the saved activations.
     backwards: bool,
-    /// Forwards and backwards that a rank has to do for each microbatch.
+    /// Number of forwards and backwards that a rank runs for each microbatch.
     per_microbatch: Vec<u32>,
-    /// How many of them are to be done, by rank and microbatch.
+    /// How many of them are left, by rank and microbatch.
     left: Vec<Vec<u32>>,
     now: Vec<usize>,
 }
@@ -108,7 +108,7 @@ impl ActiveMicrobatches {
         Self { backwards, per_microbatch, left, now: vec![0; graph.ranks()] }
     }
 
-    /// A forward or a backward of `microbatch` was done. Returns how many microbatches were under way in it.
+    /// Counts a finished forward or backward of `microbatch`. Returns how many microbatches were in flight during it.
     fn note(&mut self, rank: usize, microbatch: usize) -> usize {
         let left = &mut self.left[rank][microbatch];
         self.now[rank] += usize::from(*left == self.per_microbatch[rank]);
@@ -161,7 +161,7 @@ impl<'a> SimulatedRanks<'a> {
         stage * self.graph.microbatches() + microbatch
     }
 
-    /// Runs `rank` until it waits or its list is done; ranks that wait for what it did become runnable.
+    /// Runs `rank` until it waits or its list is done. Ranks that waited for its tasks become runnable.
     fn run(&mut self, rank: usize, runnable: &mut Vec<usize>) -> Result<()> {
         self.blocked[rank] = false;
         while let Some(&action) = self.program.rank(rank).get(self.places[rank]) {
@@ -179,7 +179,7 @@ impl<'a> SimulatedRanks<'a> {
         Ok(())
     }
 
-    /// Whether the action belongs to this rank and graph.
+    /// Checks that the action belongs to this rank and graph.
     fn check(&self, rank: usize, action: Action) -> Result<()> {
         let stages = self.graph.stages().len();
         let wrong = |what: &str| Err(Error::InvalidArgument(format!("rank {rank} has `{action}`: {what}")));
@@ -209,7 +209,7 @@ impl<'a> SimulatedRanks<'a> {
         Ok(())
     }
 
-    /// When the action can start at the earliest; `None` if it waits for another rank.
+    /// Returns the earliest start of the action, or `None` if it waits for another rank.
     fn ready(&self, rank: usize, action: Action) -> Result<Option<u64>> {
         let (stage, microbatch) = (action.stage as usize, action.microbatch as usize);
         let index = self.index(stage, microbatch);
@@ -260,7 +260,7 @@ impl<'a> SimulatedRanks<'a> {
         }
     }
 
-    /// When all of `sources` (stages, bytes, and where their ends are) have arrived at `stage`.
+    /// Returns when all of `sources` (stages, bytes, and where their end times are) have arrived at `stage`.
     fn arrived<'b>(
         &self,
         rank: usize,
@@ -279,7 +279,7 @@ impl<'a> SimulatedRanks<'a> {
             }
             let end = ends[self.index(source, microbatch)];
             if end == NEVER {
-                // Nobody else can bring what this rank itself has yet to do.
+                // No other rank can produce what this rank itself has yet to compute.
                 return if local { self.stuck(&[rank]) } else { Ok(None) };
             }
             at = at.max(end + self.graph.transfer(source, stage, bytes));
@@ -382,7 +382,7 @@ impl<'a> SimulatedRanks<'a> {
         }
     }
 
-    /// Nobody can go on.
+    /// Reports a deadlock.
     fn stuck<T>(&self, ranks: &[usize]) -> Result<T> {
         let waits: Vec<String> = ranks
             .iter()

@@ -1,22 +1,23 @@
-//! Drives a reducer by the gradients that arrive: there is no call that begins a backward, none that waits for its end,
-//! and no thread that could wait.
+//! Drives a reducer by the arrival of gradients, for frameworks without a call that begins or ends a backward and
+//! without a thread that could wait.
 //!
 //! ```text
 //! operation of a graph --arrive--> slot --> bucket full --> all-reduce in place --> GradientOwner::reduced --> the operation ends
 //! ```
 //!
-//! - ARR-1: a step begins with its first gradient and ends with its last bucket. A gradient that belongs to a later
-//!   step waits, and so does one that comes before the reducer has been made.
+//! - ARR-1: a step begins with its first gradient and ends with its last bucket. A gradient of a later step waits, and
+//!   so does one that arrives before the reducer has been made.
 //! - ARR-2: every gradient is answered exactly once, reduced or with an error.
-//! - ARR-3: what happens is put into one queue and handled in its order by whichever thread comes by; nobody waits for
-//!   the lock, so news may come from inside calls that handling makes.
-//! - ARR-4: a step that cannot go on is abandoned (RED-4). Its slots stay taken until nothing is under way in them, and its
-//!   later gradients get the error that ended it.
-//! - ARR-5: gradients on a CUDA device are reduced where they lie, small ones by way of memory that their owner allocates. They
-//!   are answered when the device is done with their bucket, also in a step that was abandoned.
-//! - ARR-6: who waits in a step says so after a while ([`ArrivalDriver::waits`]), since ranks whose steps differ would wait for ever.
-//!   On a device, reductions have a stream of their own, and that in which the gradients were made never waits for them:
-//!   when it is at rest, and so is the process (or it has been for long: libraries of devices poll), nothing more is to come.
+//! - ARR-3: events go into one queue. Whichever thread adds an event handles the queue in order, unless another thread
+//!   is doing so. No thread waits for the lock, so an event may be added from within a handler.
+//! - ARR-4: a step that cannot go on is abandoned (RED-4). Its slots stay taken until no operation uses them any more,
+//!   and its later gradients get the error that ended it.
+//! - ARR-5: gradients on a CUDA device are reduced in place, small ones through memory that their owner allocates. They
+//!   are answered when the device has finished their bucket, also in an abandoned step.
+//! - ARR-6: after a while, an incomplete step is reported ([`ArrivalDriver::waits`]), since ranks whose steps differ
+//!   would wait forever. On a device, reductions run in a stream of their own, and the stream that computes gradients
+//!   never waits for them. No further gradient is coming when that stream is idle and so is the process.
+//!   After a longer time the stream alone counts, because device libraries keep a process busy by polling.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock, Weak};
@@ -33,53 +34,53 @@ use crate::device::pack::PackedPiece;
 use crate::device::{Context, Stream};
 use crate::error::{Error, Result};
 
-/// Tells executions of graphs apart: gradients of one step have the same.
+/// Identifies one execution of a graph. All gradients of a step have the same one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Execution {
-    /// The framework's number for the execution.
+    /// The framework's number of the step.
     pub step: i64,
-    /// Frame of a loop in it.
+    /// The frame of a loop within it.
     pub frame: u64,
-    /// Iteration of that loop.
+    /// The iteration of that loop.
     pub iteration: i64,
 }
 
-/// The operation of a framework that gave one or more gradients and gets them back.
+/// A framework's operation that submitted one or more gradients and gets them back.
 pub trait GradientOwner: Send + Sync {
-    /// The gradient that it gave as `position` is reduced: in the slot that `lease` holds, or where it lay.
+    /// Receives the reduced gradient that it submitted as `position`: in the slot that `lease` holds, or in place.
     fn reduced(&self, position: usize, result: Result<Option<SlotLease>>);
-    /// Memory for `bytes` bytes on the device of the gradient `position`, until that is answered: whatever used it before
-    /// was queued into the gradient's stream.
+    /// Allocates `bytes` bytes on the device of the gradient `position`, to be kept until that gradient is answered.
+    /// Earlier uses of the memory must have been queued into the gradient's stream.
     ///
     /// # Errors
-    /// There is none.
+    /// The allocation fails.
     fn allocate(&self, position: usize, bytes: usize) -> Result<*mut u8>;
-    /// The step that its gradients belong to is about to end well: its execution needs to tell no more how it goes.
+    /// Called when the step of its gradients is about to end without error: the execution need not report its end.
     fn release(&self);
 }
 
-/// A gradient that is complete.
+/// A gradient that has been computed.
 pub struct ReadyGradient {
-    /// Which parameter's.
+    /// Index of the parameter.
     pub param: usize,
-    /// Where it lies, and in whose stream it was made.
+    /// Its memory, and the stream that computed it.
     pub data: TensorView,
-    /// The slot, if it lies there.
+    /// The slot that it lies in, if any.
     pub lease: Option<SlotLease>,
-    /// Whose step it belongs to.
+    /// The execution that computed it.
     pub execution: Execution,
-    /// Who gave it.
+    /// The operation that submitted it.
     pub owner: Arc<dyn GradientOwner>,
-    /// As what.
+    /// Its position among the owner's gradients.
     pub position: usize,
 }
 
-/// Drives the steps of one reducer by the gradients that arrive.
+/// Drives the steps of one reducer by the arrival of gradients.
 pub struct ArrivalDriver {
-    /// What they are the gradients of, in words that are the same on all ranks.
+    /// What the gradients belong to, for messages; the same text on all ranks.
     what: String,
     reducer: OnceLock<Arc<Reducer>>,
-    /// When something happened last.
+    /// Time of the last event.
     last: Mutex<Instant>,
     events: Mutex<VecDeque<ArrivalEvent>>,
     state: Mutex<ArrivalState>,
@@ -88,42 +89,42 @@ pub struct ArrivalDriver {
 enum ArrivalEvent {
     Made(Result<Arc<Reducer>>),
     Arrived(ReadyGradient),
-    /// An execution ends before its step did.
+    /// An execution ends before its step has ended.
     Ended(Execution),
-    /// Ranks do not agree on whose step it is.
+    /// The ranks disagree on the execution that a step belongs to.
     Diverged(Error),
     Reducer(ReducerEvent),
-    /// The device is done with the bucket with this index, or never began.
+    /// The device has finished the bucket with this index, or could not start it.
     Completed(usize, Result<()>),
-    /// What [`Reducer::finish`] said.
+    /// The result of [`Reducer::finish`].
     Finished(Result<()>),
 }
 
 struct ArrivalState {
     reducer: Option<Arc<Reducer>>,
     phase: StepPhase,
-    /// Gradients that are not yet to be reduced, in the order in which they came.
+    /// Gradients that cannot be reduced yet, in order of arrival.
     waiting: VecDeque<ReadyGradient>,
     /// The last step that ended with an error.
     failed: Option<FailedStep>,
 }
 
 enum StepPhase {
-    /// There is no reducer yet.
+    /// The reducer is being made.
     Making,
-    /// There will be none.
+    /// The reducer could not be made.
     Broken(Error),
     Idle,
     Open(OpenStep),
-    /// All buckets are reduced, and the ranks make the plan anew (RED-5).
+    /// All buckets are reduced, and the ranks compute a new plan (RED-5).
     Finishing {
         owners: Vec<Arc<dyn GradientOwner>>,
         answers: Vec<OwnerReply>,
     },
-    /// The communicator may still work in these slots (ARR-4).
+    /// The communicator may still use these slots (ARR-4).
     Abandoned {
         _leases: Vec<SlotLease>,
-        /// By bucket: what the device may still work in (ARR-5).
+        /// Buckets that the device may still work on, with their gradients (ARR-5).
         in_flight: Vec<(usize, Vec<ReadyGradient>)>,
         settled: bool,
     },
@@ -132,24 +133,24 @@ enum StepPhase {
 struct OpenStep {
     execution: Execution,
     plan: Arc<BucketPlan>,
-    /// By parameter.
+    /// By parameter: whether its gradient has arrived.
     arrived: Vec<bool>,
-    /// By parameter: what is not answered yet.
+    /// By parameter: the gradient that has not been answered yet.
     pending: Vec<Option<ReadyGradient>>,
     reduced: usize,
-    /// Buckets that the device works on.
+    /// Indices of the buckets that the device works on.
     in_flight: Vec<usize>,
     owners: Vec<Arc<dyn GradientOwner>>,
 }
 
 struct FailedStep {
     execution: Execution,
-    /// By parameter.
+    /// By parameter: whether its gradient has arrived.
     arrived: Vec<bool>,
     error: Error,
 }
 
-/// What a owner is told, without a lock.
+/// An answer to an owner, which is given without holding the lock.
 struct OwnerReply {
     owner: Arc<dyn GradientOwner>,
     position: usize,
@@ -163,7 +164,7 @@ impl ReadyGradient {
 }
 
 impl ArrivalDriver {
-    /// For a reducer that is being made; [`ArrivalDriver::made`] brings it.
+    /// Makes a driver for a reducer that is still being made; [`ArrivalDriver::made`] delivers the reducer.
     pub fn new(description: &ReducerDescription) -> Arc<Self> {
         let state = ArrivalState { reducer: None, phase: StepPhase::Making, waiting: VecDeque::new(), failed: None };
         Arc::new(Self {
@@ -175,13 +176,13 @@ impl ArrivalDriver {
         })
     }
 
-    /// The reducer, once it has been made.
+    /// Returns the reducer, once it has been made.
     pub fn reducer(&self) -> Option<&Arc<Reducer>> {
         self.reducer.get()
     }
 
-    /// What gradients have waited for without news for so long: the others of their step. Not while their device computes,
-    /// as what it makes may be needed for those (ARR-6).
+    /// Describes the gradients that are missing if a step has waited for `time` without an event. Returns `None` while
+    /// the device computes, because its results may be needed for the missing ones (ARR-6).
     pub fn waits(self: &Arc<Self>, time: Duration) -> Option<String> {
         if self.last.lock().elapsed() < time {
             return None;
@@ -196,7 +197,7 @@ impl ArrivalDriver {
             let place = arrivals.next().map(|arrival| (arrival.data.device(), arrival.data.stream()));
             place.or_else(|| matches!(state.phase, StepPhase::Open(_)).then_some((Device::Cpu, 0)))
         };
-        // Somebody may have come by meanwhile (ARR-3).
+        // Another thread may have added an event meanwhile (ARR-3).
         self.handle();
         let waits = match waits? {
             (Device::Cpu, _) => self.reducer().is_none_or(|reducer| !reducer.is_on_device()),
@@ -205,13 +206,13 @@ impl ArrivalDriver {
         waits.then(|| self.what.clone())
     }
 
-    /// Ends everything: all gradients that wait get the error, and there is no next step.
+    /// Closes the driver: all waiting gradients get the error, and no further step begins.
     pub fn end(self: &Arc<Self>, error: &Error) {
         self.put(ArrivalEvent::Diverged(error.clone()));
         self.handle();
     }
 
-    /// The reducer was made, or could not be: then every gradient is answered with the error.
+    /// Delivers the reducer, or the reason why it could not be made. Every gradient is then answered with that error.
     pub fn made(self: &Arc<Self>, result: Result<Arc<Reducer>>) {
         if let Ok(reducer) = &result {
             let _ = self.reducer.set(Arc::clone(reducer));
@@ -221,7 +222,7 @@ impl ArrivalDriver {
         self.handle();
     }
 
-    /// A slot of `param`, if nobody uses it.
+    /// Takes a slot of `param`, if one is free.
     pub fn take_slot(&self, param: usize) -> Option<SlotLease> {
         self.reducer.get()?.take_slot(param)
     }
@@ -231,17 +232,18 @@ impl ArrivalDriver {
         self.reducer.get().is_some_and(|reducer| reducer.is_slot(param, ptr))
     }
 
-    /// A gradient is there.
+    /// Adds a gradient that has been computed.
     ///
     /// # Safety
-    /// Until the owner has been answered, the bytes of `arrival.data`, as many as the parameter has, are valid, and nobody
-    /// else touches them; on a device, from what its stream was given so far, which lives as long as the process.
+    /// Until the owner has been answered, the bytes of `arrival.data`, as many as the parameter has, are valid and
+    /// nothing else accesses them. On a device this holds in stream order, after the work that its stream holds now;
+    /// the stream lives as long as the process.
     pub unsafe fn arrive(self: &Arc<Self>, arrival: ReadyGradient) {
         self.put(ArrivalEvent::Arrived(arrival));
         self.handle();
     }
 
-    /// An execution ends; if its step has not, the others' step ends with an error.
+    /// Ends an execution. If its step has not ended, the step ends with an error on all ranks.
     pub fn ended(self: &Arc<Self>, execution: Execution) {
         self.put(ArrivalEvent::Ended(execution));
         self.handle();
@@ -252,8 +254,8 @@ impl ArrivalDriver {
         self.events.lock().push_back(event);
     }
 
-    /// Handles what there is. If another thread does so at the moment, it sees this thread's event, too: it looks again
-    /// after it has given the lock back.
+    /// Handles the queued events. If another thread is handling them, it also sees this thread's event: it looks again
+    /// after it has released the lock.
     fn handle(self: &Arc<Self>) {
         let mut answers = Vec::new();
         while !self.events.lock().is_empty() {
@@ -262,7 +264,7 @@ impl ArrivalDriver {
                 state.handle(event, self, &mut answers);
             }
         }
-        // Last: this may run much of a framework, and the lock is free for others meanwhile.
+        // Last, without the lock: an answer may run much of a framework.
         for OwnerReply { owner, position, result } in answers {
             owner.reduced(position, result);
         }
@@ -316,7 +318,7 @@ impl ArrivalState {
         }
     }
 
-    /// The next step may begin, and does if its gradients wait.
+    /// Waits for the next step, and begins it if its gradients have arrived.
     fn rest(&mut self, arrivals: &Arc<ArrivalDriver>, answers: &mut Vec<OwnerReply>) {
         self.phase = StepPhase::Idle;
         for arrival in std::mem::take(&mut self.waiting) {
@@ -324,7 +326,7 @@ impl ArrivalState {
         }
     }
 
-    /// As [`ArrivalState::rest`], if nothing of the abandoned step is under way any more.
+    /// Like [`ArrivalState::rest`], once no operation of the abandoned step is in flight.
     fn leave_abandoned(&mut self, arrivals: &Arc<ArrivalDriver>, answers: &mut Vec<OwnerReply>) {
         if matches!(&self.phase, StepPhase::Abandoned { in_flight, settled: true, .. } if in_flight.is_empty()) {
             self.rest(arrivals, answers);
@@ -355,7 +357,7 @@ impl ArrivalState {
             return answers.push(arrival.answer(Err(error)));
         }
         if matches!(self.phase, StepPhase::Idle) {
-            // Nothing is under way, so this neither waits nor fails.
+            // No operation is in flight, so this neither waits nor fails.
             if let Err(error) = reducer.begin(true) {
                 return answers.push(arrival.answer(Err(error)));
             }
@@ -383,14 +385,14 @@ impl ArrivalState {
         // SAFETY: the gradient is valid until it is answered (contract of `arrive`). It is answered once its bucket has
         // been reduced, after which the reducer does not touch it any more, or after the step was abandoned.
         let marked = unsafe { reducer.mark_ready(param, ptr, true) };
-        // Only those on a device are the caller's to launch.
+        // The caller launches the buckets of gradients on a device only.
         let launched = marked.and_then(|mut full| full.try_for_each(|bucket| open.launch(bucket, reducer, arrivals)));
         if let Err(error) = launched {
             self.abandon(&error, answers);
         }
     }
 
-    /// ARR-5.
+    /// Handles a bucket that the device has finished (ARR-5).
     fn completed(
         &mut self,
         bucket: usize,
@@ -494,8 +496,8 @@ impl ArrivalState {
     }
 }
 
-/// Whether nothing is under way in the stream with this handle, of those that gradients came with. One that is captured, or
-/// cannot be asked, is not at rest.
+/// Returns whether all work is done in the stream with this handle. A stream that is being captured or cannot be
+/// queried counts as busy.
 fn is_at_rest(device: u16, stream: usize) -> bool {
     let Ok(context) = Context::primary(device) else { return false };
     // SAFETY: the stream lives as long as the process (contract of `arrive`).
@@ -504,7 +506,7 @@ fn is_at_rest(device: u16, stream: usize) -> bool {
 }
 
 impl OpenStep {
-    /// Has a full bucket on a device reduced.
+    /// Starts the reduction of a full bucket on a device.
     fn launch(&mut self, bucket: usize, reducer: &Arc<Reducer>, arrivals: &Arc<ArrivalDriver>) -> Result<()> {
         let planned = &self.plan.buckets()[bucket];
         let wire = reducer.wire_dtype(planned.dtype);
@@ -525,7 +527,7 @@ impl OpenStep {
             last = Some(arrival);
         }
         let Some(last) = last.filter(|_| reducer.communicator().members().size() > 1) else {
-            // Nothing to reduce.
+            // The bucket is empty.
             reducer.reduced_by_caller();
             arrivals.put(ArrivalEvent::Completed(bucket, Ok(())));
             return Ok(());

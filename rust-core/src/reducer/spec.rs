@@ -1,10 +1,10 @@
-//! Specifications of reducers: registered when a graph is traced, which ranks do at different times and different numbers
-//! of times, and used when it runs.
+//! Specifications of reducers. They are registered when a graph is traced, which happens at different times and
+//! different numbers of times on the ranks, and used when the graph runs.
 //!
-//! - BLU-1: the same parameters and options, for the n-th time in a graph, are the same spec. So a graph that is
-//!   traced again finds the reducer of the first one.
-//! - BLU-2: the reducers of a graph are made together, in the order in which it names them, when the first one is
-//!   needed: in which order they are needed, ranks do not agree on.
+//! - BLU-1: the n-th spec with the same parameters and options in a graph is always the same spec. A graph that is
+//!   traced again therefore finds the reducer of the first trace.
+//! - BLU-2: the reducers of a graph are all made when the first one is needed, in the order in which the graph names
+//!   them. Ranks do not agree on the order in which they are needed.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use super::fingerprint::ReducerDescription;
 use crate::error::{Error, Result};
 
-/// The graph of operations that run at once: it has no others.
+/// Stands for eager operations, which belong to no graph.
 pub const NO_GRAPH: u64 = 0;
 
 static REGISTRY: Mutex<Option<Registry>> = Mutex::new(None);
@@ -22,21 +22,21 @@ static REGISTRY: Mutex<Option<Registry>> = Mutex::new(None);
 /// The parameters, options and ranks of a reducer.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct ReducerSpec {
-    /// What its ranks compare.
+    /// The part that the ranks compare.
     pub description: ReducerDescription,
-    /// The ranks whose gradients it reduces; all that there are, if it names none.
+    /// The ranks whose gradients it reduces; all ranks if `None`.
     pub ranks: Option<Vec<usize>>,
 }
 
 #[derive(Default)]
 struct Registry {
-    /// By number.
+    /// The specs, by number.
     specs: Vec<Arc<ReducerSpec>>,
-    /// By the content of a spec, and the number of equal specs that the graph names before it.
+    /// Spec numbers by content and by how many equal specs the graph names before.
     numbers: HashMap<(Vec<u8>, usize), usize>,
-    /// What each graph names, in order.
+    /// The spec numbers that each graph names, in order.
     graphs: HashMap<u64, Vec<usize>>,
-    /// By spec: the last graph that names it.
+    /// For each spec, the last graph that names it.
     graph_of: Vec<u64>,
 }
 
@@ -80,7 +80,7 @@ pub fn get(number: usize) -> Result<Arc<ReducerSpec>> {
     })
 }
 
-/// The specs whose reducers are made together with this one's, in order.
+/// The specs whose reducers are made together with this one (BLU-2), in order.
 pub fn made_with(number: usize) -> Vec<usize> {
     let registry = REGISTRY.lock();
     let graph = registry.as_ref().and_then(|registry| registry.graph_of.get(number).copied());

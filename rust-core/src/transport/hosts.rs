@@ -7,10 +7,10 @@
 //!                                         for their hosts
 //! ```
 //!
-//! - HST-1: a *span* is a longest row of members, one after the other in the group's order, that are on one host. A fold
-//!   that goes from span to span is a fold in rank order (COL-1), however ranks were dealt to hosts.
-//! - HST-2: there are as many *channels* as the smallest host has members, and on each host one owner a channel. So every
-//!   pair of hosts has that many pairs of members that move bytes at once.
+//! - HST-1: a *span* is a maximal run of consecutive members, in the group's order, on one host. A reduction that goes
+//!   from span to span folds in rank order (COL-1), whatever the placement of ranks.
+//! - HST-2: there are as many *channels* as the smallest host has members, and each host has one owner for each
+//!   channel. Every pair of hosts therefore has that many pairs of members that transfer at the same time.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -26,26 +26,26 @@ use crate::world::{Monitor, Store};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RankSpan {
     pub(crate) host: usize,
-    /// First member, and the one after the last.
+    /// The first member. `end` is one past the last.
     pub(crate) start: usize,
     pub(crate) end: usize,
 }
 
-/// Who is where. Pure; the same on all members.
+/// The placement of members on hosts. It holds no connections and is the same on all members.
 #[derive(Clone, Debug)]
 pub(crate) struct HostMap {
     /// Host of each member; hosts are numbered in the order of their first members.
     host_of: Vec<usize>,
     /// Members of each host, in the group's order.
     members_of: Vec<Vec<usize>>,
-    /// Position of each member among those of its host.
+    /// Position of each member among the members of its host.
     position_of: Vec<usize>,
     spans: Vec<RankSpan>,
     channels: usize,
 }
 
 impl HostMap {
-    /// From the host of each member, by any numbering.
+    /// Builds the map from the host of each member, under any numbering of hosts.
     pub(crate) fn new(hosts: &[usize]) -> Self {
         let mut names: Vec<usize> = Vec::new();
         let mut map = Self {
@@ -85,34 +85,34 @@ impl HostMap {
         &self.members_of[host]
     }
 
-    /// Where `member` stands among the members of its host: its place in their shared memory.
+    /// Returns the position of `member` among the members of its host: its place in their shared memory.
     pub(crate) fn position_of(&self, member: usize) -> usize {
         self.position_of[member]
     }
 
-    /// HST-1.
+    /// Returns the spans of the group, in rank order (HST-1).
     pub(crate) fn spans(&self) -> &[RankSpan] {
         &self.spans
     }
 
-    /// HST-2.
+    /// Returns the number of channels between each pair of hosts (HST-2).
     pub(crate) fn channels(&self) -> usize {
         self.channels
     }
 
-    /// The member of `host` that owns `channel`.
+    /// Returns the member of `host` that owns `channel`.
     pub(crate) fn owner(&self, host: usize, channel: usize) -> usize {
         self.members_of[host][channel]
     }
 
-    /// The member of `host` to whom `member`, of another host, gives what is for all of `host`.
+    /// Returns the member of `host` that receives what `member`, on another host, sends to all of `host`.
     pub(crate) fn counterpart(&self, member: usize, host: usize) -> usize {
         let there = &self.members_of[host];
         there[self.position_of[member] % there.len()]
     }
 
-    /// For each member: the position of the member of `host` who shows its values to the others there, itself or its
-    /// counterpart, and a number that tells apart what one member shows.
+    /// Returns for each member which member of `host` publishes its values in shared memory there: itself or its
+    /// counterpart. Gives that member's position, and a number that distinguishes the values it publishes.
     pub(crate) fn shown_on(&self, host: usize) -> Vec<(usize, usize)> {
         let mut shown = vec![1; self.members_of[host].len()];
         let mut show = |member: usize| {
@@ -127,15 +127,15 @@ impl HostMap {
     }
 }
 
-/// What algorithms need to know of a group on several hosts.
+/// What collective algorithms know of a group on several hosts.
 pub struct Hosts {
     pub(crate) map: HostMap,
-    /// The memory of this host's members.
+    /// The shared memory of this host's members.
     pub(crate) memory: Arc<SharedMemory>,
 }
 
-/// A member that leaves says so when the network has taken all that it sent ([`Carrier::flush`]). This is for the way from
-/// there.
+/// A closing member waits until the network has accepted all its frames ([`Carrier::flush`]), then this long for their
+/// delivery.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The transport of a group whose members are on several hosts.
@@ -148,29 +148,29 @@ pub struct HostsTransport {
     mailbox: Arc<Mailbox<HostsLink>>,
 }
 
-/// Frames go through shared memory inside the host, and through a carrier to other hosts. There is one doorbell, in shared
-/// memory: the carrier's thread rings it.
+/// Frames go through shared memory within the host, and through a carrier to other hosts. The only doorbell is in
+/// shared memory: the carrier's thread rings it.
 struct HostsLink {
     rings: Rings,
-    /// By member: its position in the shared memory, if it is on this host.
+    /// By member: its position in the shared memory, if it runs on this host.
     local: Vec<Option<usize>>,
     remote: Port,
 }
 
-/// The description of a group on several hosts that is to be joined.
+/// Describes a group on several hosts, for joining it.
 pub(crate) struct HostsGroup<'a> {
-    /// The group's name, used once in the life of `store`.
+    /// The group's name, used once in the lifetime of `store`.
     pub(crate) name: &'a str,
     pub(crate) members: Members,
-    /// The host of each member, by any numbering.
+    /// The host of each member, under any numbering.
     pub(crate) hosts: &'a [usize],
-    /// Names the group on the wire, among all groups that ever were.
+    /// Identifies the group on the wire, among all groups of the job's lifetime.
     pub(crate) key: u64,
     /// Moves frames between hosts.
     pub(crate) carrier: Arc<dyn Carrier>,
-    /// The number of each member's process there.
+    /// The process number of each member in the carrier.
     pub(crate) processes: Arc<[usize]>,
-    /// Processes of the job.
+    /// Number of processes of the job.
     pub(crate) size: usize,
     pub(crate) monitor: &'a Arc<Monitor>,
 }
@@ -179,8 +179,8 @@ impl HostsTransport {
     /// Joins the group that `plan` describes; every member calls it.
     ///
     /// # Errors
-    /// As [`super::ShmTransport::join`], for the members of this host. Those of other hosts are not waited for: what
-    /// reaches a member before it joins is kept for it.
+    /// As [`super::ShmTransport::join`], for the members of this host. Members of other hosts are not waited for:
+    /// frames that reach a member before it joins are kept for it.
     pub(crate) fn join(plan: HostsGroup<'_>, store: &dyn Store, timeout: Duration) -> Result<Arc<Self>> {
         let HostsGroup { name, members, hosts, key, carrier, processes, size, monitor } = plan;
         let map = HostMap::new(hosts);
@@ -290,7 +290,7 @@ mod tests {
         assert_eq!((map.num_hosts(), map.channels()), (2, 2));
         assert_eq!((map.owner(0, 1), map.owner(1, 1)), (1, 4));
         assert_eq!(map.position_of(5), 3);
-        // What members 0 to 3 of the first host give to the second one.
+        // The members of the second host that receive from members 0 to 3 of the first one.
         assert_eq!([0, 1, 2, 5].map(|member| map.counterpart(member, 1)), [3, 4, 3, 4]);
         assert_eq!(map.shown_on(1), [(0, 1), (1, 1), (0, 2), (0, 0), (1, 0), (1, 2)]);
         let one = HostMap::new(&[0]);

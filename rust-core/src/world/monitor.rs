@@ -1,4 +1,4 @@
-//! The list of ranks that are gone. Every wait in the core looks at it, so that nobody waits for the dead.
+//! The list of ranks that have departed. Every wait in the core checks it, so that no rank waits for a dead one.
 //!
 //! - MON-1: a departure is never taken back, and the first one reported for a rank stands.
 //! - MON-2: [`Monitor::generation`] changes with every departure, so a wait loop pays one atomic load.
@@ -16,12 +16,12 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::error::{Error, Result};
 
-/// How a rank went away.
+/// How a rank departed.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Departure {
-    /// The process is gone without a goodbye: killed, crashed, or exited without `shutdown()`.
+    /// The process ended without saying so: it was killed, crashed, or exited without `shutdown()`.
     Died {
-        /// What is known about it, such as `killed by signal 9`; may be empty.
+        /// Details, such as `killed by signal 9`; may be empty.
         detail: String,
     },
     /// It called `shutdown()`.
@@ -44,14 +44,14 @@ impl std::fmt::Display for Departure {
     }
 }
 
-/// How the language that hosts the core ends waits. Both are called without locks of the core.
+/// How the host language interrupts waits. Both functions are called without locks of the core.
 #[derive(Clone, Copy, Debug)]
 pub struct InterruptHooks {
     /// Whether a signal asks the calling thread to end its wait. Asked by every wait of every thread, a few times a
     /// second.
     pub pending: fn() -> bool,
-    /// Has what made `pending` true raised when the calling thread is back in the language, for callers that cannot
-    /// carry it there; false if that is not possible.
+    /// Has the pending signal raised once control returns to the host language, for callers that cannot return its
+    /// error. Returns false if that is not possible.
     pub raise_later: fn() -> bool,
 }
 
@@ -66,7 +66,8 @@ thread_local! {
     static SIGNALS_WAIT: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `work`, on which others count: a signal does not end this thread's waits in it. It is heard of in the next wait.
+/// Runs `work`, on which other ranks depend: signals do not interrupt its waits on this thread. The next wait sees
+/// them.
 pub fn with_signals_waiting<T>(work: impl FnOnce() -> T) -> T {
     struct RestoreSignalsWait(bool);
     impl Drop for RestoreSignalsWait {
@@ -88,7 +89,7 @@ pub fn raise_later() -> bool {
     INTERRUPT_HOOKS.get().is_some_and(|hooks| (hooks.raise_later)())
 }
 
-/// Departures seen so far; shared by the control plane, which writes it, and all waits, which read it.
+/// The departures so far. The control plane writes them, and all waits read them.
 #[derive(Debug)]
 pub struct Monitor {
     me: AtomicUsize,
@@ -100,9 +101,9 @@ pub struct Monitor {
 
 #[derive(Debug, Default)]
 struct Departed {
-    /// By rank: how many departed before it, how it did, and when this was heard.
+    /// By rank: the number of earlier departures, how it departed, and when this was reported.
     departed: BTreeMap<usize, (usize, Departure, Instant)>,
-    /// Why nothing can be waited for any more.
+    /// Why every wait has to end.
     closed: Option<String>,
 }
 
@@ -123,12 +124,12 @@ impl Monitor {
         self.me.load(Ordering::Relaxed)
     }
 
-    /// This process has got its rank only now.
+    /// Sets the rank of this process, if it was not known when the monitor was made.
     pub fn set_me(&self, rank: usize) {
         self.me.store(rank, Ordering::Relaxed);
     }
 
-    /// Records a departure (MON-1) and wakes those who [`Monitor::wait_change`].
+    /// Records a departure (MON-1) and wakes the callers of [`Monitor::wait_change`].
     pub fn report(&self, rank: usize, departure: Departure) {
         let mut seen = self.seen.lock();
         let order = seen.departed.len();
@@ -139,8 +140,8 @@ impl Monitor {
         }
     }
 
-    /// Ends every wait of this process with [`Error::Closed`], whomever it waits for: the session was shut down, or
-    /// nobody is left who would report departures. A departure that explains it is reported before.
+    /// Ends every wait of this process with [`Error::Closed`], whichever rank it waits for: the session was shut down,
+    /// or no connection is left that would report departures. Report a departure that explains it first.
     pub fn close(&self, reason: &str) {
         let mut seen = self.seen.lock();
         seen.closed.get_or_insert_with(|| reason.to_owned());
@@ -153,7 +154,7 @@ impl Monitor {
         self.generation.load(Ordering::Acquire)
     }
 
-    /// What a wait for `members` (global ranks) in `during` ends with, if it cannot succeed any more.
+    /// Fails if a wait for `members` (global ranks), during the operation `during`, can never end.
     ///
     /// # Errors
     /// [`Error::PeerFailed`] naming the member that departed first (MON-3); [`Error::Closed`] after
@@ -174,19 +175,19 @@ impl Monitor {
         }
     }
 
-    /// What is known of `rank`, if it departed.
+    /// Returns how `rank` departed, if it did.
     pub fn departure(&self, rank: usize) -> Option<Departure> {
         self.seen.lock().departed.get(&rank).map(|(_, how, _)| how.clone())
     }
 
-    /// The first rank that departed otherwise than in order, the cause of what came after it (MON-3), and how.
+    /// Returns the first rank that departed without `shutdown()`, and how: the cause of later departures (MON-3).
     pub fn first_failure(&self) -> Option<(usize, Departure)> {
         let seen = self.seen.lock();
         let failed = seen.departed.iter().filter(|(_, (_, how, _))| *how != Departure::Left);
         failed.min_by_key(|(_, (order, ..))| *order).map(|(rank, (_, how, _))| (*rank, how.clone()))
     }
 
-    /// When it was heard that `rank` departed, if it did.
+    /// Returns when the departure of `rank` was reported, if it was.
     pub fn heard(&self, rank: usize) -> Option<Instant> {
         self.seen.lock().departed.get(&rank).map(|(_, _, heard)| *heard)
     }
@@ -199,12 +200,12 @@ impl Monitor {
         }
     }
 
-    /// Asks every wait of this process to end with [`Error::Interrupted`] (Ctrl-C), or takes the request back.
+    /// Asks every wait of this process to end with [`Error::Interrupted`] (Ctrl-C), or withdraws the request.
     pub fn set_interrupted(&self, on: bool) {
         self.interrupted.store(on, Ordering::Release);
     }
 
-    /// Whether an interruption is pending, for this process or, see [`InterruptHooks`], for the calling thread.
+    /// Whether an interruption is pending, for this process or for the calling thread (see [`InterruptHooks`]).
     pub fn interrupted(&self) -> bool {
         self.interrupted.load(Ordering::Acquire) || interrupt_pending()
     }

@@ -67,7 +67,7 @@ class Cache:
         """
         with self._lock:
             values = self._read() | {repr(key): (time.time(), val)}
-            # Jobs may start side by side: each file is whole.
+            # Jobs may run at the same time, so the file is replaced as a whole.
             text = json.dumps({"parameters": self._parameters, "values": values})
             with contextlib.suppress(OSError):
                 with tempfile.NamedTemporaryFile("w", dir=os.path.dirname(self._file), delete=False) as file:
@@ -102,7 +102,7 @@ def use_cache() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             if value is None:
                 value = function(*args, **kwargs)
                 if value:
-                    # What has failed is tried again.
+                    # A failed check is not cached.
                     fn_cache.put(key, value)
             return value
 

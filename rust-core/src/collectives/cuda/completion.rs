@@ -1,12 +1,12 @@
 //! Completion callbacks of operations on devices, for callers that must not make a stream wait.
 //!
-//! A framework whose kernels all go to one stream must not make that stream wait for communication: ranks queue the
-//! operations of several groups in different orders, and a stream that waits for the first keeps the second from
-//! starting, on which another rank waits. So such operations run in a stream of their own, and what uses their results is
-//! queued when the operations are complete.
+//! A framework may queue all kernels into one stream, which must not wait for communication. Ranks queue the operations
+//! of several groups in different orders: a stream that waits for the first operation delays the second one, for which
+//! another rank may wait. Such operations therefore run in a stream of their own, and their consumers are queued when
+//! they are complete.
 //!
-//! One thread of the process looks at the events of all groups. Operations of a device that failed, and of a group that was ended, complete
-//! too: an abort ends the kernels (CUDA-4).
+//! One thread of the process polls the events of all groups. Operations of a failed device or of an ended group
+//! complete, too: an abort ends the kernels (CUDA-4).
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -19,12 +19,12 @@ use crate::device::driver::relaxed;
 use crate::device::{Context, Event, Stream, ending};
 use crate::error::{Error, Result};
 
-/// How long the thread looks without a nap after something happened: most operations take less.
+/// After an event, the thread polls without sleeping for this long: most operations take less.
 const EAGER: Duration = Duration::from_micros(200);
-/// Naps after that. The kernel makes them some 50 us longer.
+/// Sleep between later polls. The kernel makes it some 50 us longer.
 const NAP: Duration = Duration::from_micros(20);
-/// Naps become as long as this part of the time without news, up to a limit: what has taken long may take a little longer, and
-/// a process that only waits is not to look like one that computes.
+/// Sleeps grow to this fraction of the time since the last event, up to a limit. An operation that has taken long may
+/// take a little longer, and a process that only waits should not appear to compute.
 const NAP_PART: u32 = 1000;
 const LONGEST_NAP: Duration = Duration::from_millis(2);
 
@@ -33,7 +33,8 @@ pub(crate) struct PendingWork {
     owner: Arc<Cuda>,
     during: String,
     completed: Event,
-    /// Why not everything was queued: told when what was has completed, since its memory is in use so long.
+    /// Why some of the work could not be queued. It is reported when the rest has completed, because its memory is in
+    /// use until then.
     error: Option<Error>,
 }
 
@@ -45,31 +46,31 @@ struct CompletionQueue {
 static COMPLETIONS: CompletionQueue = CompletionQueue { new: Mutex::new(Vec::new()), added: Condvar::new() };
 
 impl PendingWork {
-    /// Before something is queued whose memory lives until it has completed: what can fail here must not fail then.
+    /// Prepares the callback before any work is queued, so that nothing can fail once memory is in use.
     pub(super) fn prepare(owner: &Arc<Cuda>, during: String, context: &'static Context) -> Result<Self> {
         start()?;
         Ok(Self { owner: owner.clone(), during, completed: Event::new(context)?, error: None })
     }
 
-    /// What `stream` was given so far, also if not all of it could be queued.
+    /// Marks the work in `stream` so far, also if some of it could not be queued.
     pub(super) fn depart(mut self, queued: Result<()>, stream: &Stream) -> Result<Self> {
         self.error = queued.err();
-        // A stream that cannot be marked is one of a device that failed, which does not make anybody wait.
+        // A stream that cannot be marked belongs to a failed device, so synchronizing with it does not block.
         self.completed.record(stream).inspect_err(|_| drop(stream.synchronize()))?;
         Ok(self)
     }
 
-    /// Has `done` called when the device gets there, or with what ended the group's operations before that.
+    /// Calls `done` when the device has finished the work, or with the error that ended the group before.
     pub(crate) fn then(self, done: Done) {
         COMPLETIONS.new.lock().push((self, done));
         COMPLETIONS.added.notify_all();
     }
 
-    /// How it went, if it has.
+    /// The result, once the work has completed.
     fn outcome(&self) -> Option<Result<()>> {
         match self.completed.is_done() {
             Ok(false) => None,
-            // What was aborted is done as well.
+            // Aborted work has completed as well.
             Ok(true) => Some(self.owner.check(|| self.during.clone()).and(self.error.clone().map_or(Ok(()), Err))),
             Err(error) => Some(self.owner.check(|| self.during.clone()).and(Err(error))),
         }
@@ -98,7 +99,7 @@ fn work() {
             in_flight.append(&mut new);
         }
         let Ok(_guard) = ending::enter_driver() else { return };
-        // Some stream of the process may be under capture, which must not mind what is asked.
+        // Another stream of the process may be under capture, which these queries must not invalidate.
         let outcomes: Vec<_> = relaxed(|| in_flight.iter().map(|(each, _)| each.outcome()).collect());
         if outcomes.iter().all(Option::is_none) {
             if last.elapsed() < EAGER {
@@ -109,7 +110,7 @@ fn work() {
             continue;
         }
         last = Instant::now();
-        // In the order in which they were queued.
+        // In the order of submission.
         for ((each, done), outcome) in std::mem::take(&mut in_flight).into_iter().zip(outcomes) {
             match outcome {
                 None => in_flight.push((each, done)),

@@ -1,18 +1,18 @@
 //! Operations on CUDA tensors: queued into a stream by the caller's thread, run by NCCL, or, on one host where that is
 //! faster, by kernels of ours ([`p2p`]).
 //!
-//! - CUDA-1: an operation is queued into the stream that its views name, and nothing waits for the device. What the
-//!   stream does afterwards sees the result.
-//!   Whose stream must not wait for other members gives the operation to a stream of the group's, which begins when the
-//!   views' stream has got so far, and is told when the device is done ([`completion`]).
+//! - CUDA-1: an operation is queued into the stream that its views name, without waiting for the device. Later work in
+//!   that stream sees the result. A caller whose stream must not wait for other members launches the operation in the
+//!   group's own stream instead, which first waits for the views' stream. It is notified when the device has finished
+//!   ([`completion`]).
 //! - CUDA-2: a group gets its CUDA part at its first operation on CUDA tensors, which all members call and which waits
-//!   for them; messages to oneself need none. A member uses one device; another one makes another part.
-//! - CUDA-3: members call the same operations in the same order, but calls are not compared before data moves: that
-//!   would wait for the device. Only when an operation is stuck are the members' calls compared ([`watch`]), or when
-//!   kernels of ours find that they differ.
-//! - CUDA-4: a part that failed (a member is gone, NCCL reports an error, an operation is stuck) is aborted on every
-//!   member, so that no kernel spins for ever. What was queued has undefined results from then on, and every later call
-//!   says why.
+//!   for them. Messages to oneself need none. A part is for one device per member; another device needs another part.
+//! - CUDA-3: members call the same operations in the same order. Calls are not compared before data moves, because that
+//!   would wait for the device. They are compared when an operation is stuck ([`watch`]), or when the core's own
+//!   kernels find that they differ.
+//! - CUDA-4: a failed part (a member is gone, NCCL reports an error, an operation is stuck) is aborted on every member,
+//!   so that no kernel spins forever. Queued operations then have undefined results, and every later call returns the
+//!   reason.
 //! - CUDA-5: where NCCL runs an operation, the order of summation is its own: the same on all members, and from run to
 //!   run on the same machines, but not that of COL-1. Averages multiply by the reciprocal of the number of members before
 //!   they add. Kernels of ours keep COL-1.
@@ -46,22 +46,23 @@ use device_communicator::DeviceCommunicator;
 use p2p::Peers;
 pub(crate) use split::Side;
 
-/// Members up to which each looks at the devices of all others; above that NCCL's own check must do.
+/// Up to this many members, each compares the devices of all others. Above that, NCCL's own check has to do.
 const COMPARED: usize = 64;
-/// How long the news of a death may take after NCCL has lost a connection.
+/// How long to wait for the report of a rank's death after NCCL has lost a connection.
 const NEWS_TIME: Duration = Duration::from_secs(2);
-/// How long a look at the store takes at most, when time is up.
+/// Time limit of the last query of the store after the deadline.
 const LAST_LOOK: Duration = Duration::from_millis(100);
 /// How long a member waits for NCCL's threads to end after an abort.
 const ABORT_LIMIT: Duration = Duration::from_secs(5);
-/// How often [`Cuda::close`] looks at what is under way.
+/// Polling interval of [`Cuda::close`].
 const CLOSE_LOOK: Duration = Duration::from_millis(1);
 /// How long [`Cuda::close`] waits for the device.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
-/// How long a member that is done keeps its memory for the others before it leaves it to the process's end.
+/// How long a member that has finished keeps its memory for the others. After that, the memory is freed when the
+/// process ends.
 const RETIRE_LIMIT: Duration = Duration::from_secs(60);
 
-/// The CUDA side of one group.
+/// The CUDA part of one group.
 pub(super) struct Cuda {
     id: u64,
     members: Members,
@@ -70,17 +71,17 @@ pub(super) struct Cuda {
     closed: Arc<OnceLock<String>>,
     store: OnceLock<Arc<dyn Store>>,
     parts: RwLock<Vec<Arc<DeviceCommunicator>>>,
-    /// Parts whose operations [`Cuda::close`] waits for; calls do not see them, the watch does.
+    /// Parts whose operations [`Cuda::close`] waits for. Calls no longer use them, but the watch checks them.
     closing: RwLock<Vec<Arc<DeviceCommunicator>>>,
     /// Held while a part is made.
     making: Mutex<()>,
-    /// Parts so far: the same on all members.
+    /// Number of parts made so far; the same on all members.
     made: AtomicU64,
-    /// What the first part begins with, if it is there (SPL-3).
+    /// The communicator that the first part is split from, if there is one (SPL-3).
     split_comm: Mutex<Option<Parent>>,
-    /// CUDA-4.
+    /// Why the group has failed (CUDA-4).
     failed: OnceLock<Error>,
-    /// What suits a reducer, if it was measured.
+    /// The measured bucket size for reducers.
     bucket_bytes: OnceLock<usize>,
 }
 
@@ -109,12 +110,12 @@ impl Cuda {
         })
     }
 
-    /// Where the members meet. Before the first operation.
+    /// Sets the store through which the members connect. Called before the first operation.
     pub(super) fn set_store(&self, store: Arc<dyn Store>) {
         let _ = self.store.set(store);
     }
 
-    /// Queues `requests`, as one operation of NCCL's if there are several, into the stream of their views (CUDA-1).
+    /// Queues `requests` into the stream of their views, several as one NCCL group (CUDA-1).
     pub(super) fn run(
         self: &Arc<Self>,
         requests: &[Request],
@@ -146,7 +147,7 @@ impl Cuda {
             .map_err(|error| self.explain(error, &|| self.describe(first)))
     }
 
-    /// Makes the part on the device of `context` before the first operation, which would do so (CUDA-2).
+    /// Makes the part on the device of `context` ahead of the first operation, which would otherwise make it (CUDA-2).
     pub(super) fn connect(self: &Arc<Self>, context: &'static Context) -> Result<()> {
         let during = || format!("connecting `cuda:{}`", context.device());
         self.check(during)?;
@@ -156,12 +157,13 @@ impl Cuda {
         Ok(())
     }
 
-    /// Whether the members have begun to make a part: the same on all of them, at the same place of their programs.
+    /// Whether the members have begun to make a part. All members get the same answer at the same point of their
+    /// programs.
     pub(super) fn was_used(&self) -> bool {
         self.made.load(Ordering::Relaxed) > 0
     }
 
-    /// As [`Cuda::run`], in the group's own stream, which begins when the views' stream has got so far.
+    /// Like [`Cuda::run`], but in the group's own stream, after the work that the views' stream holds now.
     pub(super) fn launch(self: &Arc<Self>, requests: &[Request], timeout: Option<Duration>) -> Result<PendingWork> {
         let Some((first, stream)) = self.accept_all(requests)? else {
             return Err(Error::Internal("no operation was to be queued on a device".into()));
@@ -178,7 +180,7 @@ impl Cuda {
                 part.stream.get_or_init(|| made)
             }
         };
-        // Destroyed at once, which does not keep the stream from waiting.
+        // The event is destroyed at once; the stream still waits for it.
         let ready = Event::new(context)?;
         ready.record(&stream)?;
         own.wait(&ready)?;
@@ -190,23 +192,23 @@ impl Cuda {
         in_flight.depart(queued, own)
     }
 
-    /// What the group has queued into `stream` so far.
+    /// The work that the group has queued into `stream` so far.
     pub(super) fn in_flight(self: &Arc<Self>, during: &str, stream: &Stream) -> Result<PendingWork> {
         PendingWork::prepare(self, during.to_owned(), stream.context())?.depart(Ok(()), stream)
     }
 
-    /// Where this member has parts, the newest last.
+    /// The devices on which this member has parts, the newest last.
     pub(super) fn devices(&self) -> Vec<u16> {
         self.parts.read().iter().map(|part| part.comm.context().device()).collect()
     }
 
-    /// Whether an operation on the device of `requests` can be queued without a wait for other members.
+    /// Whether an operation on the device of `requests` can be queued without waiting for other members.
     pub(super) fn has_part(&self, requests: &[Request]) -> bool {
         let device = place(requests).map(|(device, _)| device);
         device.is_ok_and(|device| self.parts.read().iter().any(|part| part.comm.context().device() == device))
     }
 
-    /// The first of `requests`, if this member may call all of them, and the stream of their views.
+    /// Checks all of `requests`; returns the first one and the stream of the views.
     fn accept_all<'a>(&self, requests: &'a [Request]) -> Result<Option<(&'a Request, Stream)>> {
         let Some(first) = requests.first() else { return Ok(None) };
         self.check(|| self.describe(first))?;
@@ -219,10 +221,10 @@ impl Cuda {
         Ok(Some((first, unsafe { Stream::borrowed(context, stream) })))
     }
 
-    /// What every call ends with since the group failed, or the members that are gone.
+    /// Fails if the group has failed or members have departed.
     ///
     /// # Errors
-    /// The first failure, told of the operation `during`.
+    /// The first failure, reported for the operation `during`.
     pub(super) fn check(&self, during: impl Fn() -> String) -> Result<()> {
         if let Some(reason) = self.closed.get() {
             return Err(Error::Closed { reason: reason.clone() });
@@ -236,12 +238,13 @@ impl Cuda {
         }
     }
 
-    /// What suits a reducer, if it was measured.
+    /// The measured bucket size for reducers.
     pub(super) fn measured_bucket_bytes(&self) -> Option<usize> {
         self.bucket_bytes.get().copied()
     }
 
-    /// CUDA-4, for a reason that only this member knows: what the others have under way ends as soon as they see its note.
+    /// Ends the group for a reason that only this member knows (CUDA-4). The others' operations end when they read its
+    /// note in the store.
     pub(super) fn end(self: &Arc<Self>, reason: Error) {
         if self.failed.get().is_none() {
             watch::say_ended(self, &reason);
@@ -249,14 +252,14 @@ impl Cuda {
         watch::fail(self, reason);
     }
 
-    /// The parts that the watch looks at.
+    /// All parts that the watch checks.
     fn all_parts(&self) -> Vec<Arc<DeviceCommunicator>> {
         let parts = self.parts.read();
         parts.iter().chain(self.closing.read().iter()).cloned().collect()
     }
 
-    /// Ends the part: queued operations complete first, where the members still take part in them; the watch ends those
-    /// that do not complete in time. Waits a little.
+    /// Closes the parts: queued operations complete first if the other members still take part in them. The watch ends
+    /// the others. Waits up to [`CLOSE_LIMIT`].
     pub(super) fn close(self: &Arc<Self>) {
         let parts = {
             let mut parts = self.parts.write();
@@ -271,7 +274,7 @@ impl Cuda {
         let (ended, end) = mpsc::channel::<()>();
         let own = self.clone();
         let work = move || {
-            // Others may have used theirs.
+            // Other members may have used theirs.
             split_comm.iter().for_each(Parent::abort);
             for part in &parts {
                 while own.failed.get().is_none() && !part.completed() {
@@ -281,21 +284,21 @@ impl Cuda {
             }
             own.closing.write().clear();
             drop(ended);
-            // Nobody waits for this: a process that ends frees everything.
+            // The caller does not wait for this thread: the end of the process frees everything.
             parts.iter().for_each(|part| own.retire(part));
             own.forget_keys();
         };
         if std::thread::Builder::new().name("smd-cuda-close".into()).spawn(work).is_ok() {
-            // Ends with the sender's end; a process that ends earlier takes everything with it.
+            // Returns when the thread has ended.
             let _ = end.recv_timeout(CLOSE_LIMIT);
         }
     }
 
-    /// Ends the communicator of a part of which nothing is under way, or whose group has failed.
+    /// Destroys the communicator of a part without operations in flight, or of a failed group.
     fn close_comm(&self, part: &DeviceCommunicator) {
         let during = || format!("closing group {} on CUDA devices", self.id);
         let start = Instant::now();
-        // Not what `wait` looks at: this group is closed already.
+        // This differs from the check of `wait`, because the group is closed already.
         let check = || match (self.failed.get(), watch::departed(self)) {
             (Some(error), _) => Err(error.clone()),
             (None, Some(error)) => Err(error),
@@ -324,7 +327,7 @@ impl Cuda {
         if let Some(part) = self.part(context) {
             return Ok(part);
         }
-        // There may be no part because the group has just failed (CUDA-4); the others make none then.
+        // If the group has just failed, no member makes a part (CUDA-4).
         self.check(first)?;
         let during = || format!("{} (the first one of group {} on CUDA tensors)", first(), self.id);
         let start = Instant::now();
@@ -363,7 +366,7 @@ impl Cuda {
         Ok(part)
     }
 
-    /// What part `number` has besides its communicator.
+    /// Makes what part `number` has besides its communicator.
     fn equip(&self, number: u64, comm: &Comm, wait: &Wait<'_>) -> Result<Option<Peers>> {
         let (context, me, size) = (comm.context(), self.members.me, self.members.size());
         let store = GroupStore { owner: self, number, wait };
@@ -392,11 +395,11 @@ impl Cuda {
         }
     }
 
-    /// The communicator for operations, once all members have joined `parent`. If they do not in time, NCCL's threads that wait
-    /// for them end.
+    /// Returns the communicator once all members have joined `parent`. After the deadline, NCCL's waiting threads are
+    /// ended.
     fn join(&self, parent: Parent, wait: &Wait<'_>, during: &dyn Fn() -> String) -> Result<Comm> {
         let check = || {
-            // A member may have noted that it cannot come.
+            // A member may have noted in the store that it cannot join.
             self.check(during)?;
             wait.check(|| self.others())
         };
@@ -410,7 +413,8 @@ impl Cuda {
         })
     }
 
-    /// The unique id of part `number`, after a look at the members' devices; `None` if all members have a split communicator that fits.
+    /// Exchanges the unique id of part `number` after comparing the members' devices. Returns `None` if all members can
+    /// split an existing communicator.
     fn meet(
         &self,
         number: u64,
@@ -425,7 +429,8 @@ impl Cuda {
             give_id()?;
         }
         let own = (nccl::host_id().unwrap_or_else(host::identity), context.properties().uuid);
-        // Where nobody hears of all others, a split communicator that one member lacks would not be missed.
+        // In larger groups no member hears of all others, so a member without the communicator to split would not be
+        // noticed.
         let mut all_have_split_comms = split_comm && ranks.len() <= COMPARED;
         let text = postcard::to_stdvec(&(&own, split_comm))
             .map_err(|error| Error::Internal(format!("a device cannot be written down: {error}")))?;
@@ -458,7 +463,7 @@ impl Cuda {
         UniqueId::from_bytes(&self.read(&key("id", 0), ranks[0], wait)?).map(Some)
     }
 
-    /// Frees what the members share with each other, once all of them have nothing under way any more.
+    /// Frees the memory that the members share, once none of them has operations in flight.
     fn retire(&self, part: &DeviceCommunicator) {
         let Some(peers) = &part.peers else { return };
         let (ranks, me) = (&self.members.ranks, self.members.me);
@@ -473,15 +478,15 @@ impl Cuda {
         }
     }
 
-    /// Has the keys of this group removed from the store once all members have said that they read them no more.
+    /// Removes this group's keys from the store once all members have finished reading them.
     fn forget_keys(&self) {
-        // A store that cannot be reached ends with its session.
+        // A store that cannot be reached is freed with its session.
         if let Ok(store) = self.store() {
             let _ = store.release(&format!("cuda/{:x}/", self.id), self.members.size());
         }
     }
 
-    /// Where member `at` writes down `what` for the others.
+    /// The key under which member `at` publishes `what`.
     fn key(&self, number: u64, what: &str, at: usize) -> String {
         format!("cuda/{:x}/{number}/{what}/{at}", self.id)
     }
@@ -490,9 +495,9 @@ impl Cuda {
         self.store.get().ok_or_else(|| Error::Internal(format!("group {} has no store to meet on", self.id)))
     }
 
-    /// What `rank` writes to `key`.
+    /// Reads the value that `rank` writes to `key`.
     fn read(&self, key: &str, rank: usize, wait: &Wait<'_>) -> Result<Vec<u8>> {
-        // At the limit, too, nobody is missed who has written: what took so long may have been this member.
+        // Values that are present count even after the deadline: this member itself may have caused the delay.
         let remaining = wait.deadline.saturating_duration_since(Instant::now()).max(LAST_LOOK);
         self.store()?.get(key, &[rank], remaining).map_err(|error| match error {
             Error::Timeout { missing, limit, .. } => {
@@ -508,7 +513,8 @@ impl Cuda {
         ranks.iter().enumerate().filter(|(at, _)| at != me).map(|(_, rank)| *rank).collect()
     }
 
-    /// What NCCL or CUDA report may be the first sign of a member's death: the rendezvous will say so in a moment.
+    /// An error of NCCL or CUDA may be the first sign of a member's death, which the rendezvous reports shortly after.
+    /// Prefers that report.
     fn explain(&self, error: Error, during: &dyn Fn() -> String) -> Error {
         let Error::Device { .. } = error else { return error };
         let deadline = Instant::now() + NEWS_TIME;
@@ -526,7 +532,7 @@ impl Cuda {
         }
     }
 
-    /// The operation, for messages.
+    /// Describes the operation, for messages.
     fn describe(&self, request: &Request) -> String {
         match Call::describe(request, self.members.me, self.members.size()) {
             Ok(Some(call)) => call.to_string(),
@@ -535,7 +541,7 @@ impl Cuda {
         }
     }
 
-    /// Whether this member may call `request`.
+    /// Checks that this member may call `request`.
     fn accept(&self, request: &Request) -> Result<()> {
         let (me, size) = (self.members.me, self.members.size());
         match request {
@@ -557,8 +563,8 @@ impl Cuda {
     }
 }
 
-/// Runs `abort`, which ends a communicator that no group has. A member that has already waited to its limit does not wait for NCCL
-/// without one.
+/// Runs `abort`, which ends a communicator that belongs to no group, in a thread of its own: this member has waited to
+/// its limit already.
 fn discard(abort: impl FnOnce() + Send + 'static) {
     let (ended, end) = mpsc::channel::<()>();
     let work = move || {
@@ -574,7 +580,7 @@ fn discard(abort: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// What the members of a part decide on, on the store.
+/// The store, as seen by the members that make a part.
 struct GroupStore<'a> {
     owner: &'a Cuda,
     number: u64,
@@ -591,7 +597,7 @@ impl p2p::MemberStore for GroupStore<'_> {
     }
 }
 
-/// The one device and stream of all views.
+/// Returns the device and the stream, which all views share.
 fn place(requests: &[Request]) -> Result<(u16, usize)> {
     let mut place = None;
     for view in requests.iter().flat_map(call::views).filter(|view| view.elems() > 0) {
@@ -606,7 +612,7 @@ fn place(requests: &[Request]) -> Result<(u16, usize)> {
             Some(_) => {}
         }
     }
-    // Views without elements carry the place as well, if their maker says so.
+    // Views without elements may name a device as well.
     let empty = || {
         requests.iter().flat_map(call::views).find_map(|view| match view.device() {
             Device::Cuda(index) => Some((index, view.stream())),
@@ -618,7 +624,7 @@ fn place(requests: &[Request]) -> Result<(u16, usize)> {
         .ok_or_else(|| Error::Internal("an operation without CUDA tensors was queued on a device".into()))
 }
 
-/// Whether `request` is about CUDA tensors: as its first view is, all must be.
+/// Whether `request` is about CUDA tensors. The first view decides; all must agree.
 pub(super) fn is_on_device(request: &Request) -> bool {
     let view = match request {
         Request::AllReduce { input, .. }

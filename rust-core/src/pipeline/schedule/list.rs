@@ -1,5 +1,5 @@
-//! A list scheduler: it lets time pass, and whenever a rank is free it starts the task that the policy likes best
-//! among those that can run. The order in which tasks start is the program (PIPE-1).
+//! A list scheduler: it simulates time, and whenever a rank is free it starts the runnable task that the policy
+//! prefers. The order in which tasks start is the program (PIPE-1).
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -8,8 +8,8 @@ use super::Schedule;
 use crate::error::{Error, Result};
 use crate::pipeline::{Action, ActionKind, Graph, Program};
 
-/// The computations of all ranks. `active` says for each rank how many microbatches it may have under way, `wished` how
-/// many zero bubble shall have.
+/// Orders the computations of all ranks. `active` gives for each rank the most microbatches in flight; `wished` gives
+/// the number for zero bubble.
 pub(super) fn order(graph: &Graph, schedule: Schedule, active: &[usize], wished: Option<usize>) -> Result<Program> {
     let mut scheduler = Scheduler::new(graph, schedule, active, wished);
     scheduler.run();
@@ -22,24 +22,24 @@ pub(super) fn order(graph: &Graph, schedule: Schedule, active: &[usize], wished:
     Ok(Program::new(scheduler.lists))
 }
 
-/// How far a stage is. Microbatches come in order (PIPE-4), so numbers are enough.
+/// The progress of a stage. Microbatches come in order (PIPE-4), so counters are enough.
 struct StageState {
-    /// Of the next forwards, how many inputs are to come; likewise gradients of the next backwards.
+    /// For each of the next forwards, how many inputs have not arrived; likewise for gradients of the next backwards.
     inputs: Awaited,
     gradients: Awaited,
-    /// Next microbatch of each kind.
+    /// The next microbatch of each kind of task.
     forward: usize,
     backward: usize,
     weight: usize,
     forward_ended: usize,
     backward_ended: usize,
-    /// Microbatches of which nothing is left to do.
+    /// Number of microbatches whose tasks have all run.
     ended: usize,
     /// How many forwards may be ahead of backwards.
     ahead: usize,
 }
 
-/// How much is still to come for each of the next microbatches.
+/// Counts what has not arrived for each of the next microbatches.
 struct Awaited {
     each: usize,
     left: VecDeque<usize>,
@@ -50,7 +50,7 @@ impl Awaited {
         Self { each, left: VecDeque::new() }
     }
 
-    /// One came for the microbatch that is `distance` after the next one.
+    /// Counts an arrival for the microbatch that is `distance` after the next one.
     fn arrive(&mut self, distance: usize) {
         while self.left.len() <= distance {
             self.left.push_back(self.each);
@@ -58,12 +58,12 @@ impl Awaited {
         self.left[distance] -= 1;
     }
 
-    /// Whether nothing is to come for the next one.
+    /// Whether everything for the next microbatch has arrived.
     fn complete(&self) -> bool {
         self.left.front().copied().unwrap_or(self.each) == 0
     }
 
-    /// On to the one after it.
+    /// Moves on to the following microbatch.
     fn advance(&mut self) {
         self.left.pop_front();
     }
@@ -72,22 +72,22 @@ impl Awaited {
 struct Scheduler<'a> {
     graph: &'a Graph,
     schedule: Schedule,
-    /// Microbatches that each rank may have under way.
+    /// The most microbatches in flight on each rank.
     active: Vec<usize>,
-    /// Activations that a rank may keep, in stages; only where backwards are split, as a second part that is put
-    /// off keeps them longer than 1F1B would.
+    /// The most activations that a rank may keep, in stages. It applies only where backwards are split, since a
+    /// deferred second part keeps activations longer than 1F1B would.
     kept: usize,
     stages: Vec<StageState>,
-    /// For each rank its stages.
+    /// The stages of each rank.
     own: Vec<Vec<usize>>,
-    /// For each rank the microbatches that it has begun.
+    /// The microbatches that each rank has begun.
     begun: Vec<usize>,
     busy: Vec<bool>,
     events: BinaryHeap<Reverse<(u64, ScheduleEvent)>>,
     lists: Vec<Vec<Action>>,
 }
 
-/// What happens at some time: the end of a task, or the arrival of what a stage needs.
+/// An event: the end of a task, or the arrival of an input of a stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum ScheduleEvent {
     End(usize, ActionKind),
@@ -95,8 +95,9 @@ enum ScheduleEvent {
     Gradient(usize, usize),
 }
 
-/// Forwards ahead of backwards where the first stage may have `active` of them, and the others in proportion: twice as
-/// many (less one) as ZB-H1 has are ZB-H2, which fills the time until the first gradient comes.
+/// How many forwards each stage may be ahead of its backwards if the first stage may be `active` ahead; the others
+/// follow in proportion. Twice as many (less one) as in ZB-H1 give ZB-H2, which fills the time until the first gradient
+/// arrives.
 fn stretched(heights: Vec<usize>, active: usize) -> Vec<usize> {
     let most = heights.iter().copied().max().unwrap_or(1);
     if most < 2 || active <= most {
@@ -108,7 +109,7 @@ fn stretched(heights: Vec<usize>, active: usize) -> Vec<usize> {
 impl<'a> Scheduler<'a> {
     fn new(graph: &'a Graph, schedule: Schedule, active: &[usize], wished: Option<usize>) -> Self {
         let ranks = graph.ranks();
-        // Rounds of forwards and backwards are the same everywhere.
+        // All ranks have the same rounds of forwards and backwards.
         let fewest = active.iter().copied().min().unwrap_or(1);
         let heights = match wished {
             Some(wished) if schedule == Schedule::ZeroBubble => {
@@ -152,7 +153,7 @@ impl<'a> Scheduler<'a> {
         }
     }
 
-    /// What is planned for a stage.
+    /// The kinds of tasks of a stage.
     fn kinds(&self, backward: bool) -> &'static [ActionKind] {
         match self.schedule {
             _ if !backward => &[ActionKind::Forward],
@@ -163,7 +164,7 @@ impl<'a> Scheduler<'a> {
     }
 
     fn run(&mut self) {
-        // Ranks for which something changed at this moment.
+        // Ranks for which something has changed at this time.
         let mut touched: Vec<usize> = (0..self.graph.ranks()).collect();
         let mut now = 0;
         loop {
@@ -176,7 +177,7 @@ impl<'a> Scheduler<'a> {
             }
             let Some(&Reverse((time, _))) = self.events.peek() else { return };
             now = time;
-            // All that happens at one moment is known before anybody chooses.
+            // All events of one time are applied before any rank chooses its task.
             while let Some(&Reverse((time, event))) = self.events.peek()
                 && time == now
             {
@@ -186,14 +187,14 @@ impl<'a> Scheduler<'a> {
         }
     }
 
-    /// Starts the task that `rank` likes best, if there is one.
+    /// Starts the task that the policy prefers for `rank`, if one can run.
     fn start(&mut self, rank: usize, now: u64) {
         let task = match self.schedule {
             Schedule::Simple => self.next_forward(rank).or_else(|| self.next_backward(rank)),
             Schedule::Interleaved => self.next_backward(rank).or_else(|| self.next_forward(rank)),
             Schedule::ZeroBubble => {
-                // A forward that could run is worth more than a gradient, and so is the room that it lacks: the ranks
-                // after this one wait for it.
+                // A runnable forward comes before a weight gradient. So does freeing the memory that a forward lacks,
+                // because later ranks wait for it.
                 let forward = match self.next_forward(rank) {
                     Some(_) if self.kept(rank) >= self.kept => self.next_weight(rank),
                     forward => forward,
@@ -227,7 +228,7 @@ impl<'a> Scheduler<'a> {
         self.events.push(Reverse((now + cost, ScheduleEvent::End(index, kind))));
     }
 
-    /// The earliest microbatch, and of that the earliest stage.
+    /// Returns the next forward: of the earliest microbatch, the earliest stage.
     fn next_forward(&self, rank: usize) -> Option<(usize, usize, ActionKind)> {
         let microbatches = self.graph.microbatches();
         let candidates = self.own[rank].iter().filter(|&&index| {
@@ -240,13 +241,13 @@ impl<'a> Scheduler<'a> {
         candidates.map(|&index| (self.stages[index].forward, index, ActionKind::Forward)).min()
     }
 
-    /// Activations that `rank` keeps, in stages.
+    /// The activations that `rank` keeps, in stages.
     fn kept(&self, rank: usize) -> usize {
         let own = self.own[rank].iter().filter(|&&index| self.graph.stage(index).backward);
         own.map(|&index| self.stages[index].forward - self.stages[index].ended).sum()
     }
 
-    /// Whether `rank` may go on with `microbatch`, or begin it.
+    /// Whether `rank` may begin `microbatch`, or continue it.
     fn admits(&self, rank: usize, microbatch: usize) -> bool {
         let begun = self.begun[rank];
         if microbatch < begun {
@@ -259,7 +260,7 @@ impl<'a> Scheduler<'a> {
         }
     }
 
-    /// The earliest microbatch, and of that the latest stage.
+    /// Returns the next backward: of the earliest microbatch, the latest stage.
     fn next_backward(&self, rank: usize) -> Option<(usize, usize, ActionKind)> {
         let candidates = self.own[rank].iter().filter(|&&index| {
             let stage = &self.stages[index];
@@ -273,7 +274,7 @@ impl<'a> Scheduler<'a> {
         best.map(|&index| (self.stages[index].backward, index, kind))
     }
 
-    /// GPipe: whether all forwards that go together with this microbatch's have ended.
+    /// GPipe: whether all forwards of this microbatch's round have ended.
     fn round_is_forward(&self, rank: usize, microbatch: usize) -> bool {
         let active = self.active[rank];
         let end = (microbatch / active).saturating_add(1).saturating_mul(active).min(self.graph.microbatches());
@@ -286,7 +287,7 @@ impl<'a> Scheduler<'a> {
         candidates.map(|&index| (self.stages[index].weight, index, ActionKind::Weight)).min()
     }
 
-    /// Takes note of an event; returns the rank that may go on.
+    /// Applies an event; returns the rank that may have a runnable task now.
     fn happen(&mut self, event: ScheduleEvent, now: u64) -> usize {
         match event {
             ScheduleEvent::End(index, kind) => {
@@ -334,7 +335,7 @@ impl<'a> Scheduler<'a> {
         }
     }
 
-    /// With which kind of task a microbatch is through a stage.
+    /// The last kind of task of a microbatch in a stage.
     fn kinds_last(&self, index: usize) -> &'static ActionKind {
         self.kinds(self.graph.stage(index).backward).last().expect("every stage has a forward")
     }

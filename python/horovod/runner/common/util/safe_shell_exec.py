@@ -16,12 +16,12 @@ from typing import IO, TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from horovod.runner.util.streams import Pipe
 
-#: From SIGTERM to SIGKILL, in seconds.
+#: Time between SIGTERM and SIGKILL, in seconds.
 GRACEFUL_TERMINATION_TIME_S = 5
 
 _LONGEST_LOOK = 0.05
 
-#: Waits for the end of a pipe, and then ends a process group.
+#: Program of a watcher process: waits for the end of a pipe, then ends a process group.
 _WATCH = """
 import os, signal, sys, time
 pipe, group, patience = map(int, sys.argv[1:])
@@ -52,7 +52,7 @@ def _signal(group: int, number: int) -> None:
     try:
         os.killpg(group, number)
     except ProcessLookupError:
-        # It is gone, which is what was wanted.
+        # The process is gone already.
         return
 
 
@@ -95,7 +95,7 @@ def prefix_connection(
         except OSError:
             data = b""
         pending += decoder.decode(data, final=not data)
-        # A carriage return ends a line as well: progress bars have no other end.
+        # A carriage return ends a line as well: progress bars write no newline.
         *lines, pending = re.split(r"(?<=[\r\n])", pending)
         if not data and pending:
             lines, pending = [*lines, pending], ""
@@ -139,7 +139,7 @@ def execute(
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
-    # The end of this pipe tells a small process that this one is gone, however that came.
+    # The end of this pipe tells a watcher process that this process has ended, for whatever reason.
     lifeline, ours = os.pipe()
     watcher = subprocess.Popen(
         [sys.executable, "-S", "-c", _WATCH, str(lifeline), str(process.pid), str(GRACEFUL_TERMINATION_TIME_S)],
@@ -174,7 +174,7 @@ def execute(
         os.close(ours)
         if process.poll() is None:
             _end(process)
-        # What it started in the background.
+        # Ends the background processes that the command has started.
         _signal(process.pid, signal.SIGKILL)
     for pump in pumps:
         pump.join(GRACEFUL_TERMINATION_TIME_S)
