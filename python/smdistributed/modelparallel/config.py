@@ -180,8 +180,7 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
     if not values.get("contiguous", True):
         warnings.warn(
             "`contiguous: false` is ignored: automatic partitions are always contiguous; assign other ones by "
-            "`smp.partition` or "
-            "a `partition_file`",
+            "`smp.partition` or a `partition_file`",
             stacklevel=4,
         )
     if values.get("tensor_parallel_degree", 1) > 1 and values.get("shard_optimizer_state"):

@@ -72,18 +72,16 @@ class LossTerms:
         if loss.shape.rank != 0:
             raise SMPUnsupportedError(
                 f"the loss has the shape {loss.shape}: microbatches need one number, so take a `reduction` other than "
-                f"None, or compute the "
-                "mean in the function"
+                "None, or compute the mean in the function"
             )
         parts = [left for left in self._left if left is not None]
         if not parts:
             return self._share, None
         if len(self._left) > 1 or any(map(_is_of_rows, model.losses)):
             raise SMPUnsupportedError(
-                "a loss is a mean over what a mask or weights leave of a batch, and there are other losses beside it: "
-                "how much is left of the "
-                "other microbatches is not known yet; take `reduction='sum'`, or a `tf.reduce_sum` of the masked "
-                "losses by a number"
+                "a loss is a mean over what a mask or weights leave of a batch, and there are other losses beside "
+                "it: how much is left of the other microbatches is not known yet; take `reduction='sum'`, or a "
+                "`tf.reduce_sum` of the masked losses by a number"
             )
         weight = self._share * parts[0]
         return weight, weight

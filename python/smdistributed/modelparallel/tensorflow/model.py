@@ -283,8 +283,7 @@ class DistributedModel(KerasLoops, _Model):
         if self.is_partitioned and not self._smp_is_gathered and self._smp_remote_variables():
             raise SMPUnsupportedError(
                 f"`{call}` would write the variables of one partition: take `save_model`, `save`, `save_weights` or "
-                f"`export` of the "
-                "model, which all ranks call, or a `tf.train.Checkpoint`"
+                "`export` of the model, which all ranks call, or a `tf.train.Checkpoint`"
             )
 
     @property

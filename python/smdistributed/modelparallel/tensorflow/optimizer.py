@@ -217,9 +217,8 @@ def _update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> Itera
         raise SMPUsageError("a `StepOutput` has a gradient for each microbatch: apply what its `accumulate()` gives")
     if state.trace is not None and state.trace.is_current() and len(state.groups.members["pp"]) > 1:
         raise SMPUsageError(
-            "an optimizer updates variables in the body of a `smp.step` function: return the gradients, and apply what "
-            "their "
-            "`accumulate()` gives outside"
+            "an optimizer updates variables in the body of a `smp.step` function: return the gradients, and apply "
+            "what their `accumulate()` gives outside"
         )
     if id(optimizer) in _updating or not _are_of_the_model(variables):
         yield gradients, variables
@@ -278,8 +277,7 @@ def _check(optimizer: Any) -> None:
     if getattr(optimizer, "gradient_accumulation_steps", None) and optimizer.global_clipnorm is not None:
         raise SMPUnsupportedError(
             f"`gradient_accumulation_steps` of `{name}` clips what it has accumulated, whose norm over all partitions "
-            f"is not known then: "
-            "leave `global_clipnorm` out, or take more microbatches"
+            "is not known then: leave `global_clipnorm` out, or take more microbatches"
         )
 
 
@@ -306,10 +304,8 @@ def _check_pairs(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
                 names = [_path(each) for each in model.variables if id(handle_of(each)) in of]
             raise SMPUsageError(
                 f"the gradient of `{'`, `'.join(names)}` would be applied to `{_path(variable)}`: once the model is "
-                f"divided, "
-                "`model.trainable_variables` are those of this partition, as are a step's gradients of all of them; "
-                "gradients of some "
-                "variables are on all partitions, as is `trainable_variables` of a layer"
+                "divided, `model.trainable_variables` are those of this partition, as are a step's gradients of all "
+                "of them; gradients of some variables are on all partitions, as is `trainable_variables` of a layer"
             )
 
 

@@ -69,8 +69,7 @@ class StepOutput(MicrobatchOutputs[Value]):
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"a `StepOutput` has no `{name}`: it stands for a tensor of each microbatch, which `outputs` are; "
-            f"`merge()`, `reduce_mean()` "
-            "and `accumulate()` make one of them"
+            "`merge()`, `reduce_mean()` and `accumulate()` make one of them"
         )
 
     # What TensorFlow asks of a class whose objects functions take and return.

@@ -311,8 +311,7 @@ class _CheckpointedForward:
             path = recording.pipeline.paths.get(id(module), type(module).__name__)
             warnings.warn(
                 f"`{path}` is checkpointed and spread over partitions: each module in it is checkpointed by itself, "
-                f"and the "
-                "activations of its own operations are kept",
+                "and the activations of its own operations are kept",
                 stacklevel=3,
             )
         for child in _called_parts(module):

@@ -104,8 +104,7 @@ class DistributedModel(nn.Module):
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise SMPUsageError(
                 "the model is wrapped in torch's DistributedDataParallel: with `ddp: true`, `smp.DistributedModel` "
-                "reduces "
-                "gradients itself"
+                "reduces gradients itself"
             )
         if trace_device not in ("cpu", "gpu"):
             raise SMPValidationError(f"`trace_device` is {trace_device!r}: expected 'cpu' or 'gpu'")
@@ -393,8 +392,7 @@ class DistributedModel(nn.Module):
         if self.replicas.are_reduced and run is None:
             raise SMPUsageError(
                 "with replicas, `model.backward` is called inside of `smp.step` functions: outside, its gradients "
-                "would not be "
-                "reduced"
+                "would not be reduced"
             )
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         gradients = [None] * len(tensors) if grad_tensors is None else grad_tensors

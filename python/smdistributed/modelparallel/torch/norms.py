@@ -152,9 +152,8 @@ class _TotalNorm:
             return self._original(tensors, norm_type, error_if_nonfinite, foreach)
         raise SMPUsageError(
             f"torch.nn.utils gets {all_of_model - len(missing)} of the {all_of_model} gradients that this partition "
-            f"has, and {others} other "
-            "tensors: the norm would lack what other partitions have. Call `smp.clip_grad_norm_` on all ranks, with "
-            "the same parameters"
+            f"has, and {others} other tensors: the norm would lack what other partitions have. Call "
+            "`smp.clip_grad_norm_` on all ranks, with the same parameters"
         )
 
 

@@ -365,8 +365,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 def _warn_of_scales() -> None:
     warnings.warn(
         "the loss scale of `smp.DistributedOptimizer` has no effect without the configuration's `fp16`: "
-        "`smp.amp.GradScaler` "
-        "scales losses under autocast",
+        "`smp.amp.GradScaler` scales losses under autocast",
         stacklevel=3,
     )
 

@@ -396,10 +396,8 @@ def _check_known(checkpoint: tf.train.Checkpoint) -> None:
         for variable in optimizer_variables.unknown(optimizer):
             raise SMPCheckpointError(
                 f"`{getattr(variable, 'path', variable.name)}` is a variable of `{type(optimizer).__name__}` of which "
-                f"nobody knows which "
-                "partition it belongs to: make it with `add_variable_from_reference`, or keep such variables in a list "
-                "with one for "
-                "each of the model's"
+                "nobody knows which partition it belongs to: make it with `add_variable_from_reference`, or keep "
+                "such variables in a list with one for each of the model's"
             )
 
 

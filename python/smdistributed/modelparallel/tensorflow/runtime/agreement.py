@@ -161,8 +161,7 @@ def _mismatch_text(lines: Sequence[str], kind: CommGroup, differ: str, names: Se
         if other != doing[0]:
             return (
                 f"the ranks of this pipeline do different things: {names[0]} {doing[0]}, and {name} {other}; all of "
-                f"them make the same "
-                "calls in the same order"
+                "them make the same calls in the same order"
             )
     return f"{differ}: {_difference(story, names)}"
 

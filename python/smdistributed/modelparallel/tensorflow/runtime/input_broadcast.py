@@ -138,6 +138,5 @@ def _compare(stories: Sequence[str]) -> None:
         if other != stories[0]:
             raise SMPMismatchError(
                 f"the ranks of this pipeline are at different places: on partition 0 {stories[0]}, and on partition "
-                f"{place} {other}; all of "
-                "them make the same calls with data of the same length"
+                f"{place} {other}; all of them make the same calls with data of the same length"
             )

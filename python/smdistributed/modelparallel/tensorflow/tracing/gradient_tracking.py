@@ -137,10 +137,9 @@ class GradientTracker:
             names = " or ".join(f"`{underlying(each).name}`" for each in fitting)
             raise SMPUsageError(
                 f"a `smp.step` function returns `{_tensor(value).name}` of shape {value.shape}, which comes from "
-                f"gradients of several "
-                f"variables: replicas cannot tell whether it is the gradient of {names}, of which they need the mean; "
-                f"return gradients "
-                "as a list with one for each of `model.trainable_variables`, and other values in another shape"
+                f"gradients of several variables: replicas cannot tell whether it is the gradient of {names}, of "
+                "which they need the mean; return gradients as a list with one for each of "
+                "`model.trainable_variables`, and other values in another shape"
             )
         return None
 
@@ -154,10 +153,8 @@ class GradientTracker:
         if names:
             raise SMPUsageError(
                 f"a `smp.step` function returns `{_tensor(value).name}`, {value.dtype.name}{value.shape}, which is "
-                f"made of the gradient of "
-                f"{' and '.join(names[:3])} in another form: replicas would not average it; return gradients in the "
-                f"shapes of their "
-                "variables, and change them outside of the step"
+                f"made of the gradient of {' and '.join(names[:3])} in another form: replicas would not average it; "
+                "return gradients in the shapes of their variables, and change them outside of the step"
             )
 
 

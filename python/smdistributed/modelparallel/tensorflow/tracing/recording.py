@@ -171,9 +171,8 @@ class Trace:
         label = self._label
         if tf.compat.v1.get_default_graph() is not self.graph and label.partition != index:
             raise SMPPartitionError(
-                f"`smp.partition({index})` inside of a branch or a loop: all of it is on one partition, so the context "
-                f"goes "
-                "around it"
+                f"`smp.partition({index})` inside of a branch or a loop: all of it is on one partition, so the "
+                "context goes around it"
             )
         with self._labelled(Label(label.inside, label.unit, label.call, index)):
             yield
@@ -325,8 +324,7 @@ def _refused(_: Callable[..., Any], **options: Any) -> NoReturn:
     """As a ``tf.function`` refuses them: each trace would have variables of its own."""
     raise ValueError(
         f"a `smp.step` function makes the variable `{options.get('name') or 'without a name'}` when it is traced "
-        f"again: as in a "
-        "`tf.function`, variables are made in the first call only, or outside"
+        "again: as in a `tf.function`, variables are made in the first call only, or outside"
     )
 
 

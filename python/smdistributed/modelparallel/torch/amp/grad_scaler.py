@@ -44,9 +44,8 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         if isinstance(init_scale, str | torch.device):
             raise TypeError(
-                f"`init_scale` is {init_scale!r}: expected a number, since `smp.amp.GradScaler` takes its arguments in "
-                f"the order "
-                f"of `torch.cuda.amp.GradScaler`; pass `device={str(init_scale)!r}`"
+                f"`init_scale` is {init_scale!r}: expected a number, since `smp.amp.GradScaler` takes its arguments "
+                f"in the order of `torch.cuda.amp.GradScaler`; pass `device={str(init_scale)!r}`"
             )
         kind = current_device().type if device is None else torch.device(device).type
         super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)

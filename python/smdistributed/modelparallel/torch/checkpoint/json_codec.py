@@ -66,9 +66,8 @@ def _plain(value: Any, where: str, keep: Callable[[torch.Tensor], str]) -> Any:
         # A number of NumPy's.
         return _plain(value.item(), where, keep)
     raise SMPCheckpointError(
-        f"`{where}` is a {kind.__module__}.{kind.__qualname__}: a checkpoint takes numbers, texts, bytes, tensors, and "
-        f"lists, tuples, "
-        "sets and dicts of them; save its state, such as `state_dict()`"
+        f"`{where}` is a {kind.__module__}.{kind.__qualname__}: a checkpoint takes numbers, texts, bytes, tensors, "
+        "and lists, tuples, sets and dicts of them; save its state, such as `state_dict()`"
     )
 
 

@@ -234,8 +234,7 @@ class CheckpointManager:
         if strict and (missing or extra):
             raise SMPCheckpointError(
                 f"checkpoint `{reader.tag}` does not fit the model: missing {state_dicts._some(missing)}; not in the "
-                f"model "
-                f"{state_dicts._some(extra)}"
+                f"model {state_dicts._some(extra)}"
             )
         targets = {stored[name]: tensor for name, tensor in local.items() if stored[name] in found}
         self._read(reader, found, targets, targets)

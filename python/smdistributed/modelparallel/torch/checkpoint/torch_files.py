@@ -38,9 +38,8 @@ def get(path: Path, map_location: Any = "cpu", **options: Any) -> Any:
     except pickle.UnpicklingError as error:
         raise SMPCheckpointError(
             f"`{path}` holds {_classes(path)}, which would have to be executed to be read; if you trust it, allow its "
-            f"classes with "
-            "`torch.serialization.add_safe_globals` (`smp.resume_from_checkpoint(..., safe_globals=[...])`), or pass "
-            "`weights_only=False`"
+            "classes with `torch.serialization.add_safe_globals` (`smp.resume_from_checkpoint(..., "
+            "safe_globals=[...])`), or pass `weights_only=False`"
         ) from error
     except (RuntimeError, EOFError, OSError) as error:
         raise SMPCheckpointError(f"`{path}` is damaged: {error}") from error
@@ -60,9 +59,8 @@ def warn_of_classes(path: Path) -> None:
     names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     if names:
         warnings.warn(
-            f"the user content holds {', '.join(sorted(names))}: `smp.resume_from_checkpoint` reads it only with these "
-            f"in "
-            "`safe_globals`, or with `weights_only=False`; numbers, texts, tensors, and lists, tuples, sets and dicts "
-            "of them need neither",
+            f"the user content holds {', '.join(sorted(names))}: `smp.resume_from_checkpoint` reads it only with "
+            "these in `safe_globals`, or with `weights_only=False`; numbers, texts, tensors, and lists, tuples, sets "
+            "and dicts of them need neither",
             stacklevel=2,
         )

@@ -268,8 +268,7 @@ class Executor:
                 if base.dtype is not value.meta.dtype:
                     raise SMPError(
                         f"a task writes in place to a tensor that has a view of another dtype, {value.meta}, and "
-                        f"another partition "
-                        "computes between the view and the write: write to a copy"
+                        "another partition computes between the view and the write: write to a copy"
                     )
                 if base.requires_grad and not value.meta.requires_grad:
                     base = base.detach()

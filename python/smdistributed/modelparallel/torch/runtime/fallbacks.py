@@ -55,9 +55,8 @@ class Fallbacks:
             )
         else:
             text = (
-                f"`{what}` on partition {partition} leaves the pipeline: {reason}. Its microbatch is run up to here on "
-                f"all ranks, "
-                "which wait for its outputs"
+                f"`{what}` on partition {partition} leaves the pipeline: {reason}. Its microbatch is run up to here "
+                "on all ranks, which wait for its outputs"
             )
         if self._strict:
             raise SMPUsageError(f"{text} (SMD_STRICT_PIPELINE=1)")

@@ -207,9 +207,8 @@ def _version(gradient: torch.Tensor | None) -> int:
 def warn_of_sums() -> None:
     """Warns once a process of gradients that are those of the sum over microbatches."""
     warnings.warn(
-        "the body of a `smp.step` function made gradients without `model.backward`, as by `loss.backward()`: they are "
-        "averaged over "
-        "replicas, and summed over microbatches, where `model.backward(loss)` averages over both",
+        "the body of a `smp.step` function made gradients without `model.backward`, as by `loss.backward()`: they "
+        "are averaged over replicas, and summed over microbatches, where `model.backward(loss)` averages over both",
         stacklevel=5,
     )
 

@@ -251,8 +251,7 @@ def _completed(header: _Header, passed: _Arguments) -> dict[_Own, Any]:
             ranks = [rank for rank, story in enumerate(stories) if key in story]
             failures.append(
                 f"the argument `{key.argument}` has a `{key.kind}` on partition 0, which is not sent ({text}), and "
-                f"none on "
-                f"partition {ranks[0]}"
+                f"none on partition {ranks[0]}"
             )
         elif key in missing:
             own[key] = copy
@@ -438,7 +437,6 @@ def _warn_of_own_tensors(own: Mapping[_Own, Any]) -> None:
         warnings.warn(
             f"the argument `{key.argument}` of a `smp.step` function holds a `{key.kind}` with tensors, which is not "
             "broadcast: each rank uses its own. Only lists, tuples, dictionaries, dataclasses and classes with "
-            "`smp_slice` are taken from the "
-            "pipeline's first rank",
+            "`smp_slice` are taken from the pipeline's first rank",
             stacklevel=2,
         )

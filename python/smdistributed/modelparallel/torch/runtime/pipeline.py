@@ -141,8 +141,7 @@ class Pipeline:
             if id(module) not in self.paths:
                 raise SMPUsageError(
                     f"the module `{path}`, a {type(module).__name__}, was added after the model was divided: it is on "
-                    f"no "
-                    "partition"
+                    "no partition"
                 )
         self._contents = contents
         self._relocated.clear()
@@ -343,10 +342,9 @@ class Pipeline:
         text = _difference(story)
         if not is_reordered and all(_same_calls(other[1], everybody[0][1]) for other in everybody):
             text += (
-                ". The ranks make the same calls in different orders, and some of these draw random numbers or change "
-                "something: "
-                "Python orders sets of strings differently in each process, so iterate over a list, or over "
-                "`sorted(..)`"
+                ". The ranks make the same calls in different orders, and some of these draw random numbers or "
+                "change something: Python orders sets of strings differently in each process, so iterate over a "
+                "list, or over `sorted(..)`"
             )
         raise SMPMismatchError(text)
 
@@ -513,14 +511,12 @@ def _difference(story: Sequence[tuple[int, list[list[str]]]]) -> str:
                 if mine != yours:
                     return (
                         f"the ranks of the pipeline run different steps: task {place} of microbatch {microbatch} is "
-                        f"{mine} on "
-                        f"partition 0 and {yours} on partition {rank}"
+                        f"{mine} on partition 0 and {yours} on partition {rank}"
                     )
         if len(first[1]) != len(other[1]) or first[0] != other[0]:
             return (
                 f"the ranks of the pipeline run different steps: partition 0 is {_phase(first)} and partition {rank} "
-                f"is "
-                f"{_phase(other)}"
+                f"is {_phase(other)}"
             )
     return "the ranks of the pipeline run different steps: their tasks have the same names and different arguments"
 

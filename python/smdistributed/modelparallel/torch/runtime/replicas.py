@@ -184,8 +184,7 @@ class Replicas:
             if model.step_run is None:
                 raise SMPUsageError(
                     "backward of what a `smp.step` function returned, after that function has ended: its gradients "
-                    "would not be "
-                    "reduced over the replicas; call `model.backward` inside of the function"
+                    "would not be reduced over the replicas; call `model.backward` inside of the function"
                 )
 
         tensor.register_hook(refuse)

@@ -55,8 +55,7 @@ class Draw:
             if begin.end is None:
                 raise SMPUnsupportedError(
                     "the body restores the random state that a task left, and that state is not known here: the task "
-                    "runs later, or "
-                    "ran before it was asked for; set a seed instead"
+                    "runs later, or ran before it was asked for; set a seed instead"
                 )
             begin = begin.end
         before = None if self.is_sure else self.generator.state()

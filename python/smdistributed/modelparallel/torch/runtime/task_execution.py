@@ -29,14 +29,12 @@ def check(task: Task, outputs: Sequence[torch.Tensor]) -> None:
 def _unexpected_output(task: Task, what: str) -> SMPError:
     text = (
         f"{task} {what}: what a module on one partition returns, or leaves in its arguments, may depend on the shapes "
-        f"and the types "
-        "of its arguments, and on nothing else"
+        "and the types of its arguments, and on nothing else"
     )
     if task.known_spec.observed:
         text += (
             f". With made-up numbers it was always the same. Let `{task.name}` return tensors whose shapes do not "
-            f"follow from "
-            "numbers, or put what chooses by numbers into the body of the step"
+            "follow from numbers, or put what chooses by numbers into the body of the step"
         )
     return SMPError(text)
 

@@ -107,9 +107,8 @@ class CopyOnWriteTensors:
         result = func(*args, **kwargs)
         if versions != [version_of(tensor) for tensor in held]:
             raise SMPUsageError(
-                f"`{getattr(func, '__name__', func)}` changed a tensor in place after a module had been called with it, "
-                f"inside "
-                "of a `smp.step` function: change a copy"
+                f"`{getattr(func, '__name__', func)}` changed a tensor in place after a module had been called with "
+                "it, inside of a `smp.step` function: change a copy"
             )
         return result
 
@@ -175,8 +174,7 @@ def unversioned_write(name: str, saver: Task) -> SMPUsageError:
     """The error of a write that autograd's version counter does not see."""
     return SMPUsageError(
         f"`{name}` writes in place through `.data` to a tensor that autograd has saved for the backward of "
-        f"`{saver.name}`: its gradient "
-        "would be wrong; write to a copy"
+        f"`{saver.name}`: its gradient would be wrong; write to a copy"
     )
 
 

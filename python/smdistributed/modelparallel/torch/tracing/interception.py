@@ -134,9 +134,8 @@ def _recorded(original: Callable[..., Any], pipeline: Pipeline, hooks: _Hooks) -
             and id(self) in paths
         ):
             raise SMPUsageError(
-                f"`{paths[id(self)]}` has backward hooks and is spread over partitions, so no partition has its inputs "
-                f"and "
-                "outputs: register the hooks on modules that are on one partition"
+                f"`{paths[id(self)]}` has backward hooks and is spread over partitions, so no partition has its "
+                "inputs and outputs: register the hooks on modules that are on one partition"
             )
         if rank is None and recording is not None:
             kwargs = without_new_cache(self, args, kwargs)
@@ -185,8 +184,7 @@ def _noted(original: Callable[..., Any], pipeline: Pipeline) -> Callable[..., An
         if any(name in table for table in tables) or (value and isinstance(value[0], nn.Module | nn.Parameter)):
             raise SMPUsageError(
                 f"`{pipeline.paths.get(id(self), type(self).__name__)}.{name}` is a parameter, a buffer or a module: "
-                f"set it before "
-                "the `smp.step` function is called"
+                "set it before the `smp.step` function is called"
             )
         with state.changing(self, name):
             original(self, name, *value)

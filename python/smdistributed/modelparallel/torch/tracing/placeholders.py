@@ -37,8 +37,7 @@ class UnreadTensor(torch.Tensor):
         task = next((arg.task for arg in args if isinstance(arg, UnreadTensor)), "a module")
         raise SMPUsageError(
             f"`{task}` read a tensor of a list or an object that it did not read in an equal call before: what a "
-            f"module reads "
-            "may depend on the shapes and the types of its arguments, and on nothing else"
+            "module reads may depend on the shapes and the types of its arguments, and on nothing else"
         )
 
     @classmethod

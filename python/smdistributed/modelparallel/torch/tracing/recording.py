@@ -220,8 +220,7 @@ class Recording(TorchFunctionMode):
         if func in STORAGE_WRITES:
             raise SMPUsageError(
                 f"`{getattr(func, '__name__', func)}` gives another storage to a tensor on a partition: inside of a "
-                f"`smp.step` function, "
-                "assign the new tensor instead"
+                "`smp.step` function, assign the new tensor instead"
             )
         if func in READS:
             self.pipeline.fallbacks.note(
@@ -522,14 +521,12 @@ class Recording(TorchFunctionMode):
         if type(buffer) is RemoteTensor or (new.meta.shape, new.meta.dtype) != (known.meta.shape, known.meta.dtype):
             raise SMPUsageError(
                 f"the forward of a module that is spread over partitions replaces the buffer `{path}`, {known.meta}, "
-                f"by {new.meta}: "
-                "give the buffer this form before the first step"
+                f"by {new.meta}: give the buffer this form before the first step"
             )
         if new.meta.requires_grad:
             raise SMPUsageError(
                 f"the forward of a module that is spread over partitions sets the buffer `{path}` to a tensor with a "
-                f"graph, which the next "
-                "microbatch cannot go back through: assign `tensor.detach()`"
+                "graph, which the next microbatch cannot go back through: assign `tensor.detach()`"
             )
         self.operation(torch.Tensor.copy_, (buffer, tensor), {})
 
@@ -552,8 +549,7 @@ class Recording(TorchFunctionMode):
         if self._stale and any(stale.overlaps(tensor) for stale in self._stale):
             raise SMPUsageError(
                 "this tensor shares its storage with another one that was changed in place with numbers of a "
-                "partition: use "
-                "the tensor that was changed, or change a copy"
+                "partition: use the tensor that was changed, or change a copy"
             )
 
     def _context(self) -> Context:
@@ -567,9 +563,8 @@ class Recording(TorchFunctionMode):
         """
         if self.is_located(tensor):
             raise SMPUsageError(
-                "`_version` of a tensor on a partition, inside of a `smp.step` function: what changes it in place runs "
-                "when the function "
-                "has returned"
+                "`_version` of a tensor on a partition, inside of a `smp.step` function: what changes it in place "
+                "runs when the function has returned"
             )
         return self.pipeline.from_first_rank(self, version_of(tensor))
 
@@ -597,8 +592,7 @@ class Recording(TorchFunctionMode):
             return GraphNode() if type(tensor) is RemoteTensor and tensor.value.meta.requires_grad else None
         raise SMPUsageError(
             f"`{GRAPH_READS[func]}` of a tensor on a partition, inside of a `smp.step` function: the graph is made, "
-            f"and gradients are "
-            "there, when the function has returned"
+            "and gradients are there, when the function has returned"
         )
 
     # What the body asks for itself.

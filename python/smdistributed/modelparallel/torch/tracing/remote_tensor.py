@@ -89,9 +89,8 @@ class GraphNode:
 
     def __getattr__(self, name: str) -> Any:
         raise SMPUsageError(
-            f"`grad_fn.{name}` of a tensor on a partition, inside of a `smp.step` function: the graph is made when the "
-            f"function has "
-            "returned"
+            f"`grad_fn.{name}` of a tensor on a partition, inside of a `smp.step` function: the graph is made when "
+            "the function has returned"
         )
 
 
@@ -146,10 +145,8 @@ class RemoteTensor(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         raise SMPUsageError(
             f"`{getattr(func, '__name__', func)}` of a tensor that was made inside of a `smp.step` function, after "
-            f"that "
-            "function has ended: return the tensor from the function, and take it from the `StepOutput`; if the "
-            "function has set it as an attribute "
-            "of a module, pass it to the module instead"
+            "that function has ended: return the tensor from the function, and take it from the `StepOutput`; if the "
+            "function has set it as an attribute of a module, pass it to the module instead"
         )
 
     @classmethod

@@ -122,8 +122,7 @@ class RetainedTensors:
             self.needs_earlier = True
             warnings.warn(
                 "the `smp.step` function uses a tensor of an earlier microbatch: microbatches run one after the other. "
-                "Return the tensor "
-                "from the function instead and combine the microbatches' values in its `StepOutput`",
+                "Return the tensor from the function instead and combine the microbatches' values in its `StepOutput`",
                 stacklevel=2,
             )
         retained = other.retained._keep(value) if is_same_step else other.retained.by_value[value.index]
@@ -155,8 +154,7 @@ class RetainedTensors:
         if storage in self._frozen:
             raise SMPUsageError(
                 "a tensor of an earlier microbatch or step is changed in place, and the body has returned it or has "
-                "another tensor with the same "
-                "storage: change a copy"
+                "another tensor with the same storage: change a copy"
             )
 
 
@@ -164,13 +162,10 @@ def _reason(recording: Recording, other: Recording) -> str:
     if other in recording.earlier:
         return (
             f"a tensor of microbatch {other.microbatch} that requires a gradient is used in microbatch "
-            f"{recording.microbatch}: microbatches have "
-            "graphs of their own, so detach the tensor, or return it from the `smp.step` function and combine the "
-            "microbatches' values in its "
-            "`StepOutput`"
+            f"{recording.microbatch}: microbatches have graphs of their own, so detach the tensor, or return it from "
+            "the `smp.step` function and combine the microbatches' values in its `StepOutput`"
         )
     return (
-        "a tensor of an earlier `smp.step` call that requires a gradient is used in this one: detach it, or return it "
-        "from the function and take it "
-        "from the `StepOutput`"
+        "a tensor of an earlier `smp.step` call that requires a gradient is used in this one: detach it, or return "
+        "it from the function and take it from the `StepOutput`"
     )
