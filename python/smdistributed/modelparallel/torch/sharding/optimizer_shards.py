@@ -180,7 +180,8 @@ class OptimizerShards:
         virtual = {key: found for row in self._rows for key, found in row.virtual.items()}
         own = {id(each) for _, each, _ in virtual.values()}
         for group in self._optimizer.param_groups:
-            params, names = [], []
+            params: list[torch.Tensor] = []
+            names: list[str] = []
             for place, parameter in enumerate(group["params"]):
                 if id(parameter) in virtual:
                     params.append(virtual[id(parameter)][1])
