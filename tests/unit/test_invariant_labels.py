@@ -27,7 +27,7 @@ FOLDERS = (
 )
 SUFFIXES = (".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".md", ".py", ".pyi", ".rs")
 # Words of the same form that are no labels.
-OTHER_WORDS = ("AVX", "BERT", "CRC", "CVE", "FP", "GPT", "ISO", "PEP", "RFC", "SHA", "UTF")
+OTHER_WORDS = ("AVX", "BERT", "CRC", "CVE", "FP", "GPL", "GPT", "ISO", "LGPL", "PEP", "RFC", "SHA", "UTF")
 
 LABEL = re.compile(r"\b([A-Z]{2,6})-([1-9]\d?)(?:\.\.(\d+))?(?![\w-])")
 DEFINITION = re.compile(r"^\s*(?://!|///|//|#|\*)?\s*- ([A-Z]{2,6}-[1-9]\d?):", re.MULTILINE)

@@ -27,7 +27,7 @@ REQUIRES_GRAD = frozenset({torch.Tensor.requires_grad_, _TENSOR.requires_grad.__
 GRADIENT = _TENSOR.grad.__get__
 GRADIENT_FUNCTION = _TENSOR.grad_fn.__get__
 IS_LEAF = _TENSOR.is_leaf.__get__
-VERSION = _TENSOR._version.__get__
+VERSION = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 DATA = _TENSOR.data.__get__
 #: Functions that ask for autograd's graph, by the names of what they ask for.
 GRAPH_READS = {
