@@ -31,10 +31,10 @@ def created_modules(observe: Callable[[nn.Module], None]) -> Iterator[None]:
         Nothing.
     """
     _open.append(observe)
-    nn.Module.__init__ = _observed_init
+    nn.Module.__init__ = _observed_init  # type: ignore[method-assign]
     try:
         yield
     finally:
         _open.remove(observe)
         if not _open:
-            nn.Module.__init__ = _init
+            nn.Module.__init__ = _init  # type: ignore[method-assign]
