@@ -102,10 +102,10 @@ class HorovodBasics:
                     others = joins and driven.is_elastic() and may_pass(error)
                     if not others or time.monotonic() - start > patience:
                         raise
-                    # Another worker died before it was done: this one takes part in the next session.
+                    # Another worker died early: this one takes part in the next session.
                     self.shutdown()
         except RemovedError as error:
-            # Its host is gone from the job, which is no failure of this process.
+            # The host was removed from the job, which is no failure of this process.
             print(error, file=sys.stderr)
             sys.exit(0)
         except RuntimeError as error:
@@ -119,12 +119,12 @@ class HorovodBasics:
     def _start_world(self, ranks: list[int] | None, sets: list[ProcessSet], comm: Any) -> None:
         first = not _has_world()
         _core.start_world(ranks)
-        # The first time all ranks compare their sets, those without any as well.
+        # At first, all ranks compare their process sets, also ranks without any.
         if sets or first:
             lists = [one.ranks or [] for one in sets if one.mpi_comm is None]
             made_of_communicators = [one for one in sets if one.mpi_comm is not None]
             _core.register_process_sets(lists + _all_groups(made_of_communicators, comm))
-        # So that a rank which never calls a collective is missed by name.
+        # A rank that never calls a collective can then be reported as missing by name.
         _core.start_negotiation()
 
     @_control
@@ -383,7 +383,7 @@ class HorovodBasics:
         raise ValueError("Process set does not exist or has not been registered.")
 
 
-#: This process's rank in the last world that it was in.
+#: This process's rank in the last session that it was in.
 last_rank: int | None = None
 
 #: Whether any thread may call MPI; ``None`` while `init` has not found MPI.
@@ -398,11 +398,11 @@ def _start_mpi() -> None:
     try:
         _any_thread = _core.start_mpi()
     except UnsupportedError as error:
-        # All ranks hear the same, so all go on without MPI.
+        # All ranks get the same result, so all of them continue without MPI.
         warn_once(f"MPI is not initialised: {error}")
 
 
-#: What the frameworks' modules do when the session ends.
+#: Functions of the frameworks' modules to call when the session ends.
 _cleanups: list[Callable[[], None]] = []
 
 
@@ -450,7 +450,7 @@ def _all_groups(sets: list[ProcessSet], world: Any) -> list[list[int]]:
     for one in sets:
         group = one.mpi_comm.Get_group()
         one.ranks = sorted(group.Translate_ranks(list(range(group.Get_size())), world.Get_group()))
-    # Ranks may have different ones, and different numbers of them.
+    # The ranks may be members of different process sets.
     groups = {tuple(ranks) for own in world.allgather([one.ranks for one in sets]) for ranks in own}
     return [list(ranks) for ranks in sorted(groups)]
 

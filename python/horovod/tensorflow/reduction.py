@@ -23,13 +23,13 @@ from smdistributed.dataparallel.tensorflow.replicas import compare
 
 Gradients = Sequence[tf.Tensor | tf.IndexedSlices | None]
 
-#: What makes replicas equal.
+#: The calls that make replicas start with equal values.
 _BROADCAST = (
     "`hvd.broadcast_variables(model.variables, root_rank=0)` before the first step or right after it, or give `fit` "
     "the callback `hvd.callbacks.BroadcastGlobalVariablesCallback(0)`"
 )
 
-# On what has been reduced: a gradient may pass an optimizer's method and then another one that reduces, too.
+# Set on reduced gradients. A gradient may pass two methods that reduce, and must be reduced once.
 _MARK = "_hvd_reduced"
 
 
@@ -88,7 +88,7 @@ def layers_of(local_layers: Any) -> list[Any]:
     """
     layers = list(local_layers) if isinstance(local_layers, (list, tuple, set)) else [local_layers]
     layers = [] if local_layers is None else layers
-    # Of whichever Keras: no package is imported for that.
+    # The layers may be of any Keras package; none is imported for this check.
     if not all(hasattr(layer, "trainable_weights") and callable(layer) for layer in layers):
         raise ValueError("All local layers must be of tf.keras.layers.Layer type.")
     return layers
@@ -158,7 +158,7 @@ class Reduction:
     process_set: ProcessSet = global_process_set
     scale_local_gradients: bool = True
     scope: str = "DistributedGradients"
-    #: Keys of variables whose gradients stay this rank's.
+    #: Keys of the variables whose gradients are not reduced.
     local: set[Any] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -208,8 +208,8 @@ class Reduction:
                 if gradient is not None and is_local[index] and self.scale_local_gradients:
                     results[index] = self._scaled(gradient)
             places = [i for i, gradient in enumerate(results) if gradient is not None and not is_local[i]]
-            # Before anything waits that others do not have; a graph does so at its beginning. What is of local
-            # variables alone is a rank's own affair.
+            # Checked before any operation waits for ranks that do not take part; in a graph, at its beginning.
+            # Gradients of local variables alone concern no other rank.
             names = [_name_of(variables[place]) for place in places]
             compared = None if all(is_local) else _compare_step(places, names, use_generic_names, self.process_set)
             with tf.control_dependencies([] if compared is None else [compared]):
@@ -245,7 +245,7 @@ class Reduction:
             "device_sparse": self.device_sparse,
             "compression": self.compression,
             "op": self.op,
-            # The average divides by the number of ranks.
+            # Together with the average, which divides by the number of ranks.
             "prescale_factor": 1.0 / factor,
             "postscale_factor": factor,
             "name": f"grad_{places[0]}" if use_generic_names else None,

@@ -67,14 +67,14 @@ class _DistributedOptimizer(_Base):
         self._synchronized = False
         self._should_synchronize = True
         self._hooks: list[Any] = []
-        # Of each parameter in a group: the group's number.
+        # The number of each parameter's group.
         self._group_of: dict[torch.Tensor, int] = {}
         self._groups: list[list[torch.Tensor]] = []
         self._arrived: dict[int, set[torch.Tensor]] = {}
         self._planned_reducer = PlannedReducer(
             self._parameter_names, op, gradient_predivide_factor, compression, process_set
         )
-        # `size` comes first: it says so if `init` has not been called.
+        # `size` comes first, because it raises if `init` has not been called.
         self._active = (size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1") and process_set.included()
         if self._active:
             self._register_groups(groups)
@@ -108,7 +108,7 @@ class _DistributedOptimizer(_Base):
         for number, group in enumerate(self.param_groups):
             for index, parameter in enumerate(group["params"]):
                 if parameter.requires_grad and parameter not in self._requires_update:
-                    # It may have come with `add_param_group`.
+                    # The group may have come with `add_param_group`.
                     self._parameter_names.setdefault(parameter, f"allreduce.noname.{number}.{index}")
                     self._allreduce_delay.setdefault(parameter, self.backward_passes_per_step)
                     self._requires_update.add(parameter)
@@ -156,14 +156,14 @@ class _DistributedOptimizer(_Base):
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         if parameter.grad is None:
-            # Other ranks may have one.
+            # The parameter may have a gradient on other ranks.
             parameter.grad = no_rows(parameter) if _is_sparse(parameter) else torch.zeros_like(parameter)
         grad = parameter.grad
         if grad.is_sparse:
             self._planned_reducer.sparse.add(parameter)
             return grad.to_dense() if self.sparse_as_dense else grad
         if not grad.is_contiguous():
-            # Such as the gradient of `expand`, whose elements share memory.
+            # The gradient of `expand`, for example, has elements that share memory.
             grad = parameter.grad = grad.contiguous()
         return grad
 
@@ -199,7 +199,7 @@ class _DistributedOptimizer(_Base):
             for parameter in members:
                 grad = self._gradient(parameter)
                 if grad.is_sparse:
-                    # Its size is not known to the others.
+                    # The other ranks do not know the size of a sparse gradient.
                     self._handles[parameter] = self._reduce_one(parameter)
                     continue
                 tensor, ctx = self._compression.compress(grad)
@@ -244,13 +244,13 @@ class _DistributedOptimizer(_Base):
         A rank that joins a job has no such gradients, and all ranks must begin the next step together.
         """
         for arrived in self._arrived.values():
-            # The others may lack them, and would not come.
+            # The other ranks may have no such gradients, and would not take part in their reduction.
             arrived.clear()
         self._give_up()
         self.zero_grad()
 
     def _give_up(self) -> None:
-        # What failed is not needed any more: after a failure elastic training restores a state.
+        # The error can be dropped: elastic training restores a state after a failure.
         with suppress(HorovodInternalError):
             self._finish(False)
         self._comparison = None
@@ -320,7 +320,7 @@ class _DistributedOptimizer(_Base):
             self._synchronized = True
             return
         _compare_replicas(self, self.process_set.ranks)
-        # Parameters that have thawed since.
+        # For parameters whose `requires_grad` has been set since.
         self._register_hooks()
         for parameter in self._parameters():
             missing = parameter.requires_grad and parameter not in self._handles
@@ -352,7 +352,7 @@ class _DistributedOptimizer(_Base):
                 )
             self.synchronize()
         self._synchronized = False
-        # Schedulers look for it.
+        # PyTorch's schedulers look for this attribute.
         self._opt_called = True
         return super().step(closure)
 
@@ -379,7 +379,7 @@ def _is_sparse(parameter: Any) -> bool:
     known = getattr(parameter, "_hvd_sparse", None)
     if known is None:
         kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-        # By type: some objects mind being asked for their class.
+        # By `type`, because `isinstance` asks an object for `__class__`, which may have side effects.
         layers = (one for one in gc.get_objects() if issubclass(type(one), kinds))
         known = any(layer.weight is parameter and layer.sparse for layer in layers)
         parameter._hvd_sparse = known
@@ -555,7 +555,7 @@ def _view(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
         base.__name__, (mixin, base), {"__module__": base.__module__, "__reduce__": reduce, "__doc__": base.__doc__}
     )
     view: Any = object.__new__(cls)
-    # A scheduler's wrapper around the optimizer's own step would go past the view's.
+    # A scheduler's wrapper calls the wrapped optimizer's `step` and not this one's.
     optimizer.__dict__.pop("step", None)
     view.__dict__ = optimizer.__dict__
     return view

@@ -14,7 +14,7 @@ struct OutputStream {
     sink: Sink,
     pipe: OwnedFd,
     splitter: Splitter,
-    /// Gets the bytes as they are.
+    /// The file that gets a copy of the bytes.
     file: Option<File>,
 }
 
@@ -22,10 +22,10 @@ struct OutputStream {
 pub(super) struct Streams(Vec<OutputStream>);
 
 impl Streams {
-    /// Takes over a rank's pipes; `folder` gets copies.
+    /// Takes over a rank's pipes. Files in `folder` get copies.
     ///
     /// # Errors
-    /// [`Error::Io`] if they cannot be made there.
+    /// [`Error::Io`] if the files cannot be created.
     pub fn new(pipes: Pipes, folder: Option<&Path>) -> Result<Self> {
         let stream = |sink, pipe| {
             let file = folder.map(|folder| output_file(folder, sink)).transpose()?;
@@ -34,17 +34,17 @@ impl Streams {
         Ok(Self(vec![stream(Sink::Stdout, pipes.stdout)?, stream(Sink::Stderr, pipes.stderr)?]))
     }
 
-    /// Whether both have ended.
+    /// Whether both pipes have ended.
     pub fn ended(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// What to wait for.
+    /// The pipes to poll.
     pub fn pipes(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.0.iter().map(|stream| stream.pipe.as_fd())
     }
 
-    /// Reads what is there, at most a buffer of each.
+    /// Reads the available bytes, at most one buffer per pipe.
     pub fn read(&mut self, buffer: &mut [u8], emit: &mut dyn FnMut(Sink, OutputPiece)) {
         self.0.retain_mut(|stream| {
             let sink = stream.sink;
@@ -67,15 +67,15 @@ impl Streams {
     }
 }
 
-/// Removes what is there of an earlier job.
+/// Removes the files of an earlier job.
 pub(super) fn remove_files(folder: &Path) {
     for name in ["stdout", "stderr"] {
-        // What cannot be removed is continued.
+        // A file that cannot be removed is appended to.
         let _ = std::fs::remove_file(folder.join(name));
     }
 }
 
-/// Where a stream goes, too. A worker that takes the place of another continues its file.
+/// Opens the file that gets a copy of a stream. A worker that replaces another one appends to its file.
 fn output_file(folder: &Path, sink: Sink) -> Result<File> {
     let path = folder.join(if sink == Sink::Stdout { "stdout" } else { "stderr" });
     let open = || File::options().create(true).append(true).open(&path);

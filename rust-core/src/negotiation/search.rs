@@ -1,49 +1,49 @@
-//! Looks for the largest value of a function that is dear to ask and answers with noise: a Gaussian process stands for what is
-//! known of it, and the next place is the one that is expected to be most of an improvement.
+//! Bayesian optimisation: searches the maximum of a function that is expensive to measure and noisy. A Gaussian process
+//! models the measurements so far, and the next point is the one with the largest expected improvement.
 //!
-//! - SEA-1: what comes next follows from the answers alone: there are no random numbers.
+//! - SEA-1: the next point depends on the measurements alone; no random numbers are used.
 
-/// Scales on which values may change, of the range: the likeliest one is taken.
+/// Candidate length scales of the process, relative to the range. The likeliest one is used.
 const LENGTHS: [f64; 5] = [0.08, 0.15, 0.25, 0.4, 0.8];
 
 /// Bayesian optimisation of a function with one argument between 0 and 1.
 #[derive(Clone, Debug)]
 pub(super) struct TuningSearch {
-    /// Where the function may be asked.
+    /// The points at which the function may be measured.
     places: Vec<f64>,
-    /// Where it is asked first, the next last.
+    /// The points to measure first; the next one is last.
     starts: Vec<usize>,
-    /// How much of the variance of answers is noise.
+    /// The share of noise in the variance of the measurements.
     noise: f64,
     answers: Vec<(usize, f64)>,
     left: usize,
 }
 
-/// A Gaussian process that has seen answers.
+/// A Gaussian process, conditioned on measurements.
 struct GaussianProcess {
     length: f64,
     seen: Vec<f64>,
-    /// The Cholesky factor of the answers' covariances, by rows.
+    /// The Cholesky factor of the measurements' covariance matrix, by rows.
     factor: Vec<Vec<f64>>,
-    /// Their inverse times the answers.
+    /// The inverse covariance matrix times the measurements.
     weights: Vec<f64>,
     log_likelihood: f64,
 }
 
 impl TuningSearch {
-    /// Asks at `num_places` places that are evenly spaced, at four of them first, no place twice, and `limit` times in all. `noise`
-    /// is the share of the answers' variance that it makes up.
+    /// Searches `num_places` evenly spaced points, four of them first. Each point is measured at most once, and `limit`
+    /// points in all. `noise` is its share of the measurements' variance.
     pub(super) fn new(num_places: usize, limit: usize, noise: f64) -> Self {
         let last = num_places.max(2) - 1;
         let places = (0..=last).map(|at| at as f64 / last as f64).collect();
         let mut starts = vec![last, 0, 2 * last / 3, last / 3];
         starts.reverse();
         starts.dedup();
-        // Below that, equal answers would have no inverse.
+        // Below this, equal measurements would make the matrix singular.
         Self { places, starts, noise: noise.max(1e-6), answers: Vec::new(), left: limit.max(1).min(last + 1) }
     }
 
-    /// The next place by its number; none if it was asked often enough.
+    /// Returns the index of the next point, or none after `limit` measurements.
     pub(super) fn next(&mut self) -> Option<usize> {
         self.left = self.left.checked_sub(1)?;
         match self.starts.pop() {
@@ -52,7 +52,7 @@ impl TuningSearch {
         }
     }
 
-    /// What the function is at a place.
+    /// Adds the measurement at a point.
     pub(super) fn answer(&mut self, place: usize, value: f64) {
         self.answers.push((place, value));
     }
@@ -62,7 +62,7 @@ impl TuningSearch {
         let seen: Vec<f64> = self.answers.iter().map(|(place, _)| self.places[*place]).collect();
         let processes = LENGTHS.iter().map(|length| GaussianProcess::new(*length, self.noise, &seen, &values));
         let process = processes.max_by(|a, b| a.log_likelihood.total_cmp(&b.log_likelihood))?;
-        // Without the noise of single answers.
+        // The best prediction and not the best measurement, which contains noise.
         let best = seen.iter().map(|place| process.at(*place).0).fold(f64::NEG_INFINITY, f64::max);
         let is_new = |place: &usize| self.answers.iter().all(|(known, _)| known != place);
         let gain = |place: usize| {
@@ -102,7 +102,7 @@ impl GaussianProcess {
         Self { length, seen: seen.to_vec(), factor, weights, log_likelihood: -fit / 2.0 - spread }
     }
 
-    /// What it expects at a place, and how far off that may be.
+    /// Returns the predicted mean at a point and its standard deviation.
     fn at(&self, place: f64) -> (f64, f64) {
         let near: Vec<f64> = self.seen.iter().map(|seen| kernel(place, *seen, self.length)).collect();
         let mean = near.iter().zip(&self.weights).map(|(near, weight)| near * weight).sum();
@@ -125,7 +125,7 @@ fn kernel(one: f64, other: f64, length: f64) -> f64 {
     (-((one - other) / length).powi(2) / 2.0).exp()
 }
 
-/// With mean 0 and variance 1.
+/// Scales the values to mean 0 and variance 1.
 fn standardised(values: Vec<f64>) -> Vec<f64> {
     let count = values.len().max(1) as f64;
     let mean = values.iter().sum::<f64>() / count;
@@ -134,7 +134,7 @@ fn standardised(values: Vec<f64>) -> Vec<f64> {
     values.into_iter().map(|value| (value - mean) / scale).collect()
 }
 
-/// Of a value that is `ahead` of the best one, give or take `deviation`.
+/// The expected improvement over the best value, for a prediction `ahead` of it with this standard deviation.
 fn expected_improvement(ahead: f64, deviation: f64) -> f64 {
     if deviation <= 0.0 {
         return ahead.max(0.0);
@@ -144,7 +144,7 @@ fn expected_improvement(ahead: f64, deviation: f64) -> f64 {
     ahead * below(z) + deviation * density
 }
 
-/// The normal distribution's share below `z`, to 1e-7: Abramowitz and Stegun, 26.2.17.
+/// The cumulative distribution function of the standard normal distribution, to 1e-7: Abramowitz and Stegun, 26.2.17.
 fn below(z: f64) -> f64 {
     let t = 1.0 / (1.0 + 0.231_641_9 * z.abs());
     let series = [0.319_381_530, -0.356_563_782, 1.781_477_937, -1.821_255_978, 1.330_274_429];
@@ -157,13 +157,13 @@ fn below(z: f64) -> f64 {
 mod tests {
     use super::*;
 
-    /// Numbers from -1 to 1 that look random.
+    /// Pseudo-random numbers from -1 to 1.
     fn noise(seed: &mut u64) -> f64 {
         *seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (*seed >> 11) as f64 / (1u64 << 52) as f64 - 1.0
     }
 
-    /// Every place that was asked, in order.
+    /// Returns every measured point, in order.
     fn searched(limit: usize, share: f64, mut function: impl FnMut(f64) -> f64) -> Vec<(f64, f64)> {
         let mut search = TuningSearch::new(41, limit, share);
         let mut asked = Vec::new();
@@ -177,7 +177,7 @@ mod tests {
 
     #[test]
     fn the_top_of_a_smooth_function_is_found_in_spite_of_noise() {
-        // Of 41 places 12 are asked; the best answer comes from near the top, wherever that is.
+        // 12 of 41 points are measured; the best measurement is near the maximum, wherever that lies.
         for share in [0.01, 0.8] {
             for seed in 0..20u64 {
                 let top = 0.05 + 0.9 * (seed as f64 / 19.0);
@@ -209,7 +209,7 @@ mod tests {
         places.sort_by(f64::total_cmp);
         places.dedup();
         assert_eq!(places.len(), 41);
-        // Of answers that do not differ nothing follows, and nothing breaks.
+        // Equal measurements give no direction, and no error.
         assert_eq!(searched(9, 0.0, |_| 3.0).len(), 9);
         assert_eq!(searched(1, 0.5, |_| 3.0).len(), 1);
     }

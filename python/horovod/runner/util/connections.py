@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-#: The longest wait for requests that are being answered when a server closes, in seconds.
+#: How long a closing server waits for the requests that are being answered, in seconds.
 CLOSE_TIMEOUT_S = 30.0
 
 
@@ -22,7 +22,7 @@ class Connections:
     def __init__(self, name: str) -> None:
         self._name = name
         self._changed = threading.Condition()
-        # Connections without a request: new ones, and those that are kept open after an answer.
+        # Connections without an open request: new ones, and those that are kept alive after an answer.
         self._idle: set[socket.socket] = set()
         self._answering = 0
         self._closing = False

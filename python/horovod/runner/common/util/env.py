@@ -7,7 +7,7 @@ import re
 
 LOG_LEVEL_STR = ["FATAL", "ERROR", "WARNING", "INFO", "DEBUG", "TRACE"]
 
-#: These stay where they are.
+#: Variables that are not passed on to other hosts.
 IGNORE_REGEXES = {"BASH_FUNC_.*", "OLDPWD", ".*CUDA_VISIBLE_DEVICES", "_HOROVOD_SECRET_KEY"}
 
 
@@ -46,7 +46,7 @@ def get_env_rank_and_size() -> tuple[int, int]:
                 f"Could not determine process rank and size: only one of {rank_name} and {size_name} is in the "
                 "environment"
             )
-    # Of torchrun. Other programs use such names as well, so one alone says nothing.
+    # torchrun sets both. Other programs use such names as well, so one alone proves nothing.
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return 0, 1

@@ -36,9 +36,10 @@ def build(optimizer: Any, variables: Sequence[Any] | None = None, are_all: bool 
         return
     given = model.trainable_variables if variables is None else variables
     given = given if are_all else _of_all_partitions(given)
-    # A `tf.function` around that fails in its first trace would not take variables in the next one.
+    # The variables must not belong to a surrounding `tf.function`: if its first trace fails, the next trace could not
+    # use them.
     with tf.init_scope(), model._smp_all_variables(), tf.variable_creator_scope(delayed_initialization.with_its_value):
-        # Keras' older ones create their slots so.
+        # The method of Keras' older optimizers that creates slots.
         create = optimizer._create_all_weights if hasattr(optimizer, "_create_all_weights") else optimizer.build
         create(given)
 
@@ -53,12 +54,12 @@ def being_built(optimizer: Any, variables: Sequence[Any]) -> Iterator[Sequence[A
     model, given = state.model, variables
     make = "add_slot" if hasattr(optimizer, "add_slot") else "add_variable_from_reference"
     if make in vars(optimizer):
-        # A class's call of that of its base.
+        # The method of a class has called that of its base class.
         yield variables
         return
     divided = model is not None and model.is_partitioned
     if optimizer in state.optimizers:
-        # Keras' oldest ones come here with each update.
+        # Keras' oldest optimizers call this with every update.
         before = state.optimizers[optimizer]
         known = {id(handle_of(each)) for each in before}
         given = [*before, *(each for each in variables if id(handle_of(each)) not in known)]
@@ -97,7 +98,7 @@ def _of_all_partitions(variables: Sequence[Any]) -> Sequence[Any]:
         return variables
     is_part = len(variables) - len(others) < len(here) or any(id(handle_of(each)) in elsewhere for each in others)
     if state.trace is None and not model.__dict__.get("_smp_shows_all") and state.groups.pp_group is not None:
-        # Where a part is all that this rank has, only others can tell.
+        # A rank whose whole partition was passed cannot tell; the other ranks may.
         is_part = any(communication.gather_for("builds an optimizer", is_part, CommGroup.PP_GROUP))
     return variables if is_part else [*whole, *others]
 
@@ -119,12 +120,12 @@ def partition_existing() -> None:
 def unknown(optimizer: Any) -> list[Any]:
     """Variables of an optimizer, larger than a scalar, whose partition is unknown."""
     if hasattr(optimizer, "inner_optimizer"):
-        # What scales the loss has two numbers of its own.
+        # An optimizer that scales the loss has two variables of its own.
         return unknown(optimizer.inner_optimizer)
     assignment = state.model._smp_assignment.variables if state.model is not None and state.model.is_partitioned else {}
     known = set(assignment)
     if optimizer in state.optimizers:
-        # Those for variables that all ranks have are on all, too.
+        # Slots of variables that all ranks have are on all ranks, too.
         known |= {id(handle_of(slot)) for slot, _ in _pairs(optimizer)}
     return [each for each in variables_of(optimizer) if len(each.shape) and id(handle_of(each)) not in known]
 
@@ -168,7 +169,7 @@ def _pairs(optimizer: Any) -> Iterator[tuple[Any, Any]]:
         return
     of_model = {id(handle_of(each)) for each in variables}
     for name, values in vars(optimizer).items():
-        # All of its variables are in a list as well.
+        # The optimizer also keeps a list of all its variables.
         if name == "_variables" or not isinstance(values, list | tuple) or len(values) != len(variables):
             continue
         for slot, variable in zip(values, variables, strict=True):

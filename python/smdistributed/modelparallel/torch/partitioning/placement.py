@@ -87,7 +87,8 @@ class Placement:
         self.assignment = dict(assignment)
         for path, index in self.assignment.items():
             if not 0 <= index < state.cfg.pipeline_parallel_degree:
-                raise SMPPartitionError(f"`{path}` is on partition {index}, which does not exist")
+                degree = state.cfg.pipeline_parallel_degree
+                raise SMPPartitionError(f"`{path}` is assigned to partition {index}, but there are only {degree}")
         self._by_path: dict[str, int] = {}
         #: Partition by the identity of a module. `whole` has the modules that lie on one partition with all their
         #: submodules.

@@ -93,19 +93,19 @@ class Recording(TorchFunctionMode):
         detach_outputs: bool = True,
     ) -> None:
         super().__init__()
-        #: Whether what the body returns leaves autograd's graph.
+        #: Whether the tensors that the body returns are detached from autograd's graph.
         self.detach_outputs = detach_outputs
         self.pipeline, self.microbatch = pipeline, len(earlier)
         #: The recordings of earlier microbatches of the same step.
         self.earlier = tuple(earlier)
         #: Replicated tensors that tasks of this step refer to.
         self.copy_on_write: CopyOnWriteTensors = earlier[0].copy_on_write if earlier else CopyOnWriteTensors()
-        #: The attributes of modules at `model.backward`.
+        #: Attributes of modules at the time of `model.backward`.
         self.backward_modules = UNCHANGED
         self.storages = SharedStorages(self)
         self.retained = RetainedTensors(self)
         self.order = StateOrder()
-        #: By the number of the task, the generators that it draws from (RNG-3).
+        #: The generators that each task draws from, by task number (RNG-3).
         self.draws: dict[int, list[Draw]] = {}
         self.tasks: list[Task] = []
         #: The number of tasks that have run already, because the body read a value.
@@ -114,7 +114,7 @@ class Recording(TorchFunctionMode):
         self.digest = 0
         self.backward_roots: list[tuple[Value, Any]] = []
         self.fetched: dict[int, torch.Tensor] = {}
-        #: Its executed part, if some of it has run already.
+        #: The part that has been executed while the body was recorded, if any.
         self.executed: Microbatch | None = None
         self.located: dict[int, Any] = dict(pipeline.located)
         self._kept: list[torch.Tensor] = []
@@ -250,7 +250,7 @@ class Recording(TorchFunctionMode):
         except ReadsNumbersError:
             return self._with_numbers(func, args, kwargs)
         if func is torch.Tensor.requires_grad_ and type(args[0]) is RemoteTensor:
-            # The same numbers, and the tensor that the body holds says so.
+            # The tensor that the body holds stands for the result now.
             args[0].value = result.value
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -262,7 +262,7 @@ class Recording(TorchFunctionMode):
         try:
             return self._operation(func, args, kwargs)
         except TypeError:
-            # It takes a tensor in one of these places, and nothing was recorded.
+            # The function also accepts a remote tensor at one of these places, and nothing was recorded.
             self.pipeline.number_readers[func] = False
             return self._operation(func, args, kwargs)
 
@@ -364,7 +364,7 @@ class Recording(TorchFunctionMode):
             task, [leaf for leaf in encoder.leaves if isinstance(leaf, torch.Tensor)], self.microbatch
         )
         if spec is None:
-            # Only the owner can find the outputs: it runs the task now and tells the others.
+            # Only the rank that holds the inputs can find the outputs: it runs the task now and tells the other ranks.
             numbers_matter = task.module is None or self.pipeline.depends_on_numbers(task.module)
             spec = self._run_now(task, encoder)
             if not numbers_matter:
@@ -659,7 +659,7 @@ class Recording(TorchFunctionMode):
         self._replay = None
         self.base_level = self._levels + 1
         self._levels = self.base_level
-        # What follows makes stages of its own: plans, and the other replicas, must see that.
+        # The following tasks form stages of their own. Plans and other replicas must see that in the digest.
         self.digest = chained_digest(self.digest, digest_of(("asked", self.num_executed)))
 
 
