@@ -47,6 +47,8 @@ class Block:
         item_bytes: Of one element.
         is_shared: Whether all replicas have it; otherwise this rank writes it.
         is_held: Whether its memory stays as it is until the checkpoint is complete. The core makes no copy of it then.
+        origin: For a slice of a larger tensor, where it begins there.
+        whole_shape: The shape of that tensor.
     """
 
     name: str
@@ -56,6 +58,8 @@ class Block:
     address: int
     is_shared: bool = True
     is_held: bool = False
+    origin: Sequence[int] | None = None
+    whole_shape: Sequence[int] | None = None
 
 
 def places(blocks: Iterable[Block], replica: int, replicas: int) -> list[Place]:
@@ -86,7 +90,9 @@ def places(blocks: Iterable[Block], replica: int, replicas: int) -> list[Place]:
 
 
 def _place(block: Block, start: Sequence[int], lengths: Sequence[int], address: int) -> Place:
-    return block.name, block.element, block.shape, start, lengths, address, block.is_held
+    if block.origin is not None:
+        start = [first + own for first, own in zip(block.origin, start, strict=True)]
+    return block.name, block.element, block.whole_shape or block.shape, start, lengths, address, block.is_held
 
 
 def next_save_id() -> int:

@@ -110,15 +110,16 @@ def _checkpoints_body(folder):
     model, optimizer = _trained(_layout(2, 2), 0, steps=2)
     smp.save_checkpoint(folder, "partial", model=model, optimizer=optimizer, user_content={"step": 2})
     smp.save_checkpoint(folder, "full", partial=False, model=model)
+    smp.save_checkpoint(folder, "sharded", model=model, optimizer=optimizer, user_content={"step": 2}, format="sharded")
     weights, states = model.state_dict(), optimizer.state_dict()
     smp.shutdown()
     found = {}
     for tp, pp in ((2, 2), (4, 1), (1, 4), (1, 1), (2, 1)):
-        for tag in ("partial", "full"):
+        for tag in ("partial", "full", "sharded"):
 
             def resume(model, optimizer, tag=tag):
                 content = smp.resume_from_checkpoint(folder, tag, partial=tag == "partial")
-                assert content == ({"step": 2} if tag == "partial" else {})
+                assert content == ({} if tag == "full" else {"step": 2})
 
             def loaded(model, optimizer, tag=tag):
                 found["weights"] = {name: each.clone() for name, each in model.state_dict().items()}
@@ -133,7 +134,7 @@ def _checkpoints_body(folder):
 
             model, optimizer = _trained(_layout(tp, pp), 5, before=before)
             assert all(torch.equal(found["weights"][name], weight) for name, weight in weights.items()), (tp, pp, tag)
-            if tag == "partial":
+            if tag != "full":
                 assert found["states"]["state"].keys() == states["state"].keys()
                 for name, state in states["state"].items():
                     for key, value in state.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 
 import pytest
 
@@ -131,7 +132,9 @@ def _body(names, layout, variants):
                     found["lm_head.weight"] = found.pop("embed_out.weight")
                 for key, gradient in gradients.items():
                     close(found[key], gradient, tolerance, f"gradient of {key}")
-                back = to_hf(model.state_dict(), **heads)
+                own = model.state_dict()
+                theirs = to_hf(own, **heads)
+                back = dict(theirs)
                 if "embed_out.weight" in back and "embed_out.weight" not in weights:
                     back["lm_head.weight"] = back.pop("embed_out.weight")
                 for key, weight in weights.items():
@@ -141,6 +144,16 @@ def _body(names, layout, variants):
                 again = module.translate_hf_state_dict_to_smdistributed(back, **heads)
                 assert again.keys() == model.state_dict().keys()
                 alone.load_state_dict(back)
+                with tempfile.TemporaryDirectory() as folder:
+                    folder = smp.allgather(folder, smp.WORLD)[0]
+                    smp.save_checkpoint(folder, "whole", partial=False, model=model)
+                    saved = torch.load(f"{folder}/whole")
+                    assert saved.keys() == theirs.keys()
+                    assert smp.resume_from_checkpoint(folder, "whole", partial=False) == {}
+                    smp.barrier()
+                assert all(torch.equal(own[key], each) for key, each in model.state_dict().items())
+                model.load_state_dict(theirs)
+                assert all(torch.equal(own[key], each) for key, each in model.state_dict().items())
             model.eval()
             with torch.no_grad():
                 logits = evaluate(model, *mine).concat()
@@ -225,6 +238,83 @@ def test_encoders_equal_one_process():
 def test_encoders_on_partitions():
     pytest.importorskip("transformers")
     run_ranks(_encoder_body, 4, (2, 2, 1), [(False, "memory")], launcher=Forked("torch"), timeout=190)
+
+
+def _other_kinds():
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return {
+        "t5": (
+            transformers.T5ForConditionalGeneration,
+            transformers.T5Config(
+                vocab_size=53, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, dropout_rate=0.0,
+                decoder_start_token_id=0,
+            ),
+        ),
+        "vit": (
+            transformers.ViTForImageClassification,
+            transformers.ViTConfig(
+                **sizes, image_size=8, patch_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+            ),
+        ),
+        "mixtral": (
+            transformers.MixtralForCausalLM,
+            transformers.MixtralConfig(
+                **sizes, vocab_size=53, num_key_value_heads=2, num_local_experts=4, experts_implementation="eager"
+            ),
+        ),
+    }  # fmt: skip
+
+
+def _others_body():
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+    from support.tensor_parallel import close, config, gathered, tokens
+
+    torch.set_default_dtype(torch.float64)
+    for name, (kind, settings) in _other_kinds().items():
+
+        def loss_of(model, ids, name=name):
+            if name == "vit":
+                pixels = (ids[:, :1, None, None].double() * torch.linspace(-1, 1, 192).view(3, 8, 8)).sin()
+                return torch.nn.functional.cross_entropy(model(pixel_values=pixels).logits, ids[:, 0] % 2)
+            more = {"decoder_input_ids": ids.flip(1)} if name == "t5" else {}
+            return torch.nn.functional.cross_entropy(model(input_ids=ids, **more).logits.flatten(0, 1), ids.flatten())
+
+        torch.manual_seed(1)
+        alone = kind(settings)
+        batches = [tokens(0, replica) for replica in range(2)]
+        losses = [loss_of(alone, ids) for ids in batches]
+        torch.stack(losses).mean().backward()
+        smp.init(config(2, 1, False, "memory"))
+        torch.manual_seed(1)
+        with smp.tensor_parallelism():
+            whole = kind(settings)
+        model = smp.DistributedModel(whole)
+        assert len(list(model.distributed_modules())) >= 8
+
+        @smp.step
+        def step(model, ids):
+            loss = loss_of(model, ids)
+            model.backward(loss)
+            return loss
+
+        loss = torch.stack(smp.allgather(step(model, batches[smp.dp_rank()]).reduce_mean(), smp.DP_GROUP)).mean()
+        # Norms of T5 and Mixtral compute in float32.
+        close(loss, torch.stack(losses).mean().detach(), 1e-6, "loss")
+        found = gathered(model, lambda each: each.grad)
+        for key, each in alone.named_parameters():
+            if each.grad is not None:
+                close(found[key], each.grad, 1e-5, f"{name}, gradient of {key}")
+        smp.shutdown()
+
+
+@pytest.mark.timeout(200)
+def test_linear_layers_of_other_models_equal_one_process():
+    pytest.importorskip("transformers")
+    run_ranks(_others_body, 2, launcher=Forked("torch"), timeout=190)
 
 
 NAMES = ["gpt2", "llama", "llama3", "mistral", "qwen2", "gptj", "gptneo", "gptneox", "gptneox-serial"]

@@ -17,17 +17,40 @@ if TYPE_CHECKING:
 
 
 class ModuleManager:
-    """What Hugging Face's Trainer asks about modules that tensor parallelism has replaced: there are none.
+    """Modules that tensor parallelism has replaced by some with other names of weights.
 
     Attributes:
-        translate_functions: For each family of such modules two functions, which translate a whole state of a model to
-            the names of its own modules, and back.
+        translate_functions: For each of their classes two functions, which translate a whole state of a model to the
+            names of its own modules, and back.
     """
 
     def __init__(self) -> None:
         self.translate_functions: list[
             tuple[Callable[[dict[str, Any]], dict[str, Any]], Callable[[dict[str, Any]], dict[str, Any]]]
         ] = []
+        self._classes: set[type] = set()
+
+    def add(
+        self,
+        module_cls: type,
+        functions: tuple[Callable[[dict[str, Any]], dict[str, Any]], Callable[[dict[str, Any]], dict[str, Any]]],
+    ) -> None:
+        """Adds the functions of a class that was replaced, once."""
+        if module_cls not in self._classes:
+            self._classes.add(module_cls)
+            self.translate_functions.append(functions)
+
+    def to_own_names(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Translates a whole state to the names of the modules that were replaced."""
+        for to_own, _ in self.translate_functions:
+            state_dict = to_own(state_dict)
+        return state_dict
+
+    def from_own_names(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Translates a whole state with the names of the modules that were replaced."""
+        for _, from_own in reversed(self.translate_functions):
+            state_dict = from_own(state_dict)
+        return state_dict
 
 
 class State:
@@ -37,7 +60,7 @@ class State:
         initialized: Whether ``smp.init`` has been called.
         model: The wrapped model, if there is one.
         optimizer: The wrapped optimizer, if there is one.
-        module_manager: What tensor parallelism has replaced: nothing.
+        module_manager: What tensor parallelism has replaced.
         tracing: Whether the model is being looked at to divide it.
         delay: Undoes what delays parameters until there is a model, if the configuration has it so.
     """

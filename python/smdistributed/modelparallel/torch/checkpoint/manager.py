@@ -20,8 +20,9 @@ from smdistributed.modelparallel import shares
 from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError, SMPUnsupportedError, SMPUsageError
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.saver import Content, Saver
-from smdistributed.modelparallel.torch.checkpoint import json_codec, optimizer_state, state_dicts
+from smdistributed.modelparallel.torch.checkpoint import json_codec, optimizer_state, slices, state_dicts
 from smdistributed.modelparallel.torch.communication import allgather, raise_on_all_ranks
+from smdistributed.modelparallel.torch.nn.shard import Shard
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
 
@@ -66,11 +67,6 @@ class CheckpointManager:
         timeout_seconds: float = 1800.0,
     ) -> None:
         groups = state.groups
-        if groups.tp_group is not None:
-            raise SMPUnsupportedError(
-                f"the sharded format with `tensor_parallel_degree` {len(groups.members['tp'])} is not there yet: "
-                "`smp.save_checkpoint` writes partial and full checkpoints"
-            )
         self.path, self.asynchronous = os.fspath(path), asynchronous
         cores = len(os.sched_getaffinity(0)) // _core.local_size()
         self.threads = threads or max(1, min(8, cores))
@@ -125,8 +121,13 @@ class CheckpointManager:
             text = self._content(user_content, tensors)
         if state.groups.rank_in("rdp") == 0:
             tensors |= _extras(model)
-        copies, owned = self._on_host(tensors)
-        blocks = [_block(name, tensor, name in owned) for name, tensor in copies.items()]
+        divided = _divided(model, tensors)
+        if state.groups.rank_in("tp") > 0:
+            # What all ranks of a tensor-parallel group have, the first one writes.
+            tensors = {name: tensor for name, tensor in tensors.items() if name in divided}
+        parts = {name: _without_padding(tensor, divided.get(name)) for name, tensor in tensors.items()}
+        copies, owned = self._on_host({name: part for name, part in parts.items() if part is not None})
+        blocks = [_block(name, tensor, name in owned, divided.get(name)) for name, tensor in copies.items()]
         places = shares.places(blocks, state.groups.rank_in("rdp"), len(state.groups.members["rdp"]))
         layout = {
             "pp": len(state.groups.members["pp"]),
@@ -237,7 +238,7 @@ class CheckpointManager:
                 f"model {state_dicts._some(extra)}"
             )
         targets = {stored[name]: tensor for name, tensor in local.items() if stored[name] in found}
-        self._read(reader, found, targets, targets)
+        self._read(reader, found, targets, targets, _divided(model, targets))
         for name, module in state_dicts.local_extras(model).items():
             if _EXTRA + name in found:
                 text = bytes(self._read(reader, found, [_EXTRA + name])[_EXTRA + name].tolist()).decode()
@@ -264,9 +265,11 @@ class CheckpointManager:
                 parameter, _, key = name.removeprefix(_OPTIMIZER).rpartition("/")
                 if parameter in mine:
                     wanted[name] = (parameter, key)
+        shapes = {name: torch.empty(found[name][1], device="meta") for name in wanted}
+        divided = _divided(model, shapes, are_whole=True)
         entries: dict[str, dict[str, Any]] = {}
         masters: dict[str, torch.Tensor] = {}
-        for name, tensor in self._read(reader, found, wanted).items():
+        for name, tensor in self._read(reader, found, wanted, divided=divided).items():
             parameter, key = wanted[name]
             plain, mark, _ = key.partition("#")
             if key == _MASTER:
@@ -288,31 +291,46 @@ class CheckpointManager:
         found: Mapping[str, tuple[str, list[int]]],
         names: Iterable[str],
         into: Mapping[str, torch.Tensor] | None = None,
+        divided: Mapping[str, Shard] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Reads tensors into those that are there, if they can be read into, or into new ones."""
         tensors, copies, targets = {}, {}, []
+        results: dict[str, torch.Tensor] = {}
         for name in names:
             if name not in found:
                 raise SMPCheckpointError(f"checkpoint `{reader.tag}` has no tensor `{name}`")
             dtype, shape = _DTYPES[found[name][0]], found[name][1]
-            tensor = into[name] if into is not None else torch.empty(shape, dtype=dtype)
-            if list(tensor.shape) != list(shape):
+            start, shard = [0] * len(shape), (divided or {}).get(name)
+            if shard is not None:
+                start[shard.dim], end = shard.bounds(state.groups.rank_in("tp"))
+                local = shard.local_shape(shape)
+                # Padding is zero.
+                whole = into[name] if into is not None else torch.zeros(local, dtype=dtype)
+                expected = shard.whole_shape(whole.shape)
+                tensor = whole.narrow(shard.dim, 0, end - start[shard.dim])
+                results[name] = whole
+            else:
+                tensor = into[name] if into is not None else torch.empty(shape, dtype=dtype)
+                expected = tuple(tensor.shape)
+            if tuple(shape) != expected:
                 raise SMPCheckpointError(
-                    f"`{name}` has the shape {shape} in checkpoint `{reader.tag}`, and {list(tensor.shape)} in the "
-                    f"model"
+                    f"`{name}` has the shape {shape} in checkpoint `{reader.tag}`, and {list(expected)} in the model"
                 )
             tensors[name] = tensor
+            if not tensor.numel() and shard is not None:
+                continue
             if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dtype != dtype:
                 copies[name] = tensor
-                tensor = torch.empty(shape, dtype=dtype)
+                tensor = torch.empty(tensor.shape, dtype=dtype)
                 tensors[name] = tensor
-            targets.append((name, [0] * len(shape), shape, tensor.data_ptr(), tensor.numel() * tensor.element_size()))
+            lengths, size = list(tensor.shape), tensor.numel() * tensor.element_size()
+            targets.append((name, start, lengths, tensor.data_ptr(), size))
         with errors.translated(_CLASSES):
             reader.read(targets, self.threads)
         for name, target in copies.items():
             target.copy_(tensors[name])
             tensors[name] = target
-        return tensors
+        return {**tensors, **results}
 
     def _content(self, user_content: Any, tensors: dict[str, torch.Tensor]) -> str:
         def keep(tensor: torch.Tensor) -> str:
@@ -421,12 +439,50 @@ def _extras(model: Any) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _block(name: str, tensor: torch.Tensor, is_owned: bool) -> shares.Block:
+def _divided(model: Any, tensors: Mapping[str, torch.Tensor], are_whole: bool = False) -> dict[str, Shard]:
+    """Returns how tensors of the model and of the optimizer are divided over the tensor-parallel group.
+
+    Args:
+        model: The model.
+        tensors: By name in the checkpoint.
+        are_whole: Whether they have the shapes of whole tensors.
+    """
+    shards = slices.named_shards(model.module)
+    shapes = slices.local_shapes(model.module, shards)
+    found = {}
+    for name, tensor in tensors.items():
+        parameter = name.removeprefix(_MODEL)
+        if name.startswith(_OPTIMIZER):
+            parameter = name.removeprefix(_OPTIMIZER).rpartition("/")[0]
+        shard = shards.get(parameter)
+        if shard is None or parameter not in shapes:
+            continue
+        shape = shard.whole_shape(shapes[parameter]) if are_whole else shapes[parameter]
+        if slices.is_like(tensor, shape, name):
+            found[name] = shard
+    return found
+
+
+def _without_padding(tensor: torch.Tensor, shard: Shard | None) -> torch.Tensor | None:
+    """What is written of a tensor; ``None`` of a slice that is padding."""
+    if shard is None:
+        return tensor
+    begin, end = shard.bounds(state.groups.rank_in("tp"))
+    return tensor.narrow(shard.dim, 0, end - begin) if end > begin else None
+
+
+def _block(name: str, tensor: torch.Tensor, is_owned: bool, shard: Shard | None) -> shares.Block:
     # What the user gave, only the first rank has; and what modules hold beside tensors, replicas may have in other
     # sizes.
     is_shared = not name.startswith((_USER, _EXTRA))
     shape, element = list(tensor.shape), _ELEMENTS[tensor.dtype]
-    return shares.Block(name, element, shape, tensor.element_size(), tensor.data_ptr(), is_shared, is_owned)
+    origin = whole = None
+    if shard is not None:
+        origin = [0] * len(shape)
+        origin[shard.dim] = shard.bounds(state.groups.rank_in("tp"))[0]
+        whole = list(shard.whole_shape(shape))
+    address, size = tensor.data_ptr(), tensor.element_size()
+    return shares.Block(name, element, shape, size, address, is_shared, is_owned, origin, whole)
 
 
 def _no_tensors(name: str) -> torch.Tensor:

@@ -117,7 +117,8 @@ def save_checkpoint(
         optimizer: the wrapped optimizer; by default the one of the process.
         user_content: anything that can be pickled. A warning names classes that :func:`resume_from_checkpoint` reads
             only where the caller allows them; the sharded format refuses them.
-        translate_if_full: accepted; models keep their own names, so there is nothing to translate.
+        translate_if_full: whether a full checkpoint has Hugging Face's names, where tensor parallelism has replaced
+            modules of Hugging Face's.
         num_kept_partial_checkpoints: remove the oldest partial ones beyond that.
         format: ``"torch"``, or ``"sharded"``: that of :class:`CheckpointManager`, at ``path/{tag}``.
 
@@ -126,7 +127,6 @@ def save_checkpoint(
             or something that is not a checkpoint of the same kind, written by this library, has it: nothing is changed
             then.
     """
-    del translate_if_full
     if format not in ("torch", "sharded"):
         raise SMPValidationError(f"`format` is {format!r}: expected 'torch' or 'sharded'")
     root = Path(path)
@@ -138,7 +138,7 @@ def save_checkpoint(
     if partial:
         _save_partial(root, tag, model, optimizer, user_content, num_kept_partial_checkpoints)
     else:
-        _save_full(root, tag, model, user_content)
+        _save_full(root, tag, model, user_content, translate_if_full)
 
 
 def _save_partial(root: Path, tag: str, model: Any, optimizer: Any, user_content: Any, keep: int | None) -> None:
@@ -170,7 +170,7 @@ def _save_partial(root: Path, tag: str, model: Any, optimizer: Any, user_content
     _save_files(root, _partial_name(tag), "partial", write, keep)
 
 
-def _save_full(root: Path, tag: str, model: Any, user_content: Any) -> None:
+def _save_full(root: Path, tag: str, model: Any, user_content: Any, translate: bool) -> None:
     groups = state.groups
 
     def write(folder: Path) -> list[str]:
@@ -178,6 +178,7 @@ def _save_full(root: Path, tag: str, model: Any, user_content: Any) -> None:
         whole = model.state_dict(gather_to_rank0=True) if groups.rank_in("rdp") == 0 and model is not None else None
         if groups.rank == 0:
             if whole is not None:
+                whole = state.module_manager.to_own_names(whole) if translate else whole
                 torch.save(whole, folder / "model")
             if user_content is not None:
                 torch.save(user_content, folder / "user_content")

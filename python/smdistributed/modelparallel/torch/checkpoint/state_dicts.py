@@ -130,6 +130,9 @@ def load_model(model: DistributedModel, found: Mapping[str, Any], strict: bool, 
     """
     found = dict(found)
     what = "the state could not be loaded"
+    if not same_partition_load and PARTIAL not in found and found.keys() - model_entries(model).keys():
+        # The names may be those of modules that tensor parallelism has replaced.
+        found = state.module_manager.from_own_names(found)
     if found.pop(PARTIAL, False) and not same_partition_load:
         parts = gather_on_host(lambda: found, CommGroup.MP_GROUP, what=what)
         found = slices.merge(parts, slices.named_shards(model.module))

@@ -21,6 +21,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 #: From the state of a module, and the module, to the state of the module in its place, with whole parameters.
 Translation = Callable[[Mapping[str, torch.Tensor], nn.Module], Mapping[str, torch.Tensor]]
 
+StateTranslations = tuple[Callable[[dict[str, Any]], dict[str, Any]], Callable[[dict[str, Any]], dict[str, Any]]]
+
 #: In a module's `__dict__`: the arguments of its constructor.
 _ARGUMENTS = "_smp_arguments"
 
@@ -35,6 +37,8 @@ class Registration:
         forward_hook: The arguments of its ``forward``, for those of the module's.
         return_hook: What the module's ``forward`` would return, for what its own returns.
         translate: The state of the new module, from that of the module; ``None``: it gets initial values of its own.
+        model_translations: For a module, two functions that translate the state of a whole model with the new module to
+            the names of the model without, and back; ``None`` if the names are the same.
     """
 
     dist_module: type[DistributedModule]
@@ -42,6 +46,7 @@ class Registration:
     forward_hook: Callable[..., Arguments] | None = None
     return_hook: Callable[[Any], Any] | None = None
     translate: Translation | None = None
+    model_translations: Callable[[nn.Module], StateTranslations] | None = None
 
     @functools.cached_property
     def adapted(self) -> type[DistributedModule]:

@@ -140,6 +140,8 @@ def _distributed(
         return None
     if registration.translate is not None and not any(each.is_meta for each in module.parameters()):
         _load(new, registration.translate(_state_of_first(module), module))
+    if registration.model_translations is not None:
+        state.module_manager.add(type(module), registration.model_translations(module))
     new.train(module.training)
     if hasattr(module, "config"):
         new.config = module.config

@@ -81,3 +81,14 @@ class Shard:
             The shape.
         """
         return (*local[: self.dim], self.size, *local[self.dim + 1 :])
+
+    def local_shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a slice, with padding.
+
+        Args:
+            whole: The shape of the whole.
+
+        Returns:
+            The shape.
+        """
+        return (*whole[: self.dim], self.local_size, *whole[self.dim + 1 :])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from smdistributed.modelparallel.exceptions import SMPUnsupportedError
 from smdistributed.modelparallel.torch.nn.feed_forward import ACTIVATIONS
 from smdistributed.modelparallel.torch.nn.huggingface.names import NameTable
 from smdistributed.modelparallel.torch.nn.lm_head import DistributedTransformerLMHead
-from smdistributed.modelparallel.torch.nn.registry import Registration
+from smdistributed.modelparallel.torch.nn.registry import Registration, StateTranslations
 from smdistributed.modelparallel.torch.nn.rotary import Rotary
 
 #: Arguments of `forward` that choose what is returned beside logits and loss, or that have no effect in training.
@@ -53,7 +54,12 @@ def causal(table: NameTable, arguments: Callable[[nn.Module, Any], dict[str, Any
         config: Any = module.config
         return table.from_hf(state_dict, config.num_attention_heads)
 
-    return Registration(DistributedTransformerLMHead, of, _forward, _output, translate)
+    def model_translations(module: nn.Module) -> StateTranslations:
+        config: Any = module.config
+        heads = config.num_attention_heads
+        return functools.partial(table.to_hf, heads=heads), functools.partial(table.from_hf, heads=heads)
+
+    return Registration(DistributedTransformerLMHead, of, _forward, _output, translate, model_translations)
 
 
 def _forward(

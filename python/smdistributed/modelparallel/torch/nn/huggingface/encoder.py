@@ -116,7 +116,7 @@ def encoder() -> Registration:
         del module
         return translations()[1](state_dict)
 
-    return Registration(DistributedTransformer, arguments, _forward, _output, translate)
+    return Registration(DistributedTransformer, arguments, _forward, _output, translate, lambda module: translations())
 
 
 #: Arguments that older versions pass by place after the two that count.
