@@ -1,8 +1,9 @@
-//! Choices that depend on the machine, from a short measurement when a group is used on devices first (`SMD_AUTOTUNE`).
+//! Chooses parameters that depend on the machine, by a short measurement when a group first uses devices
+//! (`SMD_AUTOTUNE`).
 //!
-//! - TUN-1: all members choose the same: each measures, the times of a call count as the slowest member's, and the
-//!   choice follows from these times alone. Whether there is a measurement at all is member 0's to say.
-//! - TUN-2: a choice that was kept in a file serves groups of as many members on devices of the same name.
+//! - TUN-1: all members make the same choice. Each measures, a call counts with the slowest member's time, and the
+//!   choice follows from these times alone. Member 0 decides whether there is a measurement at all.
+//! - TUN-2: a choice that was saved in a file serves groups with as many members on devices of the same name.
 
 use std::path::Path;
 
@@ -12,16 +13,16 @@ use super::p2p::{KernelTuning, MemberStore, read, write};
 use crate::config;
 use crate::error::{Error, Result};
 
-/// What was chosen for a group.
+/// The parameters chosen for a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) struct Choice {
-    /// For kernels between peers, where there are peers.
+    /// Parameters of the kernels between peers, where these are used.
     pub(super) peers: Option<KernelTuning>,
-    /// Bytes of gradients that a reducer sends at once.
+    /// Size of the buckets that a reducer sends, in bytes.
     pub(super) bucket_bytes: usize,
 }
 
-/// A algorithm to all-reduce.
+/// An all-reduce algorithm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) enum DeviceAlgorithm {
     OneShot {
@@ -30,12 +31,12 @@ pub(super) enum DeviceAlgorithm {
     TwoShot {
         channels: u32,
     },
-    /// Where that is possible.
+    /// Used where it is possible.
     Chunks,
     Nccl,
 }
 
-/// How long a call took.
+/// The measured time of a call.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub(super) struct Sample {
     pub(super) bytes: usize,
@@ -43,7 +44,7 @@ pub(super) struct Sample {
     pub(super) micros: f32,
 }
 
-/// A choice, as a file keeps it.
+/// A choice as saved in the file.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 struct StoredDecision {
     device: String,
@@ -52,28 +53,28 @@ struct StoredDecision {
     choice: Choice,
 }
 
-/// What member 0 decides for everybody.
+/// Member 0's decision for all members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 enum TuningDecision {
-    /// What is usual.
+    /// Use the defaults.
     Usual,
-    /// What this process or an earlier one chose.
+    /// Use a choice of this process or of an earlier one.
     Known(Choice),
     Measure,
 }
 
-/// Sizes that are measured for the changes between algorithms.
+/// Message sizes at which the algorithms are compared.
 const SIZES: [usize; 9] = [4 << 10, 32 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20];
-/// Sizes that are measured for the bucket.
+/// Bucket sizes that are measured.
 const BUCKETS: [usize; 8] = [1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20, 32 << 20, 64 << 20, 128 << 20];
 const CHANNELS: [u32; 4] = [16, 32, 64, 128];
-/// More channels must be this much faster: they take multiprocessors from the computation beside them.
+/// More channels must be this much faster, because they take multiprocessors from the computation.
 const CHANNELS_GAIN: f64 = 1.03;
-/// A bucket is as small as it can be with this share of the greatest bandwidth: larger ones begin later.
+/// The smallest bucket with this share of the greatest bandwidth is chosen: larger buckets start later.
 const BANDWIDTH_SHARE: f64 = 0.9;
 
-/// What members of a group of `size` on devices called `device` choose together; `None` for what is usual. `measure`
-/// times calls of these sizes, and algorithms between peers only where there are.
+/// Makes the common choice of a group of `size` members on devices called `device`; `None` means the defaults.
+/// `measure` times calls of these sizes. Algorithms between peers are timed only where they are possible.
 pub(super) fn agree(
     me: usize,
     size: usize,
@@ -81,7 +82,7 @@ pub(super) fn agree(
     store: &dyn MemberStore,
     measure: impl FnOnce(&[(usize, DeviceAlgorithm)]) -> Result<Vec<Sample>>,
 ) -> Result<Option<Choice>> {
-    /// Choices of this process's groups.
+    /// The choices of this process's groups.
     static KNOWN: Mutex<Vec<StoredDecision>> = Mutex::new(Vec::new());
     let file = config::AUTOTUNE_FILE.text();
     if me == 0 {
@@ -131,7 +132,7 @@ fn decide(
     Ok(if measure { TuningDecision::Measure } else { TuningDecision::Usual })
 }
 
-/// Every call that is measured, small ones first.
+/// All calls that are measured, small ones first.
 fn calls() -> Vec<(usize, DeviceAlgorithm)> {
     let mut calls = Vec::new();
     for bytes in SIZES {
@@ -145,12 +146,12 @@ fn calls() -> Vec<(usize, DeviceAlgorithm)> {
     calls
 }
 
-/// Sizes of buckets that are larger than all others.
+/// Bucket sizes above the sizes of [`SIZES`].
 fn large() -> impl Iterator<Item = usize> {
     BUCKETS.into_iter().filter(|bytes| !SIZES.contains(bytes))
 }
 
-/// TUN-1.
+/// Takes the slowest member's time of each call (TUN-1).
 fn slowest(members: &[Vec<Sample>]) -> Result<Vec<Sample>> {
     let (first, rest) = members.split_first().ok_or_else(|| Error::Internal("a group without members".into()))?;
     let mut slowest = first.clone();
@@ -174,9 +175,9 @@ fn choose(samples: &[Sample]) -> Result<Choice> {
     };
     let one = |bytes, channels| time(bytes, DeviceAlgorithm::OneShot { channels });
     let two = |bytes, channels| time(bytes, DeviceAlgorithm::TwoShot { channels });
-    // For large messages of many members there is no room for one shot.
+    // With many members, a large message does not fit the one-shot buffer.
     let best = |bytes, channels| [one(bytes, channels), two(bytes, channels)].into_iter().flatten().reduce(f64::min);
-    // The mean over sizes of a call's logarithm: each size counts alike.
+    // The mean logarithm of the times, so that each size has the same weight.
     let score = |channels: u32| {
         let logs: Vec<f64> = SIZES.iter().filter_map(|bytes| best(*bytes, channels)).map(f64::ln).collect();
         (!logs.is_empty()).then(|| (logs.iter().sum::<f64>() / logs.len() as f64).exp())
@@ -189,7 +190,7 @@ fn choose(samples: &[Sample]) -> Result<Choice> {
     let peers = channels.map(|channels| {
         let one_shot = up_to(&|bytes| Some(one(bytes, channels)? <= two(bytes, channels)?));
         let peer_bytes = up_to(&|bytes| Some(best(bytes, channels)? <= time(bytes, DeviceAlgorithm::Nccl)?));
-        // Of what is larger than the sizes above, everything or nothing.
+        // For sizes above those, one algorithm serves all.
         let faster = |bytes: usize| Some(time(bytes, DeviceAlgorithm::Chunks)? <= time(bytes, DeviceAlgorithm::Nccl)?);
         let in_chunks = large().all(|bytes| faster(bytes) == Some(true));
         let chunks_bytes = if in_chunks { SIZES[SIZES.len() - 1] + 1 } else { usize::MAX };
@@ -237,7 +238,7 @@ fn load(file: &Path) -> Result<Vec<StoredDecision>> {
     }
 }
 
-/// Adds to what is in the file, or replaces what was there for such groups.
+/// Adds the choice to the file, or replaces the one for such groups.
 fn keep(file: &Path, kept: &StoredDecision) -> Result<()> {
     let mut all = load(file)?;
     all.retain(|known| (&known.device, known.members) != (&kept.device, kept.members));
@@ -255,7 +256,7 @@ fn keep(file: &Path, kept: &StoredDecision) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// A start of `us` microseconds, and then `gigabytes` a second.
+    /// A call with a latency of `us` microseconds and a bandwidth of `gigabytes` per second.
     fn line(us: f64, gigabytes: f64, bytes: usize) -> f32 {
         (us + bytes as f64 / gigabytes / 1e3) as f32
     }

@@ -1,38 +1,40 @@
-//! The operations of a step, cut into segments: what a rank computes at a time, and what passes between ranks.
+//! Cuts the operations of a step into segments: the units of computation on a rank, and the transfers between ranks.
 //!
-//! A segment is the operations of one place, phase and *level*, the number of changes of place on the longest way to them.
-//! So segments depend on each other in one direction only, whatever the model's form.
+//! A segment holds the operations of one place, phase and *level*. The level is the number of changes of place on the
+//! longest path to an operation. Segments therefore depend on each other in one direction only, whatever the model's
+//! structure.
 //!
-//! - SEG-1: the forward segments are the stages of the pipeline; the last of the backward segments that use what a stage
-//!   keeps is its backward. Only these are *anchored*: their place in a rank's order is the schedule's, unless something that comes
-//!   before one of them depends on it.
-//! - SEG-2: an operation whose results are taken by its own place only, later, is computed later, with them. So a variable is
-//!   read for a microbatch when the one before it may have changed it.
-//! - SEG-3: effects keep the order of the script. A segment comes after those whose effects its operations wait for, for the same
-//!   microbatch; and after those that it shares a variable with which one of them changes, for the microbatch before.
+//! - SEG-1: the forward segments are the stages of the pipeline. The last of the backward segments that use a stage's
+//!   activations is its backward. Only these are *anchored*: the schedule fixes their place in a rank's order, unless
+//!   an earlier segment depends on them.
+//! - SEG-2: an operation whose results are only used later, at its own place, is computed later with its users. A
+//!   variable is therefore read for a microbatch after the previous one may have changed it.
+//! - SEG-3: effects keep the order of the script. Within a microbatch, a segment comes after the segments whose effects
+//!   its operations wait for. It also comes after segments of the previous microbatch that share a variable with it, if
+//!   either of them changes that variable.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{OperationPlace, OperationPlacement, OperationRole, Operations, Output};
 use crate::error::{Error, Result};
 
-/// When a segment is computed.
+/// The phase of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum SegmentPhase {
-    /// On all ranks that need it, whenever that is.
+    /// Computed on all ranks that need it, at any time.
     Shared,
-    /// In the model's forward.
+    /// Part of the model's forward.
     Forward,
-    /// After it.
+    /// Part of the model's backward.
     Backward,
-    /// The half of a backward that others wait for.
+    /// The first half of a backward: the gradients that other ranks wait for.
     Input,
-    /// The other half.
+    /// The second half: the gradients of weights.
     Weight,
 }
 
 impl SegmentPhase {
-    /// Its letter, that of the action in programs.
+    /// The letter of the corresponding action in programs.
     pub fn text(self) -> &'static str {
         match self {
             SegmentPhase::Shared => "R",
@@ -47,78 +49,79 @@ impl SegmentPhase {
 /// Operations of one place, phase and level, which run as one function.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// A partition, or all.
+    /// One partition, or all.
     pub place: OperationPlace,
-    /// When.
+    /// The phase.
     pub phase: SegmentPhase,
-    /// Changes of place before it.
+    /// Number of changes of place before it.
     pub level: usize,
-    /// Its operations, in their order.
+    /// The operations, in their order.
     pub operations: Vec<usize>,
-    /// Of a forward segment its own, of a backward segment the one whose activations it uses.
+    /// The stage of a forward segment. For a backward segment, the stage whose activations it uses.
     pub stage: Option<usize>,
-    /// See SEG-1.
+    /// Whether the schedule fixes its place (SEG-1).
     pub anchored: bool,
 }
 
-/// A result that goes to other ranks.
+/// A result that is sent to other ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Transfer {
-    /// What goes.
+    /// The result.
     pub output: Output,
-    /// From which partition.
+    /// The partition that sends it.
     pub from: usize,
-    /// To which.
+    /// The partitions that receive it.
     pub to: Vec<usize>,
 }
 
-/// A segment that another one comes after, though it takes nothing of it.
+/// A segment that another one comes after without using its results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ControlDependency {
     /// The segment that comes first.
     pub segment: usize,
-    /// For the same microbatch (0), or for the one before (1).
+    /// 0 for the same microbatch, 1 for the previous one.
     pub back: usize,
 }
 
-/// What tells other ranks that a segment's effects are there.
+/// A message that tells other ranks that the effects of a segment have happened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Signal {
-    /// Whose.
+    /// The segment.
     pub segment: usize,
-    /// Where it is computed.
+    /// The partition that computes it.
     pub from: usize,
-    /// Who waits for it.
+    /// The partitions that wait for it.
     pub to: Vec<usize>,
 }
 
-/// The segments of a step, and who needs what.
+/// The segments of a step, and the transfers between them.
 #[derive(Debug)]
 pub struct Segments<'a> {
     pub(super) operations: &'a Operations,
     pub(super) placement: &'a OperationPlacement,
     pub(super) segments: Vec<Segment>,
-    /// The forward segments, in their order.
+    /// The forward segments, in order.
     pub(super) stages: Vec<usize>,
     pub(super) trains: bool,
-    /// For each operation its segment.
+    /// The segment of each operation.
     pub(super) of: Vec<Option<usize>>,
     live: Vec<bool>,
     pub(super) wanted: Vec<BTreeSet<Output>>,
-    /// For each rank, which operations it computes.
+    /// For each rank, the operations that it computes.
     needed: Vec<Vec<bool>>,
     transfers: Vec<Transfer>,
     crossing: BTreeSet<Output>,
-    /// For each segment, those that share a variable with it, which one of the two changes.
+    /// For each segment, the segments that share a variable with it which either of the two changes.
     sharing: Vec<BTreeSet<usize>>,
     signals: Vec<Signal>,
 }
 
 impl<'a> Segments<'a> {
-    /// Cuts. `wanted` says for each rank what the step returns there; `halves` that anchored backwards are to be two segments.
+    /// Cuts the operations. `wanted` gives for each rank the results that the step returns there. With `halves`, each
+    /// anchored backward becomes two segments.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if a result would have to pass between ranks and cannot.
+    /// [`Error::Unsupported`] if a result that cannot pass between ranks would have to.
     pub fn cut(
         operations: &'a Operations,
         placement: &'a OperationPlacement,
@@ -154,22 +157,22 @@ impl<'a> Segments<'a> {
         Ok(found)
     }
 
-    /// All of them, in an order in which they can be computed.
+    /// All segments, in an order in which they can be computed.
     pub fn all(&self) -> &[Segment] {
         &self.segments
     }
 
-    /// What goes to other ranks; the order is that of all ranks.
+    /// The results that are sent to other ranks, in the same order on all ranks.
     pub fn transfers(&self) -> &[Transfer] {
         &self.transfers
     }
 
-    /// What tells other ranks of effects; the order is that of all ranks.
+    /// The signals of effects, in the same order on all ranks.
     pub fn signals(&self) -> &[Signal] {
         &self.signals
     }
 
-    /// Ranks of the pipeline.
+    /// Number of ranks of the pipeline.
     pub fn ranks(&self) -> usize {
         self.needed.len()
     }
@@ -184,7 +187,8 @@ impl<'a> Segments<'a> {
         segment.operations.iter().filter(here).copied().collect()
     }
 
-    /// Results that `operations` take and do not make, without those that anybody can make, in the order in which they take them.
+    /// The results that `operations` use and do not compute, in order of use. Results that every rank can compute are
+    /// left out.
     pub fn inputs_of(&self, operations: &[usize]) -> Vec<Output> {
         let made: BTreeSet<usize> = operations.iter().copied().collect();
         let mut seen = BTreeSet::new();
@@ -196,7 +200,7 @@ impl<'a> Segments<'a> {
             .collect()
     }
 
-    /// What the part of a segment that `rank` computes comes after (SEG-3).
+    /// The segments after which `rank` computes its part of a segment (SEG-3).
     pub fn after(&self, segment: usize, rank: usize) -> Vec<ControlDependency> {
         let here = self.on(segment, rank);
         if here.is_empty() {
@@ -207,18 +211,18 @@ impl<'a> Segments<'a> {
         waits.chain(shares.map(|&segment| ControlDependency { segment, back: 1 })).collect()
     }
 
-    /// Segments whose effects `operations`, of one segment, wait for.
+    /// The segments whose effects `operations`, all of one segment, wait for.
     pub(super) fn waits_of(&self, segment: usize, operations: &[usize]) -> BTreeSet<usize> {
         let waits = operations.iter().flat_map(|&each| &self.operations.all()[each].waits);
         waits.filter_map(|&other| self.of[other]).filter(|&other| other != segment).collect()
     }
 
-    /// Segments that share a variable with this one, which one of the two changes.
+    /// The segments that share a variable with this one which either of the two changes.
     pub(super) fn sharing(&self, segment: usize) -> &BTreeSet<usize> {
         &self.sharing[segment]
     }
 
-    /// What `rank` needs of `operations`, a segment that it computes, others' needs included.
+    /// The results of `operations`, a segment that `rank` computes, that it or other ranks use.
     pub fn outputs_of(&self, operations: &[usize], rank: usize) -> Vec<Output> {
         let made: BTreeSet<usize> = operations.iter().copied().collect();
         let outputs = operations.iter().flat_map(|&each| self.outputs(each));
@@ -240,7 +244,7 @@ impl<'a> Segments<'a> {
         takers.filter(move |&taker| self.operations.all()[taker].takes.contains(&output))
     }
 
-    /// Placeholders are computed by nobody.
+    /// Placeholders are not computed.
     fn is_computed(&self, operation: usize) -> bool {
         self.live[operation] && self.operations.all()[operation].role != OperationRole::Input
     }
@@ -260,7 +264,8 @@ impl<'a> Segments<'a> {
             operations.before(each).for_each(|other| takers[other].push(each));
         }
         let mut levels: Vec<usize> = (0..count).map(|each| placement.level(each)).collect();
-        // SEG-2: first the forward, whose backward comes later anyway, but not before what it takes; then the rest.
+        // SEG-2. First the forward, whose users in the backward come later anyway, but not before its inputs; then the
+        // rest.
         let movable = |&&each: &&usize| !operations.all()[each].has_effect && !takers[each].is_empty();
         for &each in computed.iter().rev().filter(movable).filter(|&&each| phase(each) == SegmentPhase::Forward) {
             let ours = takers[each].iter().filter(|&&taker| phase(taker) == SegmentPhase::Forward);
@@ -310,7 +315,7 @@ impl<'a> Segments<'a> {
         last.into_values().for_each(|number| self.segments[number].anchored = true);
     }
 
-    /// The stage of its own place of which a segment takes most, the first of equals.
+    /// The stage of its own place from which a segment uses most results; the first one of equals.
     fn stage_used_by(&self, number: usize) -> Option<usize> {
         let mut used: Vec<(usize, u64)> = Vec::new();
         for taken in self.inputs_of(&self.segments[number].operations) {
@@ -420,7 +425,7 @@ impl<'a> Segments<'a> {
         self.signals = told.into_iter().map(signal).collect();
     }
 
-    /// Halves anchored backwards: what others wait for, and the rest, which is the gradients of variables.
+    /// Divides anchored backwards into the gradients that other ranks wait for, and the gradients of variables.
     fn halve_backwards(&mut self) {
         let mut halved = Vec::new();
         for mut segment in std::mem::take(&mut self.segments) {

@@ -1,5 +1,5 @@
-//! TCP between hosts, for jobs that no MPI launcher started. Each process listens on one port ([`listen`]), and the ranks
-//! tell each other where when they meet. One thread ([`service`]) takes what comes, for all groups of the process.
+//! TCP between hosts, for jobs that no MPI launcher started. Each process listens on one port ([`listen`]), and the
+//! ranks exchange their addresses at the rendezvous. One thread ([`service`]) receives for all groups of the process.
 //!
 //! ```text
 //!   rank 0                                       rank 1
@@ -7,15 +7,17 @@
 //!   port <--take-- inbound <=== connection ====== queue to 0 <-- send
 //! ```
 //!
-//! - TCP-1: a connection carries frames in one direction only, from whom it was made by to whom it was made to, and is
-//!   made when the first frame is to be sent. So two processes never have to agree on which of two connections stays.
-//! - TCP-2: both ends prove the job's secret to each other before anything else, and each frame is authentic and in its place
-//!   (RDV-2). A connection of which that is not so is ended; nothing that came on it counts.
-//! - TCP-3: nobody waits for the network. What finds no room is kept by its sender, the mailbox; at most
-//!   [`send_queue::FRAMES`] frames for a process wait here. Of what comes, at most one incomplete frame a connection is held.
-//! - TCP-4: a lost connection is no verdict. If its process has departed, the rendezvous says so, and knows why; if nobody
-//!   says so in time, the network between two living processes is broken, which ends the session.
-//! - TCP-5: locks are taken in the order mailbox, send queue. The thread holds neither when it brings a mailbox on.
+//! - TCP-1: a connection carries frames in one direction only, from the process that opened it. It is opened for the
+//!   first frame. Two processes therefore never have to agree on which of two connections to keep.
+//! - TCP-2: both ends first prove the job's secret to each other, and each frame is authenticated with its sequence
+//!   number (RDV-2). A connection that fails this is closed, and its frames are dropped.
+//! - TCP-3: no thread blocks on the network. Frames that find no room stay with their sender, the mailbox; at most
+//!   [`send_queue::FRAMES`] frames per process are queued here. Of incoming data, at most one incomplete frame per
+//!   connection is held.
+//! - TCP-4: a lost connection does not mean a dead process. If the process has departed, the rendezvous reports it with
+//!   the cause. If no report arrives in time, the network between two living processes is broken, which ends the
+//!   session.
+//! - TCP-5: locks are taken in the order mailbox, send queue. The thread holds neither while it advances a mailbox.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::sync::Arc;
@@ -44,41 +46,41 @@ use send_queue::{SendQueue, Sent};
 #[cfg(test)]
 pub(crate) use tests::networks;
 
-/// What this protocol's keys are made of, besides the job's key.
+/// Input of this protocol's key derivation, besides the job's key.
 const PROTOCOL: &[u8] = b"frames between ranks";
 
-/// A pause between two looks at whether everything was sent.
+/// Polling interval while waiting for queued frames to be sent.
 const FLUSH_PAUSE: Duration = Duration::from_millis(1);
 
-/// Where a process listens.
+/// The address at which a process listens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct TcpAddress {
-    /// `None` stands for the host of the rendezvous, of which a process on that very host may only know a name that others
-    /// do not.
+    /// `None` stands for the host of the rendezvous. A process on that host may only know a name of it that other hosts
+    /// cannot resolve.
     host: Option<IpAddr>,
     port: u16,
 }
 
 impl TcpAddress {
-    /// The address for a process that sees the rendezvous at `rendezvous`.
+    /// Returns the address for a process that reaches the rendezvous at `rendezvous`.
     pub(crate) fn seen_from(self, rendezvous: IpAddr) -> SocketAddr {
         SocketAddr::new(self.host.unwrap_or(rendezvous).to_canonical(), self.port)
     }
 }
 
-/// Binds the port of this process: at the address `chosen`, or on the interface that reaches the rendezvous, where `local` is this end
-/// of the connection to it.
+/// Binds the port of this process, at the address `chosen` or on the interface that reaches the rendezvous. `local` is
+/// this end of the connection to the rendezvous.
 ///
 /// # Errors
 /// [`Error::Io`] if the system refuses.
 pub(crate) fn listen(local: IpAddr, chosen: Option<IpAddr>) -> Result<(TcpListener, TcpAddress)> {
     let local = local.to_canonical();
     let everywhere = || {
-        // Serves IPv4 as well, where there is IPv6 at all.
+        // Also accepts IPv4, where the host has IPv6 at all.
         TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)).or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)))
     };
     let host = chosen.or((!local.is_loopback()).then_some(local));
-    // The address may be one that a network translates into ours.
+    // The address may belong to a gateway that translates it to this host's.
     let bound = host.map_or_else(everywhere, |local| TcpListener::bind((local, 0)).or_else(|_| everywhere()));
     let io = |error| Error::io("listening for other hosts", error);
     let listener = bound.map_err(io)?;
@@ -86,25 +88,25 @@ pub(crate) fn listen(local: IpAddr, chosen: Option<IpAddr>) -> Result<(TcpListen
     Ok((listener, TcpAddress { host, port }))
 }
 
-/// Who this process is, and where the others are.
+/// The identity of this process, and the addresses of the others.
 pub(crate) struct TcpOptions {
     pub(crate) rank: usize,
-    /// Tells this session from others of the same job.
+    /// Distinguishes this session from others of the same job.
     pub(crate) session: u64,
     /// The job's key.
     pub(crate) key: JobKey,
-    /// Where the process of each rank listens.
+    /// The address of each rank's process.
     pub(crate) book: Vec<SocketAddr>,
     pub(crate) monitor: Arc<Monitor>,
-    /// Silence after which a host counts as vanished; as long do news of a departure take at most.
+    /// A host that is silent for this long counts as lost. The report of a departure may also take this long.
     pub(crate) peer_timeout: Duration,
 }
 
-/// What the thread is told.
+/// Commands to the thread.
 enum TcpCommand {
-    /// Make the connection to this rank.
+    /// Open the connection to this rank.
     Dial(usize),
-    /// The connection to this rank is lost.
+    /// The connection to this rank was lost.
     Lost(usize, String),
     Stop,
 }
@@ -112,9 +114,9 @@ enum TcpCommand {
 struct TcpState {
     rank: usize,
     ports: Ports,
-    /// By rank.
+    /// Outgoing frames, by rank.
     send_queues: Vec<Mutex<SendQueue>>,
-    /// What frames leave in.
+    /// Buffers of outgoing frames.
     buffers: Pool,
     calls: Mutex<Vec<TcpCommand>>,
     waker: Waker,
@@ -136,10 +138,10 @@ pub(crate) struct Network {
 }
 
 impl Network {
-    /// Serves at `listener`.
+    /// Starts the thread that serves `listener`.
     ///
     /// # Errors
-    /// [`Error::Io`] if the system refuses the thread's resources.
+    /// [`Error::Io`] if the system has no resources for the thread.
     pub(crate) fn start(listener: TcpListener, options: TcpOptions) -> Result<Arc<Self>> {
         let io = |error| Error::io("serving other hosts", error);
         let poll = Poll::new().map_err(io)?;
@@ -158,16 +160,15 @@ impl Network {
         Ok(Arc::new(Self { shared, thread: Mutex::new(Some(thread)) }))
     }
 
-    /// Ends all connections; what the system has taken still reaches its receivers. Frames for others are dropped from now
-    /// on.
+    /// Closes all connections. Data that the system has accepted still reaches the receivers; later frames are dropped.
     pub(crate) fn close(&self) {
-        // A forked child has no such thread.
+        // The thread does not exist in a forked child.
         if fork::is_child() {
             return;
         }
         let Some(thread) = self.thread.lock().take() else { return };
         self.shared.call(TcpCommand::Stop);
-        // The last user of a group may be the thread itself.
+        // The thread itself may hold the last reference to a group.
         if thread.thread().id() != std::thread::current().id() {
             let _ = thread.join();
         }
@@ -211,7 +212,7 @@ impl Carrier for Network {
         }
     }
 
-    /// The system wakes the thread when something comes.
+    /// The system wakes the thread when data arrives.
     fn busy_poll(&self, _waits: bool) {}
 
     fn flush(&self, deadline: Instant) {
