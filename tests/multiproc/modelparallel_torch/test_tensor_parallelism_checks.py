@@ -220,3 +220,53 @@ def _seeds_body():
 @pytest.mark.timeout(100)
 def test_initial_values_are_slices_of_one_whole():
     run_ranks(_seeds_body, 2, launcher=Forked("torch"), timeout=90)
+
+
+def _precision_body():
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+    from support.tensor_parallel import tokens
+
+    ends = {}
+    for key in ("bf16", "fp16", None):
+        smp.init(_layout(2, 1, **({} if key is None else {key: True})))
+        torch.manual_seed(0)
+        model = smp.DistributedModel(_make())
+        optimizer = smp.DistributedOptimizer(
+            torch.optim.AdamW(model.parameters(), 1e-2), dynamic_loss_scale=key == "fp16"
+        )
+
+        @smp.step
+        def step(model, ids):
+            loss, _ = model((ids, None, None, None, ids))
+            model.backward(loss)
+            return loss
+
+        losses = []
+        for _ in range(20):
+            losses.append(step(model, tokens(0, smp.dp_rank())).reduce_mean().item())
+            smp.clip_grad_norm_(model.local_parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = model.state_dict()
+        ends[key] = losses
+        for name, parameter in model.local_named_parameters():
+            if not model.is_distributed_parameter(parameter):
+                first, second = smp.allgather(parameter.detach(), smp.TP_GROUP)
+                assert torch.equal(first, second), (key, name)
+        if key is not None:
+            # Master weights of slices are put together as the slices are.
+            whole = optimizer.state_dict()["master_weights"]
+            for name, master in whole.items():
+                assert torch.equal(master.to(weights[name].dtype), weights[name]), (key, name)
+        smp.shutdown()
+    return ends
+
+
+@pytest.mark.timeout(150)
+def test_master_weights_of_slices():
+    for ends in run_ranks(_precision_body, 2, launcher=Forked("torch"), timeout=140):
+        assert ends[None][-1] < ends[None][0] - 1
+        for key in ("bf16", "fp16"):
+            assert ends[key][-1] < ends[key][0] - 0.5, (key, ends)

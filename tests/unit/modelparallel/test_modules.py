@@ -23,6 +23,12 @@ from smdistributed.modelparallel.torch import core, exceptions, patches, state, 
 from smdistributed.modelparallel.torch.amp import GradScaler
 from smdistributed.modelparallel.torch.checkpoint import load, resume_from_checkpoint, save, save_checkpoint
 from smdistributed.modelparallel.torch.model import DistributedModel
+from smdistributed.modelparallel.torch.nn import DistributedModule, DistributedTransformerLMHead, FusedLayerNorm
+from smdistributed.modelparallel.torch.nn.huggingface.gpt2 import (
+    translate_hf_state_dict_to_smdistributed_gpt2, translate_state_dict_to_hf_gpt2,
+)
+from smdistributed.modelparallel.torch.nn.huggingface.gptj import translate_hf_gptj_state_dict_to_smdistributed_gptj
+from smdistributed.modelparallel.torch.nn.huggingface.roberta import translate_state_dict_to_smdistributed
 from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
 from smdistributed.modelparallel.torch.output import StepOutput
 from smdistributed.modelparallel.torch.patches.checkpoint import checkpoint, checkpoint_sequential
