@@ -317,6 +317,45 @@ def test_linear_layers_of_other_models_equal_one_process():
     run_ranks(_others_body, 2, launcher=Forked("torch"), timeout=190)
 
 
+def _created_body():
+    import torch
+    import transformers
+
+    import smdistributed.modelparallel.torch as smp
+    from support.tensor_parallel import config, tokens
+
+    found = []
+    for name in ("gpt2", "llama"):
+        smp.init(config(2, 2, False, "memory"))
+        torch.manual_seed(smp.rank())
+        with smp.model_creation(tensor_parallelism=True, dtype=torch.float32):
+            whole = transformers.AutoModelForCausalLM.from_config(_models()[name])
+        assert all(each.is_meta for each in whole.parameters())
+        model = smp.DistributedModel(whole)
+
+        @smp.step
+        def step(model, ids):
+            loss = model(input_ids=ids, labels=ids).loss
+            model.backward(loss)
+            return loss
+
+        loss = step(model, tokens(0, smp.dp_rank())).reduce_mean()
+        deviation = model.state_dict()["transformer.seq_layers.0.output.dense1.weight"].std().item()
+        found.append((loss.item(), deviation, sum(each.numel() for each in model.local_parameters())))
+        smp.shutdown()
+    return found
+
+
+@pytest.mark.timeout(150)
+def test_models_are_created_in_slices():
+    pytest.importorskip("transformers")
+    for rank in run_ranks(_created_body, 4, launcher=Forked("torch"), timeout=140):
+        for loss, deviation, held in rank:
+            assert 3.0 < loss < 5.0
+            assert 0.015 < deviation < 0.025, "as the configuration's `initializer_range`"
+            assert held < 4000
+
+
 NAMES = ["gpt2", "llama", "llama3", "mistral", "qwen2", "gptj", "gptneo", "gptneox", "gptneox-serial"]
 
 

@@ -95,7 +95,7 @@ class DistributedAttentionLayer(DistributedModule):
         if post_layernorm:
             self.layernorm = make_norm(options.normalization, hidden_size, layernorm_epsilon)
         self.has_pre_layernorm, self.has_post_layernorm = pre_layernorm, post_layernorm
-        self._slopes = alibi_slopes(num_attention_heads, options.alibi_bias_max)[own.start : own.stop].tolist()
+        self._slopes = alibi_slopes(num_attention_heads, options.alibi_bias_max)[own.start : own.stop]
 
     def forward(self, inputs: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
         """Attend.

@@ -33,7 +33,8 @@ class Rotary:
         Returns:
             It.
         """
-        exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+        # On the CPU also where modules are created on another device.
+        exponents = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
         return Rotary(tuple((1.0 / base**exponents).tolist()), interleaved)
 
     def angles(

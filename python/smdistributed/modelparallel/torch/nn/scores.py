@@ -67,7 +67,7 @@ def attend(
     return result.to(dtype)
 
 
-def alibi_slopes(heads: int, bias_max: int = 8) -> torch.Tensor:
+def alibi_slopes(heads: int, bias_max: int = 8) -> list[float]:
     """Return the slopes of ALiBi.
 
     Args:
@@ -77,7 +77,7 @@ def alibi_slopes(heads: int, bias_max: int = 8) -> torch.Tensor:
     Returns:
         ``2 ** (-bias_max * k / heads)`` for ``k`` from 1.
     """
-    return 2.0 ** (-bias_max * torch.arange(1, heads + 1, dtype=torch.float64) / heads)
+    return [2.0 ** (-bias_max * head / heads) for head in range(1, heads + 1)]
 
 
 def pick_heads(heads: torch.Tensor, indices: list[int]) -> torch.Tensor:
