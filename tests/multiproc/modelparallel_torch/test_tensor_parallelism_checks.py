@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support import Forked, run_ranks
+from support.ranks import RanksFailedError
 
 
 def _refused_body():
@@ -270,3 +271,31 @@ def test_master_weights_of_slices():
         assert ends[None][-1] < ends[None][0] - 1
         for key in ("bf16", "fp16"):
             assert ends[key][-1] < ends[key][0] - 0.5, (key, ends)
+
+
+def _killed_body():
+    import os
+    import signal
+
+    import smdistributed.modelparallel.torch as smp
+    from support.tensor_parallel import tokens
+
+    smp.init(_layout(2, 1))
+    model = smp.DistributedModel(_make())
+
+    def die(module, inputs):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if smp.rank() == 1:
+        model.module.transformer.seq_layers[1].register_forward_pre_hook(die)
+    smp.step(lambda model, ids: model.backward(model((ids, None, None, None, ids))[0]))(model, tokens(0, 0))
+
+
+@pytest.mark.timeout(100)
+def test_a_rank_that_dies_in_a_step_is_named():
+    with pytest.raises(RanksFailedError) as failed:
+        run_ranks(_killed_body, 2, launcher=Forked("torch"), timeout=60)
+    assert not failed.value.outcome.timed_out
+    survivor = failed.value.outcome.ranks[0]
+    assert "SMPPeerFailedError" in survivor.error
+    assert "rank 1" in survivor.error
