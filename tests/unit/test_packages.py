@@ -41,6 +41,17 @@ def test_importing_the_package_imports_no_framework():
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 
+def test_importing_data_parallelism_does_not_import_the_compiler():
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    code = (
+        "import sys, smdistributed.dataparallel.torch.torch_smddp\n"
+        "from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    done = python(code)
+    assert (done.stdout, done.returncode) == ("False\n", 0), done.stderr
+
+
 @pytest.mark.parametrize("module", ["ray", "spark.torch", "mxnet"])
 def test_a_horovod_face_that_is_missing_says_so(module):
     done = python(f"import horovod; print(horovod.__version__); import horovod.{module}")

@@ -273,7 +273,8 @@ class DistributedDataParallel(_TorchDDP):
             id(module.weight) for module in self.module.modules() if isinstance(module, embeddings) and module.sparse
         }
 
-    @torch.compiler.disable(recursive=False)
+    # As PyTorch's own: the public decorator would import the compiler with this module, which takes a second.
+    @torch._disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on this rank's share of the batch.
 
