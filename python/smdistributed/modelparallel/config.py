@@ -30,7 +30,7 @@ LIMITS: dict[str, tuple[Any, str | None]] = {
     "fp16_params": (False, "torch"),
     "bf16": (False, "torch"),
     "shard_optimizer_state": (False, "torch"),
-    "sharded_data_parallel_degree": (1, None),
+    "sharded_data_parallel_degree": (1, "torch"),
     "delayed_parameter_initialization": (False, "torch"),
 }
 
@@ -155,10 +155,26 @@ def _refuse_what_is_not_there(values: Mapping[str, Any], sources: Mapping[str, s
     for name, (only, but_for) in LIMITS.items():
         if values.get(name, only) != only and framework != but_for:
             raise SMPUnsupportedError(
-                f"{sources[name]}: `{name}` is {values[name]!r}, and this version has {only!r} only: sharded data "
-                "parallelism, 16-bit master weights, Horovod for torch, and tensor parallelism, delayed parameters, "
+                f"{sources[name]}: `{name}` is {values[name]!r}, and this version has {only!r} only: Horovod "
+                "for torch, and tensor parallelism, sharded data parallelism, 16-bit master weights, delayed parameters, "
                 "offloading and bounds of activations for TensorFlow are not there yet"
             )
+
+
+def _check_sharded_data_parallelism(values: Mapping[str, Any]) -> None:
+    if not values.get("ddp"):
+        raise SMPConfigError("`sharded_data_parallel_degree` needs `ddp: true`: parameters are sharded over replicas")
+    if values.get("tensor_parallel_degree", 1) > 1:
+        raise SMPUnsupportedError(
+            f"`sharded_data_parallel_degree` {values['sharded_data_parallel_degree']} and `tensor_parallel_degree` "
+            f"{values['tensor_parallel_degree']} do not go together yet"
+        )
+    if not values.get("sdp_hierarchical_allgather", True):
+        warnings.warn(
+            "`sdp_hierarchical_allgather: false` is ignored: over several hosts, all-gathers always send each shard "
+            "to a host once",
+            stacklevel=5,
+        )
 
 
 def _complete(values: dict[str, Any]) -> dict[str, Any]:
@@ -174,6 +190,8 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
         _core.check_parameter_rules(json.dumps(values))
     if values.get("shard_optimizer_state") and not values.get("ddp"):
         raise SMPConfigError("`shard_optimizer_state` needs `ddp: true`: states are sharded over replicas")
+    if values.get("sharded_data_parallel_degree", 1) > 1:
+        _check_sharded_data_parallelism(values)
     # The launcher does not know what the script adds.
     if values.get("load_partition") and not values.get("partition_file"):
         raise SMPConfigError("`load_partition` is true without `partition_file`, the file that holds the partition")

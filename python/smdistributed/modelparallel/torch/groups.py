@@ -16,6 +16,7 @@ from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.config import Config
 from smdistributed.modelparallel.exceptions import SMPConfigError, SMPUsageError
 from smdistributed.modelparallel.groups import GROUPS, Groups
+from smdistributed.modelparallel.torch.sharding.sharding_groups import ShardingGroups, check_degree
 from smdistributed.modelparallel.torch.state import state
 
 
@@ -24,6 +25,14 @@ class TorchGroups(Groups[dist.ProcessGroup]):
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
+        #: Of sharded data parallelism; ``None`` without.
+        self.sharding: ShardingGroups | None = None
+        if cfg.sharded_data_parallel_degree > 1:
+            check_degree(self.members["dp"], cfg.sharded_data_parallel_degree)
+            assert self.dp_group is not None
+            self.sharding = ShardingGroups(
+                self.members["dp"], self.rank, cfg.sharded_data_parallel_degree, self.dp_group
+            )
         self._process_groups: dict[str, Any] = _process_groups(cfg, self.topology, self.rank) if cfg.ddp else {}
 
     def new_group(self, members: list[int]) -> dist.ProcessGroup:
@@ -34,6 +43,12 @@ class TorchGroups(Groups[dist.ProcessGroup]):
         """Return the core's number of a group."""
         assert group.id is not None, "this rank is a member"
         return group.id
+
+    def close(self) -> None:
+        """Remove the groups from the core."""
+        if self.sharding is not None:
+            self.sharding.close()
+        super().close()
 
     def process_group(self, name: str) -> Any:
         """Return a process group of ``torch.distributed``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -35,6 +36,8 @@ from smdistributed.modelparallel.torch.runtime import offloading
 from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
 from smdistributed.modelparallel.torch.runtime.replicas import Replicas
 from smdistributed.modelparallel.torch.runtime.rng import RngState
+from smdistributed.modelparallel.torch.sharding.division import shard_model
+from smdistributed.modelparallel.torch.sharding.sharded_model import ShardedModel
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
 
@@ -78,6 +81,7 @@ class DistributedModel(nn.Module):
         module: The model.
         pipeline: What executes it, if it is divided.
         step_run: The call of a step function that is running, ``None`` between steps.
+        sharded: The shards of the parameters, under sharded data parallelism.
         replicas: The reduction of gradients over the ranks that hold the same partition.
         rng_state: What the body and the modules of this rank draw from.
         offloader: What moves activations to the host, if the configuration has it so.
@@ -131,6 +135,7 @@ class DistributedModel(nn.Module):
         self._assignment: Mapping[str, int] | None = None
         #: Each rank has the whole model again.
         self._is_whole = False
+        self.sharded: ShardedModel | None = None
         self.rng_state = RngState()
         self._deferred: list[Callable[[], None]] = []
         self.offloader = offloading.make_offloader(
@@ -238,7 +243,11 @@ class DistributedModel(nn.Module):
             # First: a file that cannot be written leaves the model whole.
             decision = {path: placement.of_path(path) for path, _ in self.module.named_modules()}
             partition_file.write(cfg.partition_file, decision)
-        replaced = materialize.settle(self.module, placement, groups.rank_in("pp"), current_device())
+        if groups.sharding is not None:
+            source = groups.members["dp"][0]
+            self.sharded, replaced = shard_model(self.module, groups.sharding, cfg, current_device(), source)
+        else:
+            replaced = materialize.settle(self.module, placement, groups.rank_in("pp"), current_device())
         self._placement = placement
         if state.optimizer is not None:
             state.optimizer._localize(replaced)
@@ -254,8 +263,10 @@ class DistributedModel(nn.Module):
         self._run_deferred()
         if groups.dp_group is not None:
             divided = shards(self.module)
-            slices = [each for each in self._local_tensors() if id(each) in divided]
-            others = [each for each in self._local_tensors() if id(each) not in divided]
+            # Shards have the values of the first replica already.
+            tensors = self._local_tensors() if self.sharded is None else list(self.local_buffers())
+            slices = [each for each in tensors if id(each) in divided]
+            others = [each for each in tensors if id(each) not in divided]
             with errors.translated(CLASSES):
                 materialize.broadcast(others, groups.dp_group, groups.members["dp"][0])
                 if groups.rdp_group is not None:
@@ -369,7 +380,8 @@ class DistributedModel(nn.Module):
         elif self.replicas.are_reduced and self.step_run is None and self.training and torch.is_grad_enabled():
             # The gradients of a backward outside of a step would not be reduced.
             raise SMPUsageError("with replicas, a model that is trained is called inside of `smp.step` functions")
-        output = self.module(*args, **kwargs)
+        with contextlib.nullcontext() if self.sharded is None else self.sharded.running():
+            output = self.module(*args, **kwargs)
         return output if self._half is None else half_model.cast_outputs(output, self._half)
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
@@ -567,7 +579,7 @@ class DistributedModel(nn.Module):
         """
         if not state.cfg.ddp:
             raise SMPUsageError("`join()` is for replicas: it needs the configuration's `ddp: true`")
-        if state.cfg.shard_optimizer_state:
+        if state.cfg.shard_optimizer_state or self.sharded is not None:
             raise SMPUnsupportedError(
                 "`join()` does not go with sharded states: a replica without a batch would not update its part"
             )

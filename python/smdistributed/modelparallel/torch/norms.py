@@ -80,11 +80,11 @@ def _norm_over_partitions(gradients: Sequence[torch.Tensor], norm_type: float) -
     """
     infinite = math.isinf(norm_type)
     total = torch.zeros((), dtype=torch.float64, device=current_device())
-    for gradient in gradients:
+    optimizer = state.optimizer
+    for gradient in gradients if optimizer is None else optimizer._counted(gradients):
         norm = torch.linalg.vector_norm(gradient, norm_type, dtype=_wide(gradient)).to(total)
         total = torch.maximum(total, norm) if infinite else total + norm**norm_type
-    others = state.groups.dp_group if state.optimizer is not None and state.optimizer.is_sharded else None
-    for group in (state.groups.mp_group, others):
+    for group in (state.groups.mp_group, None if optimizer is None else optimizer._norm_group()):
         if group is not None:
             with errors.translated(CLASSES):
                 dist.all_reduce(total, ReduceOp.MAX if infinite else ReduceOp.SUM, group)

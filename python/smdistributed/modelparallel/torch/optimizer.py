@@ -18,8 +18,9 @@ from smdistributed.modelparallel.torch.checkpoint import optimizer_state
 from smdistributed.modelparallel.torch.precision import half_model
 from smdistributed.modelparallel.torch.precision.loss_scale import DYNAMIC_DEFAULTS, make_loss_scale
 from smdistributed.modelparallel.torch.precision.master_weights import MasterWeights
-from smdistributed.modelparallel.torch.sharding.optimizer_shards import OptimizerShards
+from smdistributed.modelparallel.torch.sharding.optimizer_shards import OptimizerShards, check_elementwise
 from smdistributed.modelparallel.torch.sharding.piece import Piece
+from smdistributed.modelparallel.torch.sharding.sharded_model import ShardedModel
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
 
@@ -128,10 +129,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
             new = replaced[id(parameter)][1]
             if not isinstance(new, MetaParameter):
                 self.optimizer.state[new] = content
-        if state.cfg.shard_optimizer_state and state.groups.dp_group is not None:
+        if _sharded_model() is not None:
+            self._check_sharded()
+        elif state.cfg.shard_optimizer_state and state.groups.dp_group is not None:
             self._adopt_shards(state.groups.dp_group)
         if self._half is not None:
             self._adopt_masters()
+
+    def _check_sharded(self) -> None:
+        """Refuses what sharded parameters cannot be updated by."""
+        check_elementwise(self.optimizer)
+        if any(
+            value.dim() > 1
+            for entry in self.optimizer.state.values()
+            for value in entry.values()
+            if torch.is_tensor(value)
+        ):
+            raise SMPUnsupportedError(
+                "sharded data parallelism: the optimizer has a state of whole parameters already; wrap it before its "
+                "first step, and load its state by `load_state_dict`"
+            )
 
     def _adopt_shards(self, group: dist.ProcessGroup) -> None:
         if self._shards is not None:
@@ -160,6 +177,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         found = {id(parameter): Piece.whole(name, parameter) for name, parameter in named}
         if self._shards is not None:
             found |= self._shards.pieces
+        sharded = _sharded_model()
+        if sharded is not None:
+            found |= sharded.pieces
         if self._masters is not None:
             sources = self._masters.sources.items()
             found |= {master: found[id(source)] for master, source in sources if id(source) in found}
@@ -168,7 +188,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def is_sharded(self) -> bool:
         """Whether ranks that hold the same parameters hold different parts of the state."""
-        return self._shards is not None
+        return self._shards is not None or _sharded_model() is not None
+
+    def _norm_group(self) -> dist.ProcessGroup | None:
+        """The ranks among which gradients are divided; ``None`` if each has all of its partition's."""
+        sharded = _sharded_model()
+        if sharded is not None:
+            return sharded.groups.sharding
+        return None if self._shards is None else state.groups.dp_group
+
+    def _counted(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Those gradients that this rank adds to a norm: of what all ranks have, the first one's."""
+        sharded = _sharded_model()
+        if sharded is None or sharded.groups.rank == 0:
+            return gradients
+        whole = {id(each) for _, each in sharded.replicated}
+        if self._masters is not None:
+            whole |= {key for key, source in self._masters.sources.items() if id(source) in whole}
+        own = {id(each.grad) for group in self.optimizer.param_groups for each in group["params"] if id(each) in whole}
+        return [each for each in gradients if id(each) not in own]
 
     def _parameters_changed(self) -> None:
         """Takes over parameters of the model that were changed otherwise than by a step."""
@@ -198,6 +236,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def fp16_groups(self) -> list[list[torch.Tensor]]:
         """The 16-bit parameters of each group; empty without ``fp16`` and ``bf16``."""
         return [] if self._masters is None else self._masters.groups
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
+        """The master weights of each group behind each other; empty without ``fp16`` and ``bf16``."""
+        return [] if self._masters is None else self._masters.flat
 
     def _loss_is_scaled(self) -> None:
         """Begins a step's gradients: ``model.backward`` calls it."""
@@ -253,6 +296,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "a closure would run the model again: call the `smp.step` function before `step()`"
             )
         result = None
+        limit = state.cfg.sdp_gradient_clipping if _sharded_model() is not None else 0.0
+        if limit:
+            norms.clip_grad_norm_(_model().local_parameters(), limit)
         if self._masters is not None:
             self._check_scaled()
             self._has_scaled_loss = False
@@ -368,6 +414,10 @@ def _warn_of_scales() -> None:
         "`smp.amp.GradScaler` scales losses under autocast",
         stacklevel=3,
     )
+
+
+def _sharded_model() -> ShardedModel | None:
+    return None if state.model is None else state.model.sharded
 
 
 def _model() -> Any:

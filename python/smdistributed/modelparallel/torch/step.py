@@ -73,6 +73,10 @@ class StepFunction:
                 with torch_checkpoints():
                     outputs = run.run_pipeline(calls)
                 model.rng_state.end_of_step()
+        except BaseException:
+            if model.sharded is not None:
+                model.sharded.cancel()
+            raise
         finally:
             model.step_run = None
         model._call_post_step_hooks()

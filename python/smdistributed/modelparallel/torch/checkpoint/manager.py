@@ -223,6 +223,8 @@ class CheckpointManager:
         optimizer: Any,
         strict: bool,
     ) -> None:
+        if model.sharded is not None:
+            raise SMPUnsupportedError("`smp.CheckpointManager` does not load into sharded parameters yet")
         entries = state_dicts.model_entries(model)
         local = {name: tensor for name, tensor in entries.items() if not isinstance(tensor, MetaParameter)}
         stored = {name: aliases.get(_MODEL + name, _MODEL + name) for name in entries}
@@ -395,17 +397,17 @@ def _aliases(model: Any) -> dict[str, str]:
 
 def _local_tensors(model: Any, optimizer: Any) -> Iterable[tuple[str, torch.Tensor]]:
     """The tensors that this rank holds, in an order that is the same on all replicas."""
+    if model.sharded is not None or (optimizer is not None and optimizer.is_sharded):
+        raise SMPUnsupportedError(
+            "`smp.CheckpointManager` and `format='sharded'` do not write sharded parameters and optimizer states yet: "
+            "`smp.save_checkpoint(..., partial=True)` does"
+        )
     aliases = _aliases(model)
     for name, tensor in state_dicts.model_entries(model).items():
         if not isinstance(tensor, MetaParameter) and name not in aliases:
             yield _MODEL + name, tensor.detach()
     if optimizer is None:
         return
-    if optimizer.is_sharded:
-        raise SMPUnsupportedError(
-            "`smp.CheckpointManager` and `format='sharded'` do not write sharded optimizer states yet: "
-            "`smp.save_checkpoint(..., partial=True)` does"
-        )
     local = optimizer_state.local_optimizer(model, optimizer)
     for parameter, master in local.get(optimizer_state.MASTER_WEIGHTS, {}).items():
         yield f"{_OPTIMIZER}{parameter}/{_MASTER}", master

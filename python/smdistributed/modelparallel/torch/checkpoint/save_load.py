@@ -146,11 +146,16 @@ def _save_partial(root: Path, tag: str, model: Any, optimizer: Any, user_content
 
     def write(folder: Path) -> list[str]:
         files: dict[str, Any] = {}
-        if groups.rank_in("rdp") == 0 and model is not None:
-            files[f"model_{_rank_info(False)}.pt"] = model.local_state_dict()
         is_sharded = optimizer is not None and optimizer.is_sharded
-        if optimizer is not None and (is_sharded or groups.rank_in("rdp") == 0):
-            files |= _optimizer_files(optimizer, _rank_info(is_sharded))
+        is_first = groups.rank_in("rdp") == 0
+        if model is not None and model.sharded is not None:
+            if groups.sharding.number == 0:
+                files |= _sharded_files(model, optimizer, groups.sharding)
+        else:
+            if is_first and model is not None:
+                files[f"model_{_rank_info(False)}.pt"] = model.local_state_dict()
+            if optimizer is not None and (is_sharded or is_first):
+                files |= _optimizer_files(optimizer, _rank_info(is_sharded))
         if groups.rank == 0:
             if model is not None:
                 assignment = {path: model.partition_of(path) for path, _ in model.module.named_modules()}
@@ -158,6 +163,7 @@ def _save_partial(root: Path, tag: str, model: Any, optimizer: Any, user_content
                     "partitions": len(groups.members["pp"]),
                     "tensor_parallel_degree": len(groups.members["tp"]),
                     "assignment": assignment,
+                    "sharding": 1 if groups.sharding is None else groups.sharding.degree,
                 }
             if user_content is not None:
                 files["user_content.pt"] = user_content
@@ -175,7 +181,8 @@ def _save_full(root: Path, tag: str, model: Any, user_content: Any, translate: b
 
     def write(folder: Path) -> list[str]:
         # A replica gathers its state, and all of its ranks succeed or fail in that.
-        whole = model.state_dict(gather_to_rank0=True) if groups.rank_in("rdp") == 0 and model is not None else None
+        takes_part = model is not None and (groups.rank_in("rdp") == 0 or model.sharded is not None)
+        whole = model.state_dict(gather_to_rank0=True) if takes_part else None
         if groups.rank == 0:
             if whole is not None:
                 whole = state.module_manager.to_own_names(whole) if translate else whole
@@ -381,15 +388,27 @@ def _resume_partial(
         alike = all(model.partition_of(path) == at for path, at in saved["assignment"].items())
     degree = saved.get("tensor_parallel_degree", 1)
     mine = [_rank("pp")] if alike else list(range(saved["partitions"]))
-    # All slices: a rank takes its own of the whole, whatever its degree is.
-    models = [f"model_{pp}_{tp}.pt" for pp in mine for tp in range(degree)]
+    sharded, sharding = saved.get("sharding", 1), state.groups.sharding
+    own_shards = sharding is not None and sharding.degree == sharded
+    if sharded > 1:
+        shards = [sharding.rank] if sharding is not None and own_shards else list(range(sharded))
+        models = [f"model_{shard}.pt" for shard in shards]
+    else:
+        # All slices: a rank takes its own of the whole, whatever its degree is.
+        models = [f"model_{pp}_{tp}.pt" for pp in mine for tp in range(degree)]
 
     def read() -> tuple[dict[str, Any], list[str]]:
         _check_files(folder, models)
         parts = [torch_files.get(folder / name) for name in models]
-        entries = slices.merge(parts, slices.named_shards(model.module, degree))
+        if sharded > 1:
+            parts = [{**part.pop("module"), **part} for part in parts]
+            entries = parts[0] if own_shards else state_dicts.join_models(parts)
+        else:
+            entries = slices.merge(parts, slices.named_shards(model.module, degree))
         entries.pop(state_dicts.PARTIAL, None)
-        return entries, [] if optimizer is None else _optimizer_names(folder, saved["partitions"], degree)
+        if optimizer is None:
+            return entries, []
+        return entries, _optimizer_names(folder, saved["partitions"], degree, sharded)
 
     entries, optimizers = raise_on_all_ranks(read, CommGroup.WORLD, what, lambda found: bool(found[1]))
 
@@ -398,8 +417,9 @@ def _resume_partial(
         state_dicts.load_model(model, entries, strict, True)
 
     def load_optimizer() -> None:
-        own = f"optimizer_{_rank_info(True)}.pt"
-        if optimizer.is_sharded and alike and own in optimizers:
+        own = f"optimizer_{_rank_info(True) if sharding is None else sharding.rank}.pt"
+        has_own = optimizer.is_sharded and alike and own in optimizers
+        if all(allgather(has_own, CommGroup.WORLD)):
             part = raise_on_all_ranks(lambda: _optimizer_part(folder, own), CommGroup.WORLD, what)
             mine_here = optimizer_state.local_optimizer(model, optimizer)[optimizer_state.SHARDS]
             fits = part.get(optimizer_state.SHARDS) == mine_here
@@ -409,7 +429,7 @@ def _resume_partial(
             raise_on_all_ranks(lambda: optimizer_state.load_own_part(model, optimizer, part), CommGroup.WORLD, what)
             optimizer._publish()
             return
-        names = [name for name in optimizers if any(name.startswith(f"optimizer_{pp}_") for pp in mine)]
+        names = [name for name in optimizers if sharded > 1 or any(name.startswith(f"optimizer_{pp}_") for pp in mine)]
 
         def read_parts() -> list[Any]:
             return [_optimizer_part(folder, name) for name in names]
@@ -454,7 +474,24 @@ def _optimizer_part(folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def _optimizer_names(folder: Path, partitions: int, degree: int) -> list[str]:
+def _sharded_files(model: Any, optimizer: Any, sharding: Any) -> dict[str, Any]:
+    """The files of this rank's shards.
+
+    Scripts that merge them look for ``module``, ``partition_count`` and, of master weights, ``fp32_flat_groups``.
+    """
+    part = model.local_state_dict()
+    marks = {key: part.pop(key) for key in (state_dicts.PARTIAL, state_dicts.SHARDS)}
+    files: dict[str, Any] = {f"model_{sharding.rank}.pt": {"module": part, **marks}}
+    if optimizer is not None:
+        found = {**optimizer.local_state_dict(), "partition_count": sharding.degree}
+        if optimizer.fp32_partitioned_groups_flat:
+            # The master weights of the state are views of them, so that the file has them once.
+            found["fp32_flat_groups"] = optimizer.fp32_partitioned_groups_flat
+        files[f"optimizer_{sharding.rank}.pt"] = found
+    return files
+
+
+def _optimizer_names(folder: Path, partitions: int, degree: int, sharded: int) -> list[str]:
     """The files of the optimizer's states of all partitions, and of all shards if they are sharded.
 
     None if the optimizer was not saved.
@@ -463,6 +500,9 @@ def _optimizer_names(folder: Path, partitions: int, degree: int) -> list[str]:
         SMPCheckpointError: The file of a partition is missing.
     """
     listed = {*_listed(folder), *(path.name for path in folder.glob("optimizer_*.pt"))}
+    if sharded > 1:
+        wanted = [f"optimizer_{shard}.pt" for shard in range(sharded)]
+        return wanted if listed & set(wanted) else []
     names = sorted(name for name in listed if re.fullmatch(r"optimizer_\d+_\d+(_\d+)?\.pt", name))
     for pp, tp in itertools.product(range(partitions), range(degree)) if names else ():
         if not any(re.match(rf"optimizer_{pp}_{tp}\D", name) for name in names):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,16 +12,19 @@ from torch.nn.modules.module import _IncompatibleKeys
 from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPUnsupportedError
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.torch.checkpoint import slices
-from smdistributed.modelparallel.torch.communication import gather_on_host
+from smdistributed.modelparallel.torch.communication import gather_on_host, raise_on_all_ranks
 from smdistributed.modelparallel.torch.partitioning.materialize import inside_first
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.model import DistributedModel
+    from smdistributed.modelparallel.torch.sharding.sharded_model import ShardedModel
 
 #: Whether a dict is of one rank, or of the whole model.
 PARTIAL = "_smp_is_partial"
+#: Of a part under sharded data parallelism: elements of flattened parameters, start, end and shape.
+SHARDS = "_smp_shards"
 
 
 def _entries(model: DistributedModel) -> Iterator[tuple[str, torch.Tensor | nn.Module]]:
@@ -83,7 +86,41 @@ def local_model(model: DistributedModel) -> dict[str, Any]:
         name: tensor.detach() for name, tensor in model_entries(model).items() if not isinstance(tensor, MetaParameter)
     }
     extras = {name: module.get_extra_state() for name, module in local_extras(model).items()}
-    return {**found, **extras, PARTIAL: True}
+    return {**found, **extras, **_shards(model), PARTIAL: True}
+
+
+def _shards(model: DistributedModel) -> dict[str, Any]:
+    if model.sharded is None:
+        return {}
+    pieces = model.sharded.pieces
+    found = {name: pieces[id(tensor)] for name, tensor in model_entries(model).items() if id(tensor) in pieces}
+    return {SHARDS: {name: (piece.start, piece.end, piece.shape) for name, piece in found.items()}}
+
+
+def join_models(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The whole model of the parts of all ranks of a sharding group.
+
+    Raises:
+        SMPCheckpointError: Parts of a parameter are missing.
+    """
+    found: dict[str, Any] = {}
+    rows: dict[str, dict[int, torch.Tensor]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in parts:
+        shards = part.get(SHARDS, {})
+        for name, value in part.items():
+            if name in shards:
+                start, end, shapes[name] = shards[name]
+                if end > start:
+                    rows.setdefault(name, {})[start] = value[: end - start]
+            elif name not in (PARTIAL, SHARDS):
+                found[name] = value
+    for name, row in rows.items():
+        whole = torch.cat([row[start] for start in sorted(row)])
+        if whole.numel() != torch.Size(shapes[name]).numel():
+            raise SMPCheckpointError(f"`{name}` is incomplete: shards are missing")
+        found[name] = whole.view(shapes[name])
+    return found
 
 
 def _own(model: DistributedModel) -> dict[str, Any]:
@@ -99,11 +136,37 @@ def full_model(model: DistributedModel, gather_to_rank0: bool) -> dict[str, Any]
     shards = slices.named_shards(model.module)
     if not model.is_partitioned and not shards:
         return _own(model)
+    if model.sharded is not None:
+        return _gathered(model, model.sharded, gather_to_rank0)
     # Before the division, every rank of a pipeline has all.
     group = CommGroup.MP_GROUP if model.is_partitioned else CommGroup.TP_GROUP
     parts = gather_on_host(lambda: local_model(model), group, first_only=gather_to_rank0)
     merged = slices.merge(parts, shards)
     return {name: merged[name] for name, _ in _entries(model)} if parts else {}
+
+
+def _gathered(model: DistributedModel, sharded: ShardedModel, first_only: bool) -> dict[str, Any]:
+    """The whole model in host memory, gathered unit by unit: no rank holds it on its device."""
+    wanted = not first_only or state.groups.rank == state.groups.members["dp"][0]
+    whole: dict[str, torch.Tensor] = {}
+
+    def take(name: str, tensor: torch.Tensor) -> None:
+        if wanted:
+            whole[name] = tensor.detach().to("cpu", copy=True)
+
+    sharded.whole_parameters(take)
+    if not wanted:
+        return {}
+    pieces = sharded.pieces
+    found: dict[str, Any] = {}
+    for name, entry in _entries(model):
+        if isinstance(entry, nn.Module):
+            found[name] = entry.get_extra_state()
+        elif id(entry) in pieces:
+            found[name] = whole[pieces[id(entry)].name]
+        else:
+            found[name] = entry.detach().cpu()
+    return found
 
 
 class _Report(NamedTuple):
@@ -130,6 +193,8 @@ def load_model(model: DistributedModel, found: Mapping[str, Any], strict: bool, 
     """
     found = dict(found)
     what = "the state could not be loaded"
+    if SHARDS in found:
+        found = raise_on_all_ranks(lambda: _own_shards(model, found), CommGroup.WORLD, what)
     if not same_partition_load and PARTIAL not in found and found.keys() - model_entries(model).keys():
         # The names may be those of modules that tensor parallelism has replaced.
         found = state.module_manager.from_own_names(found)
@@ -148,6 +213,16 @@ def load_model(model: DistributedModel, found: Mapping[str, Any], strict: bool, 
         raise SMPCheckpointError(f"the state does not fit the model: {'; '.join(troubles)}")
 
 
+def _own_shards(model: DistributedModel, found: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of the model with exactly the shards of this rank."""
+    if found[SHARDS] != _shards(model).get(SHARDS):
+        raise SMPCheckpointError(
+            "the state holds other shards than this rank does: load a whole state, or a checkpoint by "
+            "`smp.resume_from_checkpoint`"
+        )
+    return {name: value for name, value in found.items() if name != SHARDS}
+
+
 def _left(reports: list[tuple[list[str], list[str]]]) -> list[str]:
     """Returns the names that hooks have left on any rank.
 
@@ -163,6 +238,7 @@ def _load_local(model: DistributedModel, found: dict[str, Any], strict: bool, sa
     entries, extras = model_entries(model), local_extras(model)
     local = {name: tensor for name, tensor in entries.items() if not isinstance(tensor, MetaParameter)}
     here = state.groups.rank_in("pp")
+    pieces = {} if model.sharded is None else model.sharded.pieces
     missing: list[str] = []
     unexpected: list[str] = []
     troubles: list[str] = []
@@ -183,6 +259,9 @@ def _load_local(model: DistributedModel, found: dict[str, Any], strict: bool, sa
         value = slices.cut(name, found[name], shards.get(name), tensor.shape)
         if value.shape == tensor.shape:
             tensor.copy_(value)
+        elif id(tensor) in pieces and tuple(value.shape) == pieces[id(tensor)].shape:
+            own = pieces[id(tensor)].cut(value)
+            tensor[: own.numel()].copy_(own)
         else:
             troubles.append(
                 f"`{name}` has the shape {list(found[name].shape)} in the state and "

@@ -85,6 +85,61 @@ def settle(
     return replaced
 
 
+def move_buffers(root: nn.Module, device: torch.device) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Moves all buffers to ``device``.
+
+    Returns:
+        By the identity of each buffer that was replaced, itself and what stands in its place.
+
+    Raises:
+        SMPPartitionError: A buffer was created without memory.
+    """
+    replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for path, module in root.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or buffer.device == device:
+                continue
+            if buffer.is_meta:
+                raise SMPPartitionError(f"the buffer `{path}.{name}` has no memory, and so no values")
+            if id(buffer) not in replaced:
+                replaced[id(buffer)] = buffer, buffer.to(device)
+            module._buffers[name] = replaced[id(buffer)][1]
+    return replaced
+
+
+def materialize_parameters(
+    root: nn.Module, wanted: Mapping[int, tuple[str, Sequence[tuple[nn.Module, str]]]], device: torch.device
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Moves some parameters to ``device``; those that were created without memory get theirs, and their values.
+
+    Args:
+        root: The model.
+        wanted: By the identity of a parameter, its name in the model, and where modules have it.
+        device: Where to.
+
+    Returns:
+        By the identity of each parameter that was replaced, itself and what stands in its place.
+
+    Raises:
+        SMPPartitionError: Nobody knows the values that a delayed parameter starts with.
+    """
+    replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    fresh: dict[int, str] = {}
+    for key, (name, slots) in wanted.items():
+        parameter = slots[0][0]._parameters[slots[0][1]]
+        assert parameter is not None
+        if parameter.is_meta:
+            new = _blank(parameter, device)
+            replaced[key], fresh[id(new)] = (parameter, new), name
+            for module, own in slots:
+                module._parameters[own] = new  # type: ignore[assignment]
+        elif parameter.device != device:
+            parameter.data = parameter.data.to(device)
+    if fresh:
+        _initialize(root, fresh)
+    return replaced
+
+
 def gather(root: nn.Module, parts: Sequence[Mapping[str, torch.Tensor]]) -> None:
     """Makes the model whole on CPUs.
 

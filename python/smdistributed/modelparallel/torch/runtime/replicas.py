@@ -54,7 +54,7 @@ class Replicas:
         self._group, self._overlapping = group, overlapping
         self._average, self._broadcast_buffers = average, broadcast_buffers
         self._reducer: GradientReducer | ShardReducer | None = None
-        if group is not None and state.cfg.shard_optimizer_state:
+        if group is not None and (state.cfg.shard_optimizer_state or state.cfg.sharded_data_parallel_degree > 1):
             self._reducer = ShardReducer(passes)
         elif group is not None:
             self._reducer = GradientReducer(group, bucket_cap_mb, overlapping, passes)

@@ -75,6 +75,9 @@ class StepRun:
                 for tensor in pytree.tensors_of(output):
                     replicas.watch_late_backward(model, tensor)
             outputs.append(output)
+        if model.sharded is not None:
+            model.sharded.end_microbatch()
+            model.sharded.finish_backward()
         if before is None:
             return outputs
         if not self.has_backward and before.has_changed(model.local_parameters()):

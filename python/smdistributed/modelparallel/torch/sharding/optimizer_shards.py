@@ -208,12 +208,12 @@ class OptimizerShards:
         """Virtual parameters with the names of the parameters that they are parts of."""
         return [(piece.name, virtual) for row in self._rows for piece, virtual, _ in row.virtual.values()]
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begins to accumulate gradients after a reduction."""
         for row in self._rows:
             row.begin()
 
-    def reduce(self) -> None:
+    def reduce_gradients(self) -> None:
         """Reduces gradients, each to the rank that updates its part. All ranks of the group call it."""
         with errors.translated(CLASSES):
             for row in self._rows:

@@ -1,4 +1,4 @@
-"""Gradient reduction for sharded optimizer states, at the end of a step."""
+"""Gradient reduction to shards, at the end of a step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
 from smdistributed.modelparallel.torch.runtime.stage_graph import StageGraph
 from smdistributed.modelparallel.torch.sharding.optimizer_shards import OptimizerShards
+from smdistributed.modelparallel.torch.sharding.sharded_model import ShardedModel
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.recording import Recording
 
@@ -33,13 +34,15 @@ class ShardReducer:
 
     def begin_step(self) -> None:
         """Begins to accumulate gradients after a reduction."""
-        if state.optimizer is not None and state.optimizer._shards is not None:
-            state.optimizer._shards.begin()
+        if state.model is not None and state.model.sharded is not None:
+            state.model.sharded.begin_step()
+        elif state.optimizer is not None and state.optimizer._shards is not None:
+            state.optimizer._shards.begin_step()
 
     def begin(self, pipeline: Pipeline, recordings: Sequence[Recording], parameters: Named) -> None:
         """Begins a step of a pipeline."""
         del pipeline, recordings, parameters
-        _shards()
+        _target()
 
     def on_stage_done(self, number: int, graph: StageGraph) -> None:
         """Does nothing: gradients are reduced at the end of the step."""
@@ -48,7 +51,7 @@ class ShardReducer:
         """Reduces gradients, unless this step only accumulates them."""
         self._steps += 1
         if self._steps % self._passes == 0:
-            _shards().reduce()
+            _target().reduce_gradients()
 
     def cancel(self) -> None:
         """Does nothing: a failed rank's peers fail in their reduction."""
@@ -59,10 +62,14 @@ class ShardReducer:
         self.finish()
 
 
-def _shards() -> OptimizerShards:
-    if state.optimizer is None or state.optimizer._shards is None:
+def _target() -> OptimizerShards | ShardedModel:
+    """What reduces gradients to shards: of parameters, or of the optimizer's state."""
+    model, optimizer = state.model, state.optimizer
+    if model is not None and model.sharded is not None:
+        return model.sharded
+    if optimizer is None or optimizer._shards is None:
         raise SMPUsageError(
             "`shard_optimizer_state` reduces gradients to the ranks that update them: wrap the optimizer in "
             "`smp.DistributedOptimizer` before the first step with a backward"
         )
-    return state.optimizer._shards
+    return optimizer._shards

@@ -1,0 +1,106 @@
+"""Divides a model into units and shards one after the other, so that delayed parameters never exist as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from smdistributed._common import errors
+from smdistributed.modelparallel.config import Config
+from smdistributed.modelparallel.exceptions import CLASSES
+from smdistributed.modelparallel.torch.partitioning import materialize
+from smdistributed.modelparallel.torch.sharding.sharded_model import ShardedModel
+from smdistributed.modelparallel.torch.sharding.sharding_groups import ShardingGroups
+from smdistributed.modelparallel.torch.sharding.unit import ShardedParameter, Slot, Unit
+
+#: Parameters and buffers that were replaced, by identity: themselves and what is in their place.
+Replaced = dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+def shard_model(
+    root: nn.Module, groups: ShardingGroups, cfg: Config, device: torch.device, source: int
+) -> tuple[ShardedModel, Replaced]:
+    """Shards the parameters of a model with the values of global rank ``source``.
+
+    Args:
+        root: The model. Parameters that are smaller than ``sdp_param_persistence_threshold`` stay whole.
+        groups: The groups of sharded data parallelism.
+        cfg: The configuration.
+        device: Where this rank computes.
+        source: Global rank whose values count.
+
+    Returns:
+        The sharded model, and what was replaced.
+
+    Raises:
+        SMPPartitionError: Nobody knows the values that a delayed tensor starts with.
+    """
+    sharded = ShardedModel(groups, cfg)
+    roots = _unit_roots(root, cfg.sdp_max_live_parameters)
+    slots: dict[int, list[Slot]] = {}
+    rows: dict[nn.Module, list[int]] = {}
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in slots:
+                    rows.setdefault(roots[module], []).append(id(parameter))
+                slots.setdefault(id(parameter), []).append((module, name))
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    owner = {each: unit_root for unit_root, row in rows.items() for each in row}
+    replaced: Replaced = materialize.move_buffers(root, device)
+    units: dict[int, Unit] = {}
+    for row in rows.values():
+        replaced |= materialize.materialize_parameters(root, {each: (names[each], slots[each]) for each in row}, device)
+        kinds: dict[torch.dtype, list[tuple[int, nn.Parameter]]] = {}
+        for each in row:
+            module, name = slots[each][0]
+            parameter = module._parameters[name]
+            assert parameter is not None
+            with errors.translated(CLASSES):
+                materialize.broadcast([parameter], groups.data, source)
+            if parameter.numel() < cfg.sdp_param_persistence_threshold or not parameter.numel():
+                sharded.replicated.append((names[each], parameter))
+            else:
+                kinds.setdefault(parameter.dtype, []).append((each, parameter))
+        for kind in kinds.values():
+            unit = sharded.add_unit(
+                [ShardedParameter(names[key], each, slots[key], groups.degree, groups.rank) for key, each in kind]
+            )
+            units |= {key: unit for key, _ in kind}
+    needs: dict[nn.Module, list[Unit]] = {}
+    for key, unit in units.items():
+        for module, _ in slots[key]:
+            # A module elsewhere, with which the parameter is shared, needs the unit only while it runs itself.
+            place = owner[key] if roots[module] is owner[key] else module
+            if unit not in needs.setdefault(place, []):
+                needs[place].append(unit)
+    sharded.attach(needs)
+    return sharded, replaced
+
+
+def _unit_roots(root: nn.Module, largest: int) -> dict[nn.Module, nn.Module]:
+    """For each module the one with which its parameters are gathered.
+
+    Args:
+        root: The model.
+        largest: A layer with more elements is divided further, if it has layers itself.
+    """
+    found: dict[nn.Module, nn.Module] = {}
+    for chosen in _layers(root, largest):
+        for module in chosen.modules():
+            found.setdefault(module, chosen)
+    return {module: found.get(module, module) for module in root.modules()}
+
+
+def _layers(module: nn.Module, largest: int) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and _elems(child) <= largest:
+            yield child
+        else:
+            yield from _layers(child, largest)
+
+
+def _elems(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

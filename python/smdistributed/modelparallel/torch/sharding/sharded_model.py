@@ -1,0 +1,410 @@
+"""Sharded data parallelism: parameters, gradients and optimizer states are divided over a sharding group.
+
+They are replicated over such groups (MiCS: Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on
+Public Cloud").
+
+A unit is an element of the outermost ``nn.ModuleList`` or ``nn.Sequential``, as the layers of a transformer are, or the
+parameters that a module outside of them has itself. Its parameters are gathered before its modules run and freed after.
+
+- SDP-1: autograd keeps no whole parameter. What it saves of one is a description, and the backward gathers the unit
+  again when it needs the first of them.
+- SDP-2: the gathers of a microbatch, those of its backward included, follow those of the microbatch before it: the unit
+  that came next there is gathered while this one computes. All ranks have the same order.
+- SDP-3: gradients of a unit are reduced to their shards when the last of them is complete, at most
+  ``sdp_reduce_bucket_size`` elements at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from smdistributed._common import errors
+from smdistributed.dataparallel.reduce_op import ReduceOp
+from smdistributed.dataparallel.torch import distributed as dist
+from smdistributed.modelparallel.config import Config
+from smdistributed.modelparallel.exceptions import CLASSES
+from smdistributed.modelparallel.torch.sharding.piece import Piece
+from smdistributed.modelparallel.torch.sharding.sharding_groups import ShardingGroups
+from smdistributed.modelparallel.torch.sharding.unit import ShardedParameter, Unit
+
+
+class _Saved(NamedTuple):
+    """What autograd has saved of a gathered parameter: a view of its memory."""
+
+    unit: Unit
+    at: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Gathered(torch.autograd.Function):
+    """The whole parameters of a unit as a function of their shards."""
+
+    @staticmethod
+    def forward(ctx: Any, model: ShardedModel, unit: Unit, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.model, ctx.unit = model, unit
+        ctx.set_materialize_grads(False)
+        assert unit.full is not None
+        outputs = tuple(each.detach() for each in unit.full)
+        frozen = [out for out, shard in zip(outputs, shards, strict=True) if not shard.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
+        ctx.model._reduce(ctx.unit, gradients)
+        # The shards get their gradients when the reduction is complete.
+        return (None,) * (2 + len(gradients))
+
+
+class _Table(dict[str, Any]):
+    """A module's parameters: one that a forward reads elsewhere than in its module's own is gathered then."""
+
+    def __init__(self, content: dict[str, Any], model: ShardedModel) -> None:
+        super().__init__(content)
+        self._model = model
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        unit = self._model.owners.get(id(value))
+        if unit is None:
+            return value
+        if self._model.is_running:
+            self._model._enter_for_the_forward(unit)
+            return super().__getitem__(name)
+        if torch._C._current_graph_task_id() != -1:
+            # Activation checkpointing runs a forward again, without the hooks around it.
+            return self._model._recomputed(unit, value)
+        return value
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
+        return dict, (dict(self),)
+
+
+class ShardedModel:
+    """The sharded parameters of a model, and what gathers and reduces them.
+
+    Args:
+        groups: The ranks that hold shards together, and those that hold the same shard.
+        cfg: The configuration.
+
+    Attributes:
+        groups: As above.
+        units: Parameters that are gathered together.
+        replicated: Parameters below ``sdp_param_persistence_threshold``, which every rank keeps whole.
+        owners: By the identity of a parameter's shard, its unit.
+        is_running: Whether modules run.
+    """
+
+    def __init__(self, groups: ShardingGroups, cfg: Config) -> None:
+        self.groups = groups
+        self._bucket_elems, self._max_live = cfg.sdp_reduce_bucket_size, cfg.sdp_max_live_parameters
+        self.units: list[Unit] = []
+        self.replicated: list[tuple[str, nn.Parameter]] = []
+        self.owners: dict[int, Unit] = {}
+        self.is_running = False
+        self._live = 0
+        self._order: list[Unit] = []
+        self._previous: dict[bool, list[Unit]] = {}
+        self._is_training = False
+        #: Units in the order in which they were gathered, those that nothing uses first to go.
+        self._present: list[Unit] = []
+        self._for_the_forward: list[Unit] = []
+        self._saved: dict[int, tuple[Unit, int]] = {}
+        self._reductions: deque[tuple[dist.Work, torch.Tensor, torch.Tensor, Unit, list[int], int]] = deque()
+        self._reducing = 0
+        #: Whether gradients were averaged over replicas, and none was made since.
+        self._is_reduced = False
+
+    def add_unit(self, parameters: Sequence[ShardedParameter]) -> Unit:
+        """Shards parameters of one type."""
+        unit = Unit(parameters, self.groups.sharding, self.groups.degree)
+        self.units.append(unit)
+        for each in parameters:
+            self.owners[id(each.parameter)] = unit
+        return unit
+
+    def attach(self, needs: dict[nn.Module, list[Unit]]) -> None:
+        """Gathers units before modules run and frees them after.
+
+        Args:
+            needs: For each module, units that it and the modules in it need.
+        """
+        for module, units in needs.items():
+
+            def enter(module: nn.Module, args: Any, units: list[Unit] = units) -> None:
+                del module, args
+                for unit in units:
+                    self._enter(unit)
+
+            def leave(module: nn.Module, args: Any, output: Any, units: list[Unit] = units) -> None:
+                del module, args, output
+                for unit in units:
+                    self._leave(unit)
+
+            module.register_forward_pre_hook(enter, prepend=True)
+            module.register_forward_hook(leave, always_call=True)
+        for module in {module for unit in self.units for each in unit.parameters for module, _ in each.slots}:
+            module.__dict__["_parameters"] = _Table(module._parameters, self)
+
+    @property
+    def pieces(self) -> dict[int, Piece]:
+        """By the identity of each shard, the part of a parameter that it is."""
+        return {id(each.parameter): each.piece for each in self.parameters()}
+
+    def parameters(self) -> Iterator[ShardedParameter]:
+        """All sharded parameters."""
+        for unit in self.units:
+            yield from unit.parameters
+
+    # Forward.
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Around a forward of the model."""
+        if self.is_running:
+            yield
+            return
+        self.end_microbatch()
+        self._is_training, self.is_running = torch.is_grad_enabled(), True
+        try:
+            with errors.translated(CLASSES), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            self.is_running = False
+            while self._for_the_forward:
+                self._leave(self._for_the_forward.pop())
+            if not self._is_training:
+                self.end_microbatch()
+
+    def end_microbatch(self) -> None:
+        """Frees what a failed forward, or a backward that reached less, has left."""
+        if self._order:
+            self._previous[self._is_training] = self._order
+        self._order = []
+        for unit in self.units:
+            if unit.users:
+                unit.uninstall()
+                unit.users = 0
+        for unit in list(self._present):
+            self._free(unit)
+        self._saved.clear()
+
+    def _enter(self, unit: Unit) -> None:
+        unit.users += 1
+        if unit.users > 1:
+            return
+        full = self._gather(unit)
+        if torch.is_grad_enabled() and unit.is_trained:
+            full = _Gathered.apply(self, unit, *(each.parameter for each in unit.parameters))
+        unit.install(full)
+
+    def _leave(self, unit: Unit) -> None:
+        if unit.users == 0:
+            return
+        unit.users -= 1
+        if unit.users == 0:
+            unit.uninstall()
+            self._free(unit)
+
+    def _enter_for_the_forward(self, unit: Unit) -> None:
+        self._for_the_forward.append(unit)
+        self._enter(unit)
+
+    def _gather(self, unit: Unit) -> tuple[torch.Tensor, ...]:
+        """The whole parameters of a unit; the one that comes next is on its way then."""
+        if unit.full is not None:
+            return unit.full
+        self._begin_gather(unit, needed=True)
+        full = unit.finish_gather()
+        for at, tensor in enumerate(full):
+            if tensor.numel():
+                self._saved[tensor.untyped_storage().data_ptr()] = unit, at
+        place = len(self._order)
+        self._order.append(unit)
+        row = self._previous.get(self._is_training, ())
+        if place + 1 < len(row) and row[place] is unit:
+            self._begin_gather(row[place + 1], needed=False)
+        return full
+
+    def _begin_gather(self, unit: Unit, needed: bool) -> None:
+        if unit.is_present:
+            return
+        for other in list(self._present):
+            if self._live + unit.elems <= self._max_live:
+                break
+            if other.users == 0 and other is not unit and needed:
+                self._free(other)
+        if not needed and self._live + unit.elems > self._max_live:
+            return
+        unit.begin_gather()
+        self._present.append(unit)
+        self._live += unit.elems
+
+    def _free(self, unit: Unit) -> None:
+        if not unit.is_present:
+            return
+        unit.free()
+        self._present.remove(unit)
+        self._live -= unit.elems
+        self._saved = {key: value for key, value in self._saved.items() if value[0] is not unit}
+
+    # Backward.
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        found = self._saved.get(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
+        if found is None:
+            return tensor
+        return _Saved(*found, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        if not isinstance(saved, _Saved):
+            return saved
+        with errors.translated(CLASSES), torch.no_grad():
+            return self._gather(saved.unit)[saved.at].as_strided(saved.shape, saved.stride, saved.offset)
+
+    def _recomputed(self, unit: Unit, shard: torch.Tensor) -> torch.Tensor:
+        """The whole parameter for a forward that is run again in the backward, which ends at it."""
+        at = next(at for at, each in enumerate(unit.parameters) if each.parameter is shard)
+        with errors.translated(CLASSES):
+            return self._gather(unit)[at].detach().requires_grad_(shard.requires_grad)
+
+    def _reduce(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Begins to reduce the gradients of a unit, and frees its whole parameters."""
+        if unit.users == 0:
+            self._free(unit)
+        members: list[int] = []
+        elems = 0
+        for at, each in enumerate(unit.parameters):
+            if not each.parameter.requires_grad:
+                continue
+            if members and elems + each.elems * self.groups.degree > self._bucket_elems:
+                self._begin_reduction(unit, members, gradients)
+                members, elems = [], 0
+            members.append(at)
+            elems += each.elems * self.groups.degree
+        self._begin_reduction(unit, members, gradients)
+
+    @torch.no_grad()
+    def _begin_reduction(self, unit: Unit, members: list[int], gradients: Sequence[torch.Tensor | None]) -> None:
+        for at in members:
+            if gradients[at] is not None:
+                unit.parameters[at].has_gradient = True
+        rows = unit.rows_of(members, gradients)
+        while self._reductions and self._reducing + rows.numel() > self._bucket_elems:
+            self._finish_reduction()
+        shard = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
+        with errors.translated(CLASSES):
+            work = dist.reduce_scatter_tensor(
+                shard, rows.view(-1), ReduceOp.AVERAGE, self.groups.sharding, async_op=True
+            )
+        assert work is not None
+        self._reductions.append((work, rows, shard, unit, members, rows.numel()))
+        self._reducing += rows.numel()
+
+    @torch.no_grad()
+    def _finish_reduction(self) -> None:
+        work, _, shard, unit, members, elems = self._reductions.popleft()
+        with errors.translated(CLASSES):
+            work.wait()
+        self._reducing -= elems
+        begin = 0
+        for at in members:
+            each = unit.parameters[at]
+            each.add_gradient(shard[begin : begin + each.elems])
+            begin += each.elems
+
+    def begin_step(self) -> None:
+        """Begins a step: gradients that the script has kept after a reduction count."""
+        if self._is_reduced:
+            self._is_reduced = False
+            for each in self.parameters():
+                each.has_gradient = each.parameter.grad is not None
+
+    def finish_backward(self) -> None:
+        """Returns when the gradients of all shards are reduced within the sharding group."""
+        while self._reductions:
+            self._finish_reduction()
+
+    def cancel(self) -> None:
+        """Ends a failed step, without waiting for other ranks."""
+        self._reductions.clear()
+        self._reducing = self._live = 0
+        self._order, self._present = [], []
+        self._saved.clear()
+        for unit in self.units:
+            unit.forget()
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Averages gradients over replicas: of shards over the ranks with the same shard, of whole ones over all.
+
+        A gradient that no rank has stays none. All ranks of the data-parallel group call it.
+        """
+        self.finish_backward()
+        self._is_reduced = True
+        sharded = [each for each in self.parameters() if each.parameter.requires_grad]
+        whole = [each for _, each in self.replicated if each.requires_grad]
+        flags = [each.has_gradient for each in sharded] + [each.grad is not None for each in whole]
+        device = (sharded[0].parameter if sharded else whole[0]).device
+        has = torch.tensor(flags, dtype=torch.int32, device=device)
+        with errors.translated(CLASSES):
+            dist.all_reduce(has, ReduceOp.MAX, self.groups.data)
+            for each, one in zip(sharded, has.tolist(), strict=False):
+                each.has_gradient = False
+                if not one:
+                    each.parameter.grad = None
+                elif each.parameter.grad is None:
+                    each.parameter.grad = torch.zeros_like(each.parameter)
+            for parameter, one in zip(whole, has.tolist()[len(sharded) :], strict=True):
+                if one and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            if self.groups.replication is not None:
+                self._average([each.parameter for each in sharded], self.groups.replication)
+            self._average(whole, self.groups.data)
+
+    def _average(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        begin = 0
+        while begin < len(gradients):
+            end, elems = begin, 0
+            while end < len(gradients) and (end == begin or elems + gradients[end].numel() <= self._bucket_elems):
+                if gradients[end].dtype != gradients[begin].dtype:
+                    break
+                elems += gradients[end].numel()
+                end += 1
+            row = torch.cat([each.reshape(-1) for each in gradients[begin:end]])
+            dist.all_reduce(row, ReduceOp.AVERAGE, group)
+            for each, part in zip(
+                gradients[begin:end], row.split([each.numel() for each in gradients[begin:end]]), strict=True
+            ):
+                each.copy_(part.view(each.shape))
+            begin = end
+
+    # Content.
+
+    @torch.no_grad()
+    def whole_parameters(self, take: Callable[[str, torch.Tensor], None]) -> None:
+        """Gathers one unit after the other; all ranks of the sharding group call it.
+
+        Args:
+            take: Called with the name and the whole value of each parameter.
+        """
+        for unit in self.units:
+            was_present = unit.is_present
+            unit.begin_gather()
+            with errors.translated(CLASSES):
+                full = unit.finish_gather()
+            for each, tensor in zip(unit.parameters, full, strict=True):
+                take(each.piece.name, tensor)
+            if not was_present:
+                unit.free()

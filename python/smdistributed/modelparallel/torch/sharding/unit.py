@@ -1,0 +1,172 @@
+"""The parameters of one layer, sharded over the ranks of a group.
+
+- UNI-1: each parameter is divided by itself into equal shards of one dimension, the last ones padded with zeros
+  (``rust-core/src/sharding.rs``). Shards of a unit lie behind each other, so one all-gather collects the unit.
+- UNI-2: between forwards, modules have the shard as their parameter. While a unit is installed, they have the whole
+  tensor of the last gather in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from smdistributed import _core
+from smdistributed.dataparallel.torch import distributed as dist
+from smdistributed.modelparallel.torch.sharding.piece import Piece
+
+#: A module and the name under which it has a parameter.
+Slot = tuple[nn.Module, str]
+
+
+class ShardedParameter:
+    """A parameter of a unit.
+
+    Args:
+        name: Its name in the model.
+        parameter: The parameter with its whole value; it becomes this rank's shard.
+        slots: Where modules have it.
+        ranks: The number of shards.
+        rank: This rank's.
+
+    Attributes:
+        piece: The elements that this rank holds.
+        elems: Elements of a shard, padding included.
+        offset: Where the shard begins among those of its unit.
+        has_gradient: Whether a backward has reached it since the last reduction over replicas.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, slots: Sequence[Slot], ranks: int, rank: int) -> None:
+        self.parameter, self.slots = parameter, list(slots)
+        self.shape, self.numel = tuple(parameter.shape), parameter.numel()
+        self.elems = _core.shard_elems(self.numel, ranks)
+        start = min(rank * self.elems, self.numel)
+        self.piece = Piece(name, start, min(start + self.elems, self.numel), self.shape, True)
+        self.offset = 0
+        self.has_gradient = False
+        # Scripts count parameters by them.
+        parameter.ds_shape, parameter.ds_numel = torch.Size(self.shape), self.numel  # type: ignore[attr-defined]
+
+    def copy_from(self, value: torch.Tensor) -> None:
+        """Copies this rank's elements of a tensor like the whole parameter."""
+        own = self.piece.cut(value)
+        self.parameter.data[: own.numel()].copy_(own)
+
+    def add_gradient(self, gradient: torch.Tensor) -> None:
+        """Adds to the gradient of the shard; takes over the tensor's memory if there is none yet."""
+        if self.parameter.grad is None:
+            self.parameter.grad = gradient
+        else:
+            self.parameter.grad.add_(gradient)
+
+
+class Unit:
+    """Parameters that are gathered and freed together.
+
+    Args:
+        parameters: Those of one type.
+        group: The ranks that hold the shards.
+        ranks: Their number.
+
+    Attributes:
+        parameters: The unit's.
+        elems: Elements of the whole unit, padding included.
+        users: Modules that run with it now.
+        full: The whole parameters while they are gathered.
+    """
+
+    def __init__(self, parameters: Sequence[ShardedParameter], group: dist.ProcessGroup, ranks: int) -> None:
+        self.parameters, self._group, self._ranks = list(parameters), group, ranks
+        shard = sum(each.elems for each in self.parameters)
+        self.elems = shard * ranks
+        first = self.parameters[0].parameter
+        self._flat = torch.zeros(shard, dtype=first.dtype, device=first.device)
+        offset = 0
+        for each in self.parameters:
+            each.offset = offset
+            own = each.piece.cut(each.parameter.detach())
+            view = self._flat[offset : offset + each.elems]
+            view[: own.numel()].copy_(own)
+            # The whole value is freed here, parameter by parameter.
+            each.parameter.data = view
+            offset += each.elems
+        self.users = 0
+        self.full: tuple[torch.Tensor, ...] | None = None
+        self._pending: tuple[dist.Work | None, torch.Tensor] | None = None
+
+    @property
+    def is_present(self) -> bool:
+        """Whether the unit takes memory beside its shards."""
+        return self.full is not None or self._pending is not None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a backward reaches the unit."""
+        return any(each.parameter.requires_grad for each in self.parameters)
+
+    def begin_gather(self) -> None:
+        """Starts the all-gather, unless it was started."""
+        if not self.is_present:
+            whole = torch.empty(self.elems, dtype=self._flat.dtype, device=self._flat.device)
+            self._pending = dist.all_gather_into_tensor(whole, self._flat, self._group, async_op=True), whole
+
+    @torch.no_grad()
+    def finish_gather(self) -> tuple[torch.Tensor, ...]:
+        """Returns the whole parameters when they are there."""
+        if self.full is None:
+            assert self._pending is not None
+            (work, whole), self._pending = self._pending, None
+            if work is not None:
+                work.wait()
+            rows = whole.view(self._ranks, -1)
+            self.full = tuple(
+                rows[:, each.offset : each.offset + each.elems].reshape(-1)[: each.numel].view(each.shape)
+                for each in self.parameters
+            )
+        return self.full
+
+    def free(self) -> None:
+        """Frees the whole parameters, when no operation needs them any more."""
+        if self._pending is not None:
+            self.finish_gather()
+        self.full = None
+
+    def forget(self) -> None:
+        """Drops a gather without waiting for it, after a failed step."""
+        self._pending = self.full = None
+        self.users = 0
+        self.uninstall()
+
+    def install(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Gives modules these tensors as their parameters."""
+        for each, tensor in zip(self.parameters, tensors, strict=True):
+            _set(each.slots, tensor)
+
+    def uninstall(self) -> None:
+        """Gives modules the shards as their parameters."""
+        for each in self.parameters:
+            _set(each.slots, each.parameter)
+
+    def rows_of(self, members: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Gradients of some parameters, by shards: one row for each rank."""
+        width = sum(self.parameters[at].elems for at in members)
+        rows = torch.zeros(self._ranks, width, dtype=self._flat.dtype, device=self._flat.device)
+        begin = 0
+        for at in members:
+            each, gradient = self.parameters[at], gradients[at]
+            if gradient is not None:
+                part = torch.nn.functional.pad(gradient.reshape(-1), (0, each.elems * self._ranks - each.numel))
+                rows[:, begin : begin + each.elems].copy_(part.view(self._ranks, each.elems))
+            begin += each.elems
+        return rows
+
+
+def _set(slots: Sequence[Slot], tensor: Any) -> None:
+    for module, name in slots:
+        module._parameters[name] = tensor
+        if isinstance(module, nn.RNNBase):
+            # It keeps its parameters in a list as well.
+            module._flat_weights = [module._parameters.get(each) for each in module._flat_weights_names]
