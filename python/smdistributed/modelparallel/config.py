@@ -156,8 +156,8 @@ def _refuse_what_is_not_there(values: Mapping[str, Any], sources: Mapping[str, s
         if values.get(name, only) != only and framework != but_for:
             raise SMPUnsupportedError(
                 f"{sources[name]}: `{name}` is {values[name]!r}, and this version has {only!r} only: Horovod "
-                "for torch, and tensor parallelism, sharded data parallelism, 16-bit master weights, delayed parameters, "
-                "offloading and bounds of activations for TensorFlow are not there yet"
+                "for torch, and tensor parallelism, sharded data parallelism, 16-bit master weights, delayed "
+                "parameters, offloading and bounds of activations for TensorFlow are not there yet"
             )
 
 

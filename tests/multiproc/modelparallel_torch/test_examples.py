@@ -74,6 +74,28 @@ def test_the_example_of_tensor_parallelism_learns():
         assert share < 0.55, "of the parameters, at degree 2"
 
 
+def _sharded_body(root, words):
+    import runpy
+    import sys
+
+    import smdistributed.modelparallel.torch as smp
+
+    sys.argv = [f"{root}/examples/sharded_llama.py", *words.split()]
+    left = runpy.run_path(sys.argv[0], run_name="__main__")
+    smp.shutdown()
+    return float(left["loss"]), left["own"], left["whole"]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_sharded_llama_learns(precision):
+    pytest.importorskip("transformers")
+    words = f"--degree 2 --layers 2 --width 64 --length 32 --steps 30 --precision {precision}"
+    for loss, own, whole in run_ranks(_sharded_body, 2, str(ROOT), words, timeout=190):
+        assert loss < 4.0, "nats for each of 256 bytes, which begin at 5.5"
+        assert own <= 0.54 * whole
+
+
 def _memory_body(root):
     import sys
 

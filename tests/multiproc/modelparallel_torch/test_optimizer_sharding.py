@@ -165,7 +165,7 @@ def _resume_body(folder):
     (model, optimizer, _step), _ = _half(torch, smp, config, range(3))
     smp.save_checkpoint(folder, "t", model=model, optimizer=optimizer)
     smp.save_checkpoint(folder, "full", partial=False, model=model)
-    with pytest.raises(smp.exceptions.SMPCheckpointError, match="do not write sharded optimizer states"):
+    with pytest.raises(smp.exceptions.SMPCheckpointError, match="do not write sharded parameters"):
         smp.save_checkpoint(folder, "other", model=model, optimizer=optimizer, format="sharded")
     whole = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     smp.shutdown()

@@ -145,19 +145,19 @@ def _equality_body(ranks):
 
     import smdistributed.modelparallel.torch as smp
 
-    for dtype in (torch.float64, torch.float32):
-        torch.set_default_dtype(dtype)
-        for degree in {2, ranks}:
-            config = {"sharded_data_parallel_degree": degree}
-            for kind in ("llama", "gpt2"):
-                _equality(torch, smp, kind, config)
-            _equality(torch, smp, "odd", config)
-        config = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 50}
-        _equality(torch, smp, "odd", config, passes=2)
-        # Units are divided further and gathered one at a time; messages hold one parameter.
-        small = {"sharded_data_parallel_degree": 2, "sdp_max_live_parameters": 60, "sdp_reduce_bucket_size": 20}
-        _equality(torch, smp, "odd", small, checkpointed=True)
-        _equality(torch, smp, "llama", config, checkpointed=True)
+    torch.set_default_dtype(torch.float64)
+    for degree in {2, ranks}:
+        for kind in ("llama", "gpt2", "odd"):
+            _equality(torch, smp, kind, {"sharded_data_parallel_degree": degree})
+    config = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 50}
+    _equality(torch, smp, "odd", config, passes=2)
+    _equality(torch, smp, "llama", config, checkpointed=True)
+    # Units are divided further and gathered one at a time; messages hold one parameter.
+    small = {"sharded_data_parallel_degree": 2, "sdp_max_live_parameters": 60, "sdp_reduce_bucket_size": 20}
+    _equality(torch, smp, "odd", small, checkpointed=True)
+    torch.set_default_dtype(torch.float32)
+    for kind in ("llama", "gpt2"):
+        _equality(torch, smp, kind, {"sharded_data_parallel_degree": ranks})
 
 
 @pytest.mark.timeout(300)

@@ -72,13 +72,14 @@ def test_bad_values_are_named(given, text):
 @pytest.mark.parametrize(
     "given",
     [
-        {"sharded_data_parallel_degree": 4},
         {"horovod": True},
     ],
 )
 def test_what_is_not_there_yet_says_so(given):
     with pytest.raises(SMPUnsupportedError, match="not there yet"):
         config.read(given)
+    with pytest.raises(SMPUnsupportedError, match="do not go together yet"):
+        config.read({"sharded_data_parallel_degree": 4, "tensor_parallel_degree": 2, "ddp": True})
     assert config.read({"fp16": False, "tensor_parallel_degree": 1}).fp16 is False
 
 

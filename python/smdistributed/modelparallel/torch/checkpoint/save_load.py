@@ -149,6 +149,7 @@ def _save_partial(root: Path, tag: str, model: Any, optimizer: Any, user_content
         is_sharded = optimizer is not None and optimizer.is_sharded
         is_first = groups.rank_in("rdp") == 0
         if model is not None and model.sharded is not None:
+            assert groups.sharding is not None
             if groups.sharding.number == 0:
                 files |= _sharded_files(model, optimizer, groups.sharding)
         else:

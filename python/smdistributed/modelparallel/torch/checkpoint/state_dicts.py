@@ -194,7 +194,8 @@ def load_model(model: DistributedModel, found: Mapping[str, Any], strict: bool, 
     found = dict(found)
     what = "the state could not be loaded"
     if SHARDS in found:
-        found = raise_on_all_ranks(lambda: _own_shards(model, found), CommGroup.WORLD, what)
+        part = found
+        found = dict(raise_on_all_ranks(lambda: _own_shards(model, part), CommGroup.WORLD, what))
     if not same_partition_load and PARTIAL not in found and found.keys() - model_entries(model).keys():
         # The names may be those of modules that tensor parallelism has replaced.
         found = state.module_manager.from_own_names(found)

@@ -60,7 +60,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
         ctx.model._reduce(ctx.unit, gradients)
         # The shards get their gradients when the reduction is complete.
         return (None,) * (2 + len(gradients))
@@ -264,7 +264,7 @@ class ShardedModel:
         found = self._saved.get(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
         if found is None:
             return tensor
-        return _Saved(*found, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _Saved(*found, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if not isinstance(saved, _Saved):

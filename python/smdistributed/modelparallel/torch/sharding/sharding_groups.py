@@ -46,8 +46,9 @@ class ShardingGroups:
     def close(self) -> None:
         """Removes the groups from the core."""
         if self.replication is not None:
-            _core.remove_group(self.sharding.id)
-            _core.remove_group(self.replication.id)
+            for group in (self.sharding, self.replication):
+                assert group.id is not None
+                _core.remove_group(group.id)
 
 
 def check_degree(members: list[int], degree: int) -> tuple[list[list[int]], list[list[int]]]:
