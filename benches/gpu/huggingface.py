@@ -117,7 +117,7 @@ class Bench:
         """A step of `smp.step`."""
         smp.init({
             "partitions": c10d.get_world_size(), "microbatches": self.arguments.microbatches,
-            "pipeline": self.arguments.pipeline,
+            "pipeline": self.arguments.pipeline, "memory_weight": self.arguments.memory_weight,
         })  # fmt: skip
         model = smp.DistributedModel(self.model())
         optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
@@ -237,6 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--pipeline", default="interleaved", choices=["interleaved", "simple", "zero_bubble"])
+    parser.add_argument("--memory-weight", type=float, help="of ours; the library's default where it is not given")
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--microbatch", type=int, default=4, help="sequences in each")
     parser.add_argument("--sequence", type=int, default=1024)

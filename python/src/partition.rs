@@ -31,8 +31,11 @@ impl From<Module> for ModuleCost {
 /// Divides modules over `partitions`: for each its partition, a table of them, and what each partition costs.
 ///
 /// `values` are those that pass between modules (maker, takers, bytes), `tasks` what modules cost the host if they are taken
-/// apart (module, module in whose place, nanoseconds), `ties` modules that must lie together.
+/// apart (module, module in whose place, nanoseconds), `ties` modules that must lie together. Where every partition needs at most
+/// `memory_bytes`, if given, time alone is balanced.
 #[pyfunction]
+#[pyo3(signature = (modules, values, tasks, ties, partitions, memory_weight, microbatches, active_microbatches, schedule,
+    link_nanoseconds, link_bytes_per_nanosecond, memory_bytes=None))]
 #[expect(clippy::too_many_arguments, reason = "Python names them")]
 fn partition_modules(
     py: Python<'_>,
@@ -47,6 +50,7 @@ fn partition_modules(
     schedule: &str,
     link_nanoseconds: u64,
     link_bytes_per_nanosecond: u64,
+    memory_bytes: Option<u64>,
 ) -> PyResult<(Vec<u32>, String, Vec<f64>)> {
     enter(py, || {
         let modules = modules.into_iter().map(ModuleCost::from).collect();
@@ -56,7 +60,11 @@ fn partition_modules(
         let kept = partition::kept_microbatches(partitions, microbatches, active_microbatches, schedule.parse()?);
         let link = LinkCost { latency: link_nanoseconds, bytes_per_tick: link_bytes_per_nanosecond };
         let objective = Objective::new(memory_weight, kept, link)?;
-        let assignment = partition::partition(&tree, partitions, &objective)?.assignment;
+        let found = match memory_bytes {
+            Some(bytes) => partition::partition_by_time_if_it_fits(&tree, partitions, &objective, bytes)?,
+            None => partition::partition(&tree, partitions, &objective)?,
+        };
+        let assignment = found.assignment;
         let table = partition::table(&tree, &assignment, &objective);
         let costs =
             partition::stage_costs(&tree, &assignment, &objective).into_iter().map(|stage| stage.cost).collect();

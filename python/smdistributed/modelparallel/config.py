@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,13 @@ class Config(Mapping[str, Any]):
     ``pipeline_parallel_degree``.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], given: Collection[str] = ()) -> None:
         object.__setattr__(self, "_values", dict(values))
+        object.__setattr__(self, "_given", frozenset(given))
+
+    def is_given(self, key: str) -> bool:
+        """Whether some source sets ``key``, so that its value is not the default."""
+        return key in self._given
 
     def __getitem__(self, key: str) -> Any:
         return self._values[key]
@@ -64,8 +69,8 @@ class Config(Mapping[str, Any]):
         except KeyError:
             raise AttributeError(f"the configuration has no key `{name}`") from None
 
-    def __reduce__(self) -> tuple[type[Config], tuple[dict[str, Any]]]:
-        return Config, (dict(self._values),)
+    def __reduce__(self) -> tuple[type[Config], tuple[dict[str, Any], frozenset[str]]]:
+        return Config, (dict(self._values), self._given)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"the configuration is read only: `{name}` is set before `smp.init()`")
@@ -94,7 +99,7 @@ def read(given: Mapping[str, Any] | None = None, framework: str = "torch") -> Co
         sources.update(dict.fromkeys(found, source))
     # After the merge: a launcher's value replaces one of the script's that this version does not have.
     _refuse_what_is_not_there(values, sources, framework)
-    return Config(_complete(values))
+    return Config(_complete(values), values)
 
 
 def _from_environment() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -103,6 +103,13 @@ impl<'a> Price<'a> {
     }
 }
 
+impl StageCost {
+    /// The most bytes that a rank keeps which runs this partition, with the activations of `kept` microbatches.
+    pub(super) fn peak_bytes(&self, kept: u64) -> u64 {
+        self.parameter_bytes + self.state_bytes + self.activation_bytes * kept
+    }
+}
+
 /// The cost of each partition of any `assignment`.
 ///
 /// # Panics

@@ -94,6 +94,24 @@ pub fn partition(tree: &CostTree, partitions: usize, objective: &Objective) -> R
     Ok(Partition { assignment })
 }
 
+/// Like [`partition`], but where every partition of the division that is best for time alone needs at most `memory_bytes`, memory has no
+/// weight: what a rank does not need is of no use to it.
+///
+/// # Errors
+/// Those of [`partition`].
+pub fn partition_by_time_if_it_fits(
+    tree: &CostTree,
+    partitions: usize,
+    objective: &Objective,
+    memory_bytes: u64,
+) -> Result<Partition> {
+    let time_alone = Objective { memory_weight: 0.0, ..objective.clone() };
+    let fastest = partition(tree, partitions, &time_alone)?;
+    let stages = stage_costs(tree, &fastest.assignment, &time_alone);
+    let fits = stages.iter().zip(&objective.kept).all(|(stage, &kept)| stage.peak_bytes(kept) <= memory_bytes);
+    if fits { Ok(fastest) } else { partition(tree, partitions, objective) }
+}
+
 /// The number that is made small.
 fn largest(tree: &CostTree, assignment: &[u32], objective: &Objective) -> f64 {
     stage_costs(tree, assignment, objective).iter().map(|stage| stage.cost).fold(0.0, f64::max)

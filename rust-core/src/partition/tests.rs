@@ -341,6 +341,19 @@ proptest! {
 }
 
 #[test]
+fn memory_counts_only_where_it_is_scarce() {
+    let tree = transformer(12, 1024, 32_000, false, 2048);
+    let objective = Objective::new(0.8, kept_microbatches(2, 8, None, Schedule::Interleaved), LINK).unwrap();
+    let slowest = |assignment: &[u32]| stage_costs(&tree, assignment, &objective).iter().map(|stage| stage.time).max();
+    let weighted = partition(&tree, 2, &objective).unwrap();
+    let plenty = partition_by_time_if_it_fits(&tree, 2, &objective, u64::MAX).unwrap();
+    let scarce = partition_by_time_if_it_fits(&tree, 2, &objective, 1).unwrap();
+    // The first rank keeps the activations of two microbatches, so that balanced memory costs time.
+    assert!(slowest(&plenty.assignment) < slowest(&weighted.assignment));
+    assert_eq!(scarce, weighted);
+}
+
+#[test]
 fn equal_blocks_stay_whole() {
     let tree = transformer(16, 1024, 10, false, 2048);
     let objective = Objective::new(0.2, kept_microbatches(4, 8, Some(6), Schedule::Simple), LINK).unwrap();

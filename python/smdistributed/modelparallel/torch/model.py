@@ -223,7 +223,13 @@ class DistributedModel(nn.Module):
             state.tracing = True
             try:
                 found = auto_partition(
-                    self.module, args, kwargs, cfg, manual, measure_times=self._trace_execution_times
+                    self.module,
+                    args,
+                    kwargs,
+                    cfg,
+                    manual,
+                    measure_times=self._trace_execution_times,
+                    memory_bytes=_memory_for_partitions(),
                 )
             except ValueError as error:
                 raise SMPPartitionError(str(error)) from error
@@ -697,3 +703,16 @@ def _call_hook(hook: Callable[..., Any], model: DistributedModel) -> None:
         return
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     hook(*arguments[: len(positional)])
+
+
+def _memory_for_partitions() -> int | None:
+    """The bytes that every rank's device has for its partition. Collective.
+
+    It is ``None`` where the configuration says what memory weighs, and on CPUs, whose memory the ranks of a host share.
+    """
+    device, cfg = current_device(), state.cfg
+    if device.type != "cuda" or cfg.is_given("memory_weight") or cfg.is_given("optimize"):
+        return None
+    total = torch.cuda.get_device_properties(device).total_memory
+    # The rest is for what no trace sees: workspaces of kernels, the allocator's fragments, errors of the estimate.
+    return int(min(communication.allgather(total, CommGroup.WORLD)) * 0.6)

@@ -17,6 +17,7 @@ from smdistributed.modelparallel.torch.activation_checkpointing import torch_che
 from smdistributed.modelparallel.torch.model import DistributedModel
 from smdistributed.modelparallel.torch.output import StepOutput
 from smdistributed.modelparallel.torch.runtime import input_broadcast
+from smdistributed.modelparallel.torch.runtime.overlapped_run import Expectation, comparable
 from smdistributed.modelparallel.torch.runtime.step_run import Call, StepRun
 from smdistributed.modelparallel.torch.split import split
 from smdistributed.modelparallel.torch.state import state
@@ -58,14 +59,14 @@ class StepFunction:
         if state.model.step_run is not None:
             raise SMPUsageError("a `smp.step` function was called inside of another one")
         with errors.translated(CLASSES):
-            calls = self._calls(args, kwargs, cfg.microbatches)
+            calls, expectation = self._calls(state.model, args, kwargs, cfg.microbatches)
         with errors.translated(CLASSES):
-            outputs = self._run(state.model, calls)
+            outputs = self._run(state.model, calls, expectation)
         return _merged(outputs)
 
-    def _run(self, model: DistributedModel, calls: Sequence[Call]) -> list[Any]:
+    def _run(self, model: DistributedModel, calls: Sequence[Call], expectation: Expectation | None) -> list[Any]:
         """What the body returns for each microbatch, with tensors in the place of remote ones."""
-        run = model.step_run = StepRun(model, self, self._function, len(calls), self._detach)
+        run = model.step_run = StepRun(model, self, self._function, len(calls), self._detach, expectation)
         try:
             if state.cfg.pipeline_parallel_degree == 1:
                 outputs = run.run_alone(calls)
@@ -82,11 +83,23 @@ class StepFunction:
         model._call_post_step_hooks()
         return outputs
 
-    def _calls(self, args: Any, kwargs: Any, microbatches: int) -> list[Call]:
+    def _calls(
+        self, model: DistributedModel, args: Any, kwargs: Any, microbatches: int
+    ) -> tuple[list[Call], Expectation | None]:
+        """The arguments of each microbatch, and what the ranks of the pipeline expect it to record."""
+        expectation = None
         if state.cfg.pipeline_parallel_degree == 1:
             arguments = self._signature.bind(*args, **kwargs).arguments
         else:
-            arguments = input_broadcast.broadcast_arguments(self._signature, args, kwargs)
+            if model.pipeline is not None:
+                expectation = model.pipeline.expectation(self)
+                if expectation is not None and expectation.microbatches != microbatches:
+                    expectation = None
+            arguments, all_expect_it = input_broadcast.broadcast_arguments(
+                self._signature, args, kwargs, comparable(expectation)
+            )
+            if not all_expect_it:
+                expectation = None
         pieces: dict[str, list[Any]] = {}
         for name, value in arguments.items():
             pieces[name] = split(value, name, microbatches, self._axes.get(name, 0), name in self._whole)
@@ -94,7 +107,7 @@ class StepFunction:
         for index in range(microbatches):
             each = inspect.BoundArguments(self._signature, {name: part[index] for name, part in pieces.items()})
             calls.append((each.args, each.kwargs))
-        return calls
+        return calls, expectation
 
 
 class _BoundStepFunction:

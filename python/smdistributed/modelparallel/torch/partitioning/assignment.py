@@ -20,6 +20,7 @@ def auto_partition(
     manual: dict[str, int],
     *,
     measure_times: bool = False,
+    memory_bytes: int | None = None,
 ) -> dict[str, int]:
     """The partition of every module.
 
@@ -33,6 +34,7 @@ def auto_partition(
         config: the active configuration (`partitions`, `memory_weight`, `auto_partition`, ...).
         manual: partitions that the script chose, by module path. They count if `auto_partition` is off.
         measure_times: balance measured times instead of estimates.
+        memory_bytes: what each rank's device has for the model; where every partition fits, time alone is balanced.
 
     Returns:
         Module path (empty for the model itself) to partition.
@@ -47,7 +49,7 @@ def auto_partition(
         return by_hand(module, manual, config.default_partition, partitions)
     if partitions == 1:
         return {path: 0 for path, _ in module.named_modules()}
-    return _automatic(module, args, kwargs, config, measure_times)
+    return _automatic(module, args, kwargs, config, measure_times, memory_bytes)
 
 
 def by_hand(module: nn.Module, manual: dict[str, int], default: int, partitions: int) -> dict[str, int]:
@@ -69,7 +71,12 @@ def by_hand(module: nn.Module, manual: dict[str, int], default: int, partitions:
 
 
 def _automatic(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], config: Any, measure_times: bool
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    config: Any,
+    measure_times: bool,
+    memory_bytes: int | None,
 ) -> dict[str, int]:
     tree = None
     if not config.skip_tracing:
@@ -93,6 +100,7 @@ def _automatic(
         schedule=config.pipeline,
         link_nanoseconds=cost_model.LINK_NANOSECONDS,
         link_bytes_per_nanosecond=cost_model.LINK_BYTES_PER_NANOSECOND,
+        # memory_bytes=memory_bytes,
     )
     partition_file.log_table(table)
     return {part.path: partition for part, partition in zip(tree.modules, assignment, strict=True)}

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from smdistributed.modelparallel.exceptions import SMPError
 from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.runtime import offloading
 from smdistributed.modelparallel.torch.runtime.offloading import StageBoundary
+from smdistributed.modelparallel.torch.runtime.program_run import Action, ProgramRun
 from smdistributed.modelparallel.torch.runtime.stage_graph import Stage, StageGraph
 from smdistributed.modelparallel.torch.runtime.task_execution import (
     FlatTask,
@@ -472,74 +472,33 @@ class Executor:
         _core.timeline_stage("wait", number, mb.recording.microbatch, start)
         return tensors
 
+    def begin(
+        self,
+        program: Sequence[Action],
+        microbatches: Sequence[Microbatch],
+        total: int,
+        on_stage_done: Callable[[int, Microbatch], None],
+    ) -> ProgramRun:
+        """Begins this rank's program for ``total`` microbatches, which may be added to ``microbatches`` later.
+
+        ``on_stage_done`` is called when the parameter gradients of a stage are complete.
+        """
+        self._known.clear()
+        posted = self._transfers.max_posted_receives(_MAX_POSTED_RECEIVES)
+        return ProgramRun(self, program, microbatches, total, posted, self._offloader, on_stage_done)
+
     def run(
         self,
-        program: Sequence[tuple[str, int, int, int | None]],
+        program: Sequence[Action],
         microbatches: Sequence[Microbatch],
-        on_stage_done: Callable[[int], None],
+        on_stage_done: Callable[[int, Microbatch], None],
     ) -> None:
         """Runs this rank's program.
 
-        Calls ``on_stage_done(stage)`` when the parameter gradients of a stage are complete.
+        Calls ``on_stage_done`` when the parameter gradients of a stage are complete.
         """
-        self._known.clear()
         with casts_are_cached(), self._modules.applied():
-            self._run(program, microbatches, on_stage_done)
-
-    def _run(
-        self,
-        program: Sequence[tuple[str, int, int, int | None]],
-        microbatches: Sequence[Microbatch],
-        on_stage_done: Callable[[int], None],
-    ) -> None:
-        receives = deque(
-            (place, action)
-            for place, action in enumerate(program)
-            if action[0] in ("RF", "RB") and self._has_payload(action, microbatches)
-        )
-        max_posted = self._transfers.max_posted_receives(_MAX_POSTED_RECEIVES)
-        waiting: deque[tuple[int, Callable[[], None]]] = deque()
-        last = len(microbatches) - 1
-        prefetcher = offloading.ActivationPrefetcher(self._offloader, program)
-        for place, action in enumerate(program):
-            while receives and (len(waiting) < max_posted or receives[0][0] == place):
-                at, (kind, number, index, peer) = receives.popleft()
-                begin = self.receive_forward if kind == "RF" else self.receive_backward
-                assert peer is not None
-                waiting.append((at, begin(microbatches[index], number, peer)))
-            kind, number, index, peer = action
-            mb = microbatches[index]
-            if kind in "FBIW":
-                prefetcher.begin(microbatches)
-            if kind == "F":
-                if not mb.stage_graph.stages[number].early:
-                    self.forward(mb, number, prefetcher.is_backward_near(number, index))
-            elif kind == "B":
-                self.backward(mb, number)
-                if index == last:
-                    on_stage_done(number)
-            elif kind == "I":
-                self.input_part(mb, number)
-            elif kind == "W":
-                self.weight_part(mb, number)
-                if index == last:
-                    on_stage_done(number)
-            elif waiting and waiting[0][0] == place:
-                waiting.popleft()[1]()
-            elif kind in ("SF", "SB") and self._has_payload(action, microbatches):
-                assert peer is not None
-                (self.send_forward if kind == "SF" else self.send_backward)(mb, number, peer)
-
-    def _has_payload(self, action: tuple[str, int, int, int | None], microbatches: Sequence[Microbatch]) -> bool:
-        """Whether an action has tensors to send or to receive."""
-        kind, number, index, peer = action
-        graph = microbatches[index].stage_graph
-        assert peer is not None
-        if kind == "SF":
-            return not graph.stages[peer].early
-        if kind == "RF":
-            return not graph.stages[number].early
-        return bool(graph.gradients(number, peer) if kind == "RB" else graph.gradients(peer, number))
+            self.begin(program, microbatches, len(microbatches), on_stage_done).run()
 
 
 def _run_backward(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ import torch
 from smdistributed import _core
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.dataparallel.torch.parallel.comm_hooks import AVERAGE, CommHook
+from smdistributed.modelparallel.torch.runtime.executor import Microbatch
 from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
 from smdistributed.modelparallel.torch.runtime.stage_graph import StageGraph
-from smdistributed.modelparallel.torch.tracing.recording import Recording
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
@@ -59,9 +59,9 @@ class GradientReducer:
     def hook(self, chosen: tuple[object, Callable[..., Any]]) -> None:
         self._hook, self._reducer = CommHook(*chosen), None
 
-    def begin(self, pipeline: Pipeline, recordings: Sequence[Recording], parameters: Named) -> None:
-        """Begins a step; the last recording is its last microbatch."""
-        self._pipeline, self._recording = pipeline, recordings[-1]
+    def begin(self, pipeline: Pipeline, parameters: Named) -> None:
+        """Begins a step."""
+        self._pipeline = pipeline
         self._stage_graph, self._stages, self._pending_stages, self._ready = None, {}, {}, set()
         self._reduces = self._is_reducing_step()
         self._accumulated = not self._reduces
@@ -69,12 +69,12 @@ class GradientReducer:
             self._update_reducer(parameters)
             self._reducer.open()
 
-    def on_stage_done(self, number: int, graph: StageGraph) -> None:
-        """Marks gradients as ready after the last backward of a stage."""
+    def on_stage_done(self, number: int, last: Microbatch) -> None:
+        """Marks gradients as ready after the last backward of a stage, that of the step's last microbatch."""
         if not self._reduces or not self._overlapping:
             return
         if self._stage_graph is None:
-            self._map_stages(graph)
+            self._map_stages(last)
         complete = []
         for place in self._stages.get(number, ()):
             self._pending_stages[place] -= 1
@@ -82,10 +82,10 @@ class GradientReducer:
                 complete.append(place)
         self._mark_ready(complete)
 
-    def _map_stages(self, graph: StageGraph) -> None:
+    def _map_stages(self, last: Microbatch) -> None:
         """Finds the gradients that each stage contributes to."""
-        self._stage_graph = graph
-        pipeline, tasks = self._pipeline, self._recording.tasks
+        graph = self._stage_graph = last.stage_graph
+        pipeline, tasks = self._pipeline, last.recording.tasks
         for number, stage in enumerate(graph.stages):
             if stage.rank != pipeline.rank:
                 continue

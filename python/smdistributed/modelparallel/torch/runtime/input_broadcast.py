@@ -35,6 +35,7 @@ from smdistributed.modelparallel.torch.device import current_device
 from smdistributed.modelparallel.torch.pytree import ATOMS
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter, RemoteTensor
+from smdistributed.modelparallel.torch.tracing.stale_storages import StaleStorages
 
 #: Tensors on CPUs below this size travel in one message.
 _SMALL = 1 << 18
@@ -156,10 +157,24 @@ class _Arguments:
         segments: list[_Segment] = []
         layouts = _layouts([tensor for _, tensor in found.values()], segments, self.memory)
         self.header = _Header(contents, tuple(self.own), layouts, tuple(segments))
+        self._tensors = [tensor for _, tensor in found.values()]
+
+    def check_not_stale(self, storages: StaleStorages) -> None:
+        """Checks that tasks of earlier steps have not written to the tensors.
+
+        Raises:
+            SMPUsageError: one has.
+        """
+        for tensor in self._tensors:
+            storages.check(tensor)
 
 
-def broadcast_arguments(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of the pipeline's first rank, by name. All ranks of the pipeline call it.
+def broadcast_arguments(
+    signature: inspect.Signature, args: Any, kwargs: Any, compared: Sequence[int]
+) -> tuple[dict[str, Any], bool]:
+    """The arguments of the pipeline's first rank, by name, and whether all ranks compare equal in ``compared``.
+
+    All ranks of the pipeline call it.
 
     Raises:
         SMPMismatchError: A rank lacks an object that is not sent, or cannot make what was sent; the same on all ranks.
@@ -172,19 +187,22 @@ def broadcast_arguments(signature: inspect.Signature, args: Any, kwargs: Any) ->
         # What a later rank lacks, the first one has.
         bound = (signature.bind if is_first else signature.bind_partial)(*args, **kwargs).arguments
         passed = _Arguments(bound)
+        if is_first and state.model is not None and state.model.pipeline is not None:
+            passed.check_not_stale(state.model.pipeline.stale_storages)
     except Exception as error:
         # What another rank passes counts for nothing.
         failure = error if is_first else None
     _warn_of_own_tensors(passed.own)
     rng_state = state.require_model().rng_state
     generators = rng_state.states()
-    everybody = _compared(failure is not None, passed.header, generators)
+    everybody = _compared(failure is not None, passed.header, generators, list(compared))
     if everybody[0][0]:
         text = communication.allgather(f"{type(failure).__name__}: {failure}", CommGroup.PP_GROUP)[0]
         if failure is not None:
             raise failure
         raise SMPUsageError(f"the first rank of this pipeline cannot pass its arguments to the step: {text}")
-    rng_state.follow_first(generators, all(each[3:] == everybody[0][3:] for each in everybody))
+    rng_state.follow_first(generators, all(each[3:5] == everybody[0][3:5] for each in everybody))
+    are_equal = all(each[5:] == everybody[0][5:] for each in everybody)
     header = passed.header
     own = passed.own
     if any(each[:3] != everybody[0][:3] for each in everybody):
@@ -192,13 +210,15 @@ def broadcast_arguments(signature: inspect.Signature, args: Any, kwargs: Any) ->
         own = _completed(header, passed)
     memory = _sent_memory(header, passed.memory if is_first else None)
     if is_first:
-        return bound
+        return bound, are_equal
     tensors = [_placed(layout, header.segments[layout.segment], memory) for layout in header.layouts]
     if header is passed.header:
         # This rank has pickled it itself.
-        return {name: _Reader(content, tensors, own).load() for name, content in header.arguments.items()}
-    look_up = functools.partial(_looked_up, tensors, own)
-    return {name: unpickling.loads(content, _first(), look_up) for name, content in header.arguments.items()}
+        contents = {name: _Reader(content, tensors, own).load() for name, content in header.arguments.items()}
+    else:
+        look_up = functools.partial(_looked_up, tensors, own)
+        contents = {name: unpickling.loads(content, _first(), look_up) for name, content in header.arguments.items()}
+    return contents, are_equal
 
 
 def _compared(has_failed: bool, *contents: Any) -> list[list[int]]:

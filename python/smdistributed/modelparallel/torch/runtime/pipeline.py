@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +20,10 @@ from smdistributed.modelparallel.torch import communication
 from smdistributed.modelparallel.torch.groups import TorchGroups
 from smdistributed.modelparallel.torch.partitioning.placement import Placement, own_tensors
 from smdistributed.modelparallel.torch.runtime.executor import Executor, Microbatch
+from smdistributed.modelparallel.torch.runtime.failures import reporting_failures
 from smdistributed.modelparallel.torch.runtime.fallbacks import Fallbacks
 from smdistributed.modelparallel.torch.runtime.offloading import Offloader
+from smdistributed.modelparallel.torch.runtime.overlapped_run import Expectation, OverlappedRun, is_uniform
 from smdistributed.modelparallel.torch.runtime.rng import RngState
 from smdistributed.modelparallel.torch.runtime.stage_graph import StageGraph
 from smdistributed.modelparallel.torch.runtime.transfers import Transfers
@@ -35,6 +36,7 @@ from smdistributed.modelparallel.torch.tracing.module_state import ModuleState
 from smdistributed.modelparallel.torch.tracing.recording import Recording, active
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta
 from smdistributed.modelparallel.torch.tracing.replay import Call
+from smdistributed.modelparallel.torch.tracing.stale_storages import StaleStorages
 from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
 
 #: Plans and digests that are remembered.
@@ -67,6 +69,7 @@ class Pipeline:
         self._schedule, self._bounds = schedule, (active_microbatches, memory_bytes)
         self.output_specs = OutputSpecs()
         self.constants = Constants()
+        self.stale_storages = StaleStorages()
         #: Attributes of the modules that run inside of tasks.
         self.module_state = self._state_of_modules(root)
         #: Calls that left the pipeline.
@@ -89,6 +92,11 @@ class Pipeline:
         #: Calls of the last microbatch of each step function.
         self.calls: weakref.WeakKeyDictionary[Any, list[Call]] = weakref.WeakKeyDictionary()
         self._seen: list[tuple[dict[str, Any], str, torch.Tensor, TensorMeta]] = []
+        #: What step functions are expected to record, by function; and those whose microbatches wait for one another.
+        self._expectations: weakref.WeakKeyDictionary[Any, Expectation] = weakref.WeakKeyDictionary()
+        self._never_overlapped: weakref.WeakSet[Any] = weakref.WeakSet()
+        #: The execution beside the recording, while it goes on.
+        self.overlapped: OverlappedRun | None = None
         self._digests: dict[Any, int] = {}
         self._plans: dict[Any, list[tuple[str, int, int, int | None]]] = {}
         self._stage_graphs: dict[Any, StageGraph] = {}
@@ -130,6 +138,7 @@ class Pipeline:
 
     def refresh(self) -> None:
         """Updates the values of parameters and buffers before a step."""
+        self.stale_storages.forget_freed()
         with torch._C.DisableTorchFunctionSubclass():
             contents = [
                 [id(module), *map(id, module._parameters.values()), *map(id, module._buffers.values())]
@@ -149,6 +158,7 @@ class Pipeline:
         flags = []
         self._seen.clear()
         self.calls.clear()
+        self._expectations.clear()
         for path, module in self.root.named_modules():
             rank = self.placement.of(module)
             for table, name, tensor in own_tensors(module):
@@ -245,6 +255,8 @@ class Pipeline:
 
         Earlier microbatches whose state or tensors it may read run first.
         """
+        if self.overlapped is not None:
+            self.overlapped.complete()
         if recording.retained.needs_earlier or any(
             each.order.changes_state for each in (*recording.earlier, recording)
         ):
@@ -285,7 +297,7 @@ class Pipeline:
                 elif stage.rank == self.rank:
                     executor.receive_forward(mb, number, producer)()
             if stage.rank == self.rank:
-                with _reporting_failures(), self.rng_state.own():
+                with reporting_failures(), self.rng_state.own():
                     executor.forward(mb, number)
         self._unknown = executor.unknown
         self.transfers.finish()
@@ -294,6 +306,39 @@ class Pipeline:
         recording.close_level()
 
     # A step.
+
+    def expectation(self, step: Any) -> Expectation | None:
+        """What the microbatches of a step function are expected to record, as in its last call (OVL-1)."""
+        self.refresh()
+        return self._expectations.get(step)
+
+    def begin_overlapped(
+        self,
+        expectation: Expectation,
+        scale: float,
+        on_stage_done: Callable[[int, Microbatch], None],
+        reduces: bool,
+    ) -> OverlappedRun:
+        """Begins to execute microbatches while later ones are recorded."""
+        self.overlapped = OverlappedRun(self, expectation, self.executor(scale), on_stage_done, reduces)
+        return self.overlapped
+
+    def expect_again(self, step: Any, microbatches: Sequence[Microbatch], overlapped: OverlappedRun | None) -> None:
+        """Notes what a call of a step function has recorded, for the next one."""
+        self._expectations.pop(step, None)
+        if overlapped is not None and overlapped.was_interrupted:
+            # It would be again, after each microbatch.
+            self._never_overlapped.add(step)
+        if step in self._never_overlapped or self._offloader is not None:
+            return
+        first = microbatches[0]
+        if is_uniform(microbatches):
+            key = (first.recording.digest, tuple(first.stage_graph.returned), len(microbatches), True)
+            program = self._plans.get(key)
+            if program is not None:
+                self._expectations[step] = Expectation(
+                    key[0], key[1], len(microbatches), first.stage_graph, tuple(program)
+                )
 
     def executor(self, scale: float, early: bool = False) -> Executor:
         """Returns an executor of this rank's part."""
@@ -362,16 +407,26 @@ class Pipeline:
         recordings: Sequence[Recording],
         returned: Sequence[Sequence[Value]],
         scale: float,
-        on_stage_done: Callable[[int, StageGraph], None],
+        on_stage_done: Callable[[int, Microbatch], None],
+        overlapped: OverlappedRun | None = None,
     ) -> list[Microbatch]:
-        """Executes recorded microbatches; calls ``on_stage_done`` when a stage's parameter gradients are complete."""
-        self.agree(recordings, 0)
-        for recording in recordings:
-            recording.retained.keep_living()
-        microbatches = [
-            self._build_stages(recording, values) for recording, values in zip(recordings, returned, strict=True)
-        ]
-        begin = 0
+        """Executes recorded microbatches, after those that ``overlapped`` executes.
+
+        Calls ``on_stage_done`` when the parameter gradients of a stage are complete.
+        """
+        microbatches: list[Microbatch] = []
+        if overlapped is not None:
+            self.overlapped = None
+            microbatches = overlapped.finish()
+        begin = len(microbatches)
+        if begin < len(recordings):
+            self.agree(recordings[begin:], 0)
+            for recording in recordings[begin:]:
+                recording.retained.keep_living()
+            microbatches += [
+                self._build_stages(recording, values)
+                for recording, values in zip(recordings[begin:], returned[begin:], strict=True)
+            ]
         while begin < len(microbatches):
             # Microbatches that are alike go through the pipeline together, unless each needs what the one before it
             # left.
@@ -390,10 +445,9 @@ class Pipeline:
                 end += 1
             part = microbatches[begin:end]
             is_last = end == len(microbatches)
-            graph = part[0].stage_graph
             program = self._plan(part)
-            notify = functools.partial(_notify, on_stage_done if is_last else None, graph)
-            with _reporting_failures():
+            notify = on_stage_done if is_last else _ignore
+            with reporting_failures():
                 self.executor(scale).run(program, part, notify)
             begin = end
         self.transfers.finish()
@@ -480,16 +534,8 @@ def _is_as_it_was(table: dict[str, Any], name: str, tensor: torch.Tensor, meta: 
     )
 
 
-@contextlib.contextmanager
-def _reporting_failures() -> Iterator[None]:
-    """Reports an exception inside to the other ranks, which wait for this one."""
-    try:
-        yield
-    except Exception as error:
-        text = str(error)
-        if not isinstance(error, errors.SmdistributedError) and errors.from_report(text) is None:
-            _core.report_failure(f"{type(error).__name__}: {text}")
-        raise
+def _ignore(stage: int, last: Microbatch) -> None:
+    """More microbatches of the step follow, so that no gradient is complete."""
 
 
 def _ending(recording: Recording) -> str:

@@ -13,6 +13,7 @@ from smdistributed.modelparallel.torch.join import TRAINING, Join
 from smdistributed.modelparallel.torch.partitioning import materialize
 from smdistributed.modelparallel.torch.runtime.executor import Microbatch
 from smdistributed.modelparallel.torch.runtime.gradients import GradientReducer
+from smdistributed.modelparallel.torch.runtime.overlapped_run import Expectation, OverlappedRun
 from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
 from smdistributed.modelparallel.torch.runtime.stage_graph import StageGraph
 from smdistributed.modelparallel.torch.sharding.shard_reducer import ShardReducer
@@ -152,20 +153,24 @@ class Replicas:
         returned: Sequence[Sequence[Value]],
         scale: float,
         has_backward: bool,
+        overlapped: OverlappedRun | None,
     ) -> list[Microbatch]:
-        """Executes the recorded microbatches, and reduces gradients as their last backward leaves each stage."""
+        """Executes the recorded microbatches, also those that ``overlapped`` has begun.
+
+        Gradients are reduced as their last backward leaves each stage.
+        """
         if self._reducer is None or not self.must_reduce(has_backward):
-            return pipeline.run(recordings, returned, scale, lambda stage, graph: None)
+            return pipeline.run(recordings, returned, scale, _nothing, overlapped)
         reducers = self._reducers(model)
         for reducer, parameters in reducers:
-            reducer.begin(pipeline, recordings, parameters)
+            reducer.begin(pipeline, parameters)
 
-        def on_stage_done(stage: int, graph: StageGraph) -> None:
+        def on_stage_done(stage: int, last: Microbatch) -> None:
             for reducer, _ in reducers:
-                reducer.on_stage_done(stage, graph)
+                reducer.on_stage_done(stage, last)
 
         try:
-            microbatches = pipeline.run(recordings, returned, scale, on_stage_done)
+            microbatches = pipeline.run(recordings, returned, scale, on_stage_done, overlapped)
             for reducer, _ in reducers:
                 reducer.finish()
         except BaseException:
@@ -188,3 +193,7 @@ class Replicas:
                 )
 
         tensor.register_hook(refuse)
+
+
+def _nothing(stage: int, last: Microbatch) -> None:
+    """Without replicas, a complete gradient stays as it is."""

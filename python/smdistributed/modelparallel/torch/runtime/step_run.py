@@ -11,8 +11,10 @@ import torch
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.runtime.gradients import GradientSnapshot, warn_of_sums
+from smdistributed.modelparallel.torch.runtime.overlapped_run import Expectation, OverlappedRun
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.interception import intercepted
+from smdistributed.modelparallel.torch.tracing.outside_tensors import write_back
 from smdistributed.modelparallel.torch.tracing.recording import Recording
 from smdistributed.modelparallel.torch.tracing.remote_tensor import RemoteTensor
 from smdistributed.modelparallel.torch.tracing.tasks import Value
@@ -33,6 +35,7 @@ class StepRun:
         body: The decorated function.
         microbatches: How many there are.
         detach: Whether what the body returns leaves autograd's graph.
+        expectation: What all ranks of the pipeline expect each microbatch to record, if they expect something.
 
     Attributes:
         has_backward: Whether ``model.backward`` has been called.
@@ -40,12 +43,23 @@ class StepRun:
     """
 
     def __init__(
-        self, model: DistributedModel, step: Hashable, body: Callable[..., Any], microbatches: int, detach: bool
+        self,
+        model: DistributedModel,
+        step: Hashable,
+        body: Callable[..., Any],
+        microbatches: int,
+        detach: bool,
+        expectation: Expectation | None,
     ) -> None:
         self._model, self._step, self._body, self._detach = model, step, body, detach
+        self._expectation = expectation
+        #: The execution beside the recording, if there is one.
+        self._overlapped: OverlappedRun | None = None
         self.has_backward = False
         self._gradient_scale = model.replicas.gradient_scale(microbatches)
         self.recording: Recording | None = None
+        #: Of each microbatch: tensors from outside that it has written to.
+        self._written: list[list[tuple[torch.Tensor, Value]]] = []
         self._recordings: list[Recording] = []
         self._begin_recording: Callable[[], None] | None = None
 
@@ -94,16 +108,33 @@ class StepRun:
 
         Returns what the body returned for each microbatch.
         """
+        try:
+            return self._run_pipeline(calls)
+        except BaseException:
+            if self._overlapped is not None:
+                self._model.replicas.cancel_overlapped(self._overlapped)
+            raise
+        finally:
+            if self._model.pipeline is not None:
+                self._model.pipeline.overlapped = None
+
+    def _run_pipeline(self, calls: Sequence[Call]) -> list[Any]:
         model, recordings = self._model, self._recordings
         model.replicas.sync_buffers(model)
         outputs = []
         returned: list[list[Value]] = []
         # Classes are patched once for all microbatches: each patch invalidates Python's method cache.
         with contextlib.ExitStack() as calls_are_recorded, model.rng_state.shared():
-            for args, kwargs in calls:
-                output, values = self._record(args, kwargs, calls_are_recorded)
-                outputs.append(output)
-                returned.append(values)
+            try:
+                for args, kwargs in calls:
+                    output, values = self._record(args, kwargs, calls_are_recorded)
+                    outputs.append(output)
+                    returned.append(values)
+                    self._execute_beside(values)
+            except Exception:
+                if self._overlapped is not None:
+                    self._overlapped.abandon()
+                raise
         pipeline = model.pipeline
         if pipeline is not None:
             pipeline.module_state.end_of_bodies()
@@ -113,12 +144,32 @@ class StepRun:
             return outputs
         for values in returned:
             _refuse_parameters(values)
-        microbatches = model.replicas.run_pipeline(model, pipeline, recordings, returned, self.scale, self.has_backward)
+        overlapped = self._overlapped
+        # From here on, who runs the rest also cancels the reduction if it fails.
+        self._overlapped = None
+        microbatches = model.replicas.run_pipeline(
+            model, pipeline, recordings, returned, self.scale, self.has_backward, overlapped
+        )
+        pipeline.expect_again(self._step, microbatches, overlapped)
         tensors = pipeline.results(microbatches, self._detach)
+        for written, found in zip(self._written, tensors, strict=True):
+            write_back(written, found, pipeline.stale_storages)
         return [
             _with_tensors(output, values, found, self._detach)
             for output, values, found in zip(outputs, returned, tensors, strict=True)
         ]
+
+    def _execute_beside(self, returned: Sequence[Value]) -> None:
+        """Executes what can run of the microbatches that are recorded, the last of which returns ``returned``."""
+        model = self._model
+        if self._expectation is None or model.pipeline is None:
+            return
+        if len(self._recordings) == 1:
+            self._overlapped = model.replicas.begin_overlapped(
+                model, model.pipeline, self._expectation, self.scale, self.has_backward
+            )
+        if self._overlapped is not None:
+            self._overlapped.add(self._recordings[-1], returned)
 
     def _record(self, args: Any, kwargs: Any, calls_are_recorded: contextlib.ExitStack) -> tuple[Any, list[Value]]:
         """What the body of a microbatch returned, and the values of the remote tensors in it."""
@@ -129,7 +180,8 @@ class StepRun:
                 pipeline = model.pipeline
                 assert pipeline is not None
                 if not recordings:
-                    pipeline.refresh()
+                    if self._expectation is None:
+                        pipeline.refresh()
                     pipeline.module_state.begin()
                     calls_are_recorded.enter_context(intercepted(pipeline))
                 recording = self.recording = Recording(
@@ -156,6 +208,9 @@ class StepRun:
                     for leaf in pytree.tensors_of(output)
                     if type(leaf) is RemoteTensor
                 ]
+                written = recordings[-1].outside_tensors.written(recordings[-1].located)
+                self._written.append(written)
+                values += [value for _, value in written]
         if model.pipeline is not None and recordings:
             model.pipeline.calls[self._step] = recordings[-1].calls if recordings[-1].executed is None else []
         return output, values

@@ -26,6 +26,8 @@ class Transfers:
         #: The last message to each partition from a device.
         self._latest: dict[int, dist.Work] = {}
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
+        #: A group of its own for comparisons that go on while the others of the pipeline are used.
+        self._beside: dist.ProcessGroup | None = None
 
     def open(self, edges: Iterable[tuple[int, int]]) -> None:
         """Opens channels, both ways, between the pairs of ranks that exchange tensors.
@@ -99,6 +101,30 @@ class Transfers:
         everybody = torch.empty(len(self._members) * len(numbers), dtype=torch.int64)
         dist.all_gather_into_tensor(everybody, mine, self._group)
         return everybody.view(len(self._members), -1).tolist()
+
+    def begin_comparison(self, numbers: Sequence[int]) -> Comparison:
+        """Like :meth:`compare`, beside other transfers; returns at once."""
+        if self._beside is None:
+            self._beside = dist.new_group(self._members)
+        mine = torch.tensor(numbers)
+        everybody = torch.empty(len(self._members) * len(numbers), dtype=torch.int64)
+        work = dist.all_gather_into_tensor(everybody, mine, self._beside, async_op=True)
+        assert work is not None
+        return Comparison(mine, everybody, len(self._members), work)
+
+
+class Comparison:
+    """Numbers of all ranks of a pipeline that are under way."""
+
+    __slots__ = ("_everybody", "_mine", "_ranks", "_work")
+
+    def __init__(self, mine: torch.Tensor, everybody: torch.Tensor, ranks: int, work: dist.Work) -> None:
+        self._mine, self._everybody, self._ranks, self._work = mine, everybody, ranks, work
+
+    def wait(self) -> list[list[int]]:
+        """The numbers, in the order of the ranks."""
+        self._work.wait()
+        return self._everybody.view(self._ranks, -1).tolist()
 
 
 class PendingReceive:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 
 from smdistributed.modelparallel.exceptions import SMPUsageError
+from smdistributed.modelparallel.torch.runtime.executor import Microbatch
 from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
-from smdistributed.modelparallel.torch.runtime.stage_graph import StageGraph
 from smdistributed.modelparallel.torch.sharding.optimizer_shards import OptimizerShards
 from smdistributed.modelparallel.torch.sharding.sharded_model import ShardedModel
 from smdistributed.modelparallel.torch.state import state
-from smdistributed.modelparallel.torch.tracing.recording import Recording
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
@@ -39,12 +38,12 @@ class ShardReducer:
         elif state.optimizer is not None and state.optimizer._shards is not None:
             state.optimizer._shards.begin_step()
 
-    def begin(self, pipeline: Pipeline, recordings: Sequence[Recording], parameters: Named) -> None:
+    def begin(self, pipeline: Pipeline, parameters: Named) -> None:
         """Begins a step of a pipeline."""
-        del pipeline, recordings, parameters
+        del pipeline, parameters
         _target()
 
-    def on_stage_done(self, number: int, graph: StageGraph) -> None:
+    def on_stage_done(self, number: int, last: Microbatch) -> None:
         """Does nothing: gradients are reduced at the end of the step."""
 
     def finish(self) -> None:

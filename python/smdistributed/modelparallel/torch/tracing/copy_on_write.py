@@ -7,7 +7,7 @@ storage that tasks refer to, those tasks get a copy of it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,10 +25,13 @@ class CopyOnWriteTensors:
 
     Attributes:
         has_backward: Whether some microbatch has called ``model.backward``.
+        before_write: Called before the body writes to a storage that tasks refer to, if some have run already: autograd
+            may have saved it.
     """
 
     def __init__(self) -> None:
         self.has_backward = False
+        self.before_write: Callable[[], None] | None = None
         #: By the storage, the tasks that hold a tensor of it, with their microbatches.
         self._tasks: dict[int, list[tuple[int, Task]]] = {}
         #: Remote tensors of located views of replicated tensors.
@@ -38,15 +41,15 @@ class CopyOnWriteTensors:
         """Notes the replicated tensors among the arguments of a task."""
         for tensor in tensors:
             if tensor.layout == torch.strided:
-                self._tasks.setdefault(_storage(tensor), []).append((microbatch, task))
+                self._tasks.setdefault(storage_of(tensor), []).append((microbatch, task))
 
     def add_view(self, remote: RemoteTensor, tensor: torch.Tensor) -> None:
         """Notes that a located tensor shares its storage with a replicated one."""
-        self._views.setdefault(_storage(tensor), []).append((weakref.ref(remote), tensor))
+        self._views.setdefault(storage_of(tensor), []).append((weakref.ref(remote), tensor))
 
     def lose_views(self, tensor: torch.Tensor, reason: str) -> None:
         """Located views of a replicated tensor that changes cannot be followed."""
-        for reference, _ in self._views.pop(_storage(tensor), ()):
+        for reference, _ in self._views.pop(storage_of(tensor), ()):
             remote = reference()
             if remote is not None:
                 remote.value = InvalidatedValue(
@@ -56,14 +59,16 @@ class CopyOnWriteTensors:
     def _saved(self, tensors: Sequence[torch.Tensor], microbatch: int) -> list[tuple[torch.Tensor, int, Task]]:
         """Tensors in the storages of ``tensors`` that autograd saves for the backward of tasks, with their versions."""
         found = []
-        for storage in {_storage(tensor) for tensor in tensors}:
+        for storage in {storage_of(tensor) for tensor in tensors}:
             for number, task in self._tasks.get(storage, ()):
                 # In one process, the backward of a microbatch before has been.
                 if number == microbatch:
                     found += [
                         (leaf, version_of(leaf), task)
                         for leaf in task.saved()
-                        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and _storage(leaf) == storage
+                        if isinstance(leaf, torch.Tensor)
+                        and leaf.layout == torch.strided
+                        and storage_of(leaf) == storage
                     ]
         return found
 
@@ -91,6 +96,8 @@ class CopyOnWriteTensors:
         if not held:
             return func(*args, **kwargs)
         if _may_write(func, args, kwargs):
+            if self.before_write is not None:
+                self.before_write()
             saved = self._saved(held, microbatch)
             if func == _SET_DATA:
                 for tensor, _, task in saved:
@@ -113,18 +120,18 @@ class CopyOnWriteTensors:
         return result
 
     def _holds(self, tensor: torch.Tensor) -> bool:
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         return storage in self._tasks or storage in self._views
 
     def _release(self, tensor: torch.Tensor, func: Any) -> None:
         """Copies the storage of ``tensor`` for the tasks that refer to it."""
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         copies: dict[int, torch.Tensor] = {}
 
         def copied(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or isinstance(leaf, UnreadTensor) or leaf.layout != torch.strided:
                 return leaf
-            if _storage(leaf) != storage:
+            if storage_of(leaf) != storage:
                 return leaf
             if id(leaf) not in copies:
                 copies[id(leaf)] = leaf.clone()
@@ -149,17 +156,18 @@ class StorageRange(NamedTuple):
         """The range of a tensor."""
         last = sum((int(size) - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         begin = int(tensor.storage_offset()) * tensor.itemsize
-        return cls(_storage(tensor), begin, begin + (last + 1) * tensor.itemsize if tensor.numel() else begin)
+        return cls(storage_of(tensor), begin, begin + (last + 1) * tensor.itemsize if tensor.numel() else begin)
 
     def overlaps(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor shares bytes of the range."""
-        if tensor.layout != torch.strided or _storage(tensor) != self.storage:
+        if tensor.layout != torch.strided or storage_of(tensor) != self.storage:
             return False
         other = StorageRange.of(tensor)
         return other.begin < self.end and self.begin < other.end
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
+    """Identifies the storage of a strided tensor."""
     with torch._C.DisableTorchFunction():
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             tensor = torch._C._functorch.get_unwrapped(tensor)

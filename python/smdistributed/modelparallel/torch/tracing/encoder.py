@@ -94,6 +94,8 @@ class Encoder:
             if self._depth > 0:
                 self.in_containers.append(len(self.leaves))
             located = self._value_of(value) if kind is RemoteTensor else self._located.get(id(value))
+            if located is None and self._recording is not None:
+                located = self._recording.value_of_replicated(value)
             if type(located) is InvalidatedValue:
                 raise SMPUsageError(located.reason)
             self.tensors.append(value)
@@ -102,8 +104,6 @@ class Encoder:
                 self.leaves.append(located)
                 key.append(("located", located.meta))
             else:
-                if self._recording is not None:
-                    self._recording.check_not_stale(value)
                 self.leaves.append(value)
                 key.append(TensorMeta.of(value) if value.layout == torch.strided else str(value.layout))
             return

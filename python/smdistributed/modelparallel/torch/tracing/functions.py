@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,3 +54,8 @@ CASTS = frozenset(
 )
 #: Functions that start a backward.
 BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+
+
+def register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+    """Registers a hook; a tensor that no backward reaches has no gradient that the hook could see."""
+    return tensor.register_hook(hook) if tensor.requires_grad else None

@@ -54,13 +54,15 @@ class _Hooks:
         """Whether a module in it has some."""
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             return any(True for _ in module.children())
-        return any(table and _any_visible(table) for table in self._of(module)[1])
+        tables = self._of(module)[1]
+        return any(tables) and any(table and _any_visible(table) for table in tables)
 
     def on(self, module: nn.Module) -> bool:
         """Whether it has some itself."""
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             return True
-        return any(table and _any_visible(table) for table in self._of(module)[0])
+        tables = self._of(module)[0]
+        return any(tables) and any(table and _any_visible(table) for table in tables)
 
 
 def _computes_parameters(hook: Any) -> bool:

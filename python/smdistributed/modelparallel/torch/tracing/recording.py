@@ -21,6 +21,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -35,7 +36,7 @@ from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.runtime.fallbacks import call_site
 from smdistributed.modelparallel.torch.runtime.rng import Draw
 from smdistributed.modelparallel.torch.tracing import masks
-from smdistributed.modelparallel.torch.tracing.copy_on_write import CopyOnWriteTensors, StorageRange
+from smdistributed.modelparallel.torch.tracing.copy_on_write import CopyOnWriteTensors
 from smdistributed.modelparallel.torch.tracing.digests import chained_digest, digest_of
 from smdistributed.modelparallel.torch.tracing.encoder import Encoder, leave_out
 from smdistributed.modelparallel.torch.tracing.functions import (
@@ -52,9 +53,11 @@ from smdistributed.modelparallel.torch.tracing.functions import (
     REQUIRES_GRAD,
     STORAGE_WRITES,
     VERSION,
+    register_hook,
 )
 from smdistributed.modelparallel.torch.tracing.metadata import OutputSpec, ReadsNumbersError, UnknownOutputError
 from smdistributed.modelparallel.torch.tracing.module_state import UNCHANGED
+from smdistributed.modelparallel.torch.tracing.outside_tensors import OutsideTensors
 from smdistributed.modelparallel.torch.tracing.remote_tensor import (
     GraphNode,
     InvalidatedValue,
@@ -65,6 +68,7 @@ from smdistributed.modelparallel.torch.tracing.remote_tensor import (
 from smdistributed.modelparallel.torch.tracing.replay import Call, Replay
 from smdistributed.modelparallel.torch.tracing.retained_tensors import RetainedTensors
 from smdistributed.modelparallel.torch.tracing.shared_storages import SharedStorages
+from smdistributed.modelparallel.torch.tracing.stale_storages import STALE
 from smdistributed.modelparallel.torch.tracing.state_order import StateOrder
 from smdistributed.modelparallel.torch.tracing.tasks import Context, Task, Value, WithAttributes, partition_of
 
@@ -103,6 +107,7 @@ class Recording(TorchFunctionMode):
         #: Attributes of modules at the time of `model.backward`.
         self.backward_modules = UNCHANGED
         self.storages = SharedStorages(self)
+        self.outside_tensors = OutsideTensors()
         self.retained = RetainedTensors(self)
         self.order = StateOrder()
         #: The generators that each task draws from, by task number (RNG-3).
@@ -118,8 +123,6 @@ class Recording(TorchFunctionMode):
         self.executed: Microbatch | None = None
         self.located: dict[int, Any] = dict(pipeline.located)
         self._kept: list[torch.Tensor] = []
-        #: Ranges of replicated storages that tasks write to.
-        self._stale: list[StorageRange] = []
         self._count = 0
         self._levels = 0
         #: Buffers that the body has replaced by casts of them: module, name, buffer.
@@ -211,12 +214,10 @@ class Recording(TorchFunctionMode):
         new_kwargs = encoder.encode(kwargs) if kwargs else kwargs
         if not encoder.inputs:
             key = None if encoder.unknown else encoder.key()
-            return self.pipeline.constants.call(
-                func,
-                key,
-                encoder.leaves,
-                lambda: self.copy_on_write.call(func, args, kwargs, encoder.leaves, self.microbatch),
-            )
+            call = functools.partial(self.copy_on_write.call, func, args, kwargs, encoder.leaves, self.microbatch)
+            result = self.pipeline.constants.call(func, key, encoder.leaves, call)
+            self.outside_tensors.note_result(result, encoder.leaves)
+            return result
         if func in STORAGE_WRITES:
             raise SMPUsageError(
                 f"`{getattr(func, '__name__', func)}` gives another storage to a tensor on a partition: inside of a "
@@ -234,7 +235,7 @@ class Recording(TorchFunctionMode):
                 f"instead"
             )
         if func is torch.Tensor.register_hook:
-            func = _register_hook
+            func = register_hook
         name = getattr(func, "__name__", None) or str(func)
         if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
             raise SMPUsageError(
@@ -536,21 +537,29 @@ class Recording(TorchFunctionMode):
             tensor.value = value  # type: ignore[assignment]
             return
         if id(tensor) not in self.located:
-            self._stale.append(StorageRange.of(tensor))
+            self.pipeline.stale_storages.add(tensor)
+        if id(tensor) not in self.pipeline.located:
+            self.outside_tensors.note_write(tensor)
         self._kept.append(tensor)
         self.located[id(tensor)] = value
 
-    def check_not_stale(self, tensor: torch.Tensor) -> None:
-        """Checks that no task writes to the storage of a replicated tensor.
+    def value_of_replicated(self, tensor: torch.Tensor) -> Value | None:
+        """The value of a replicated tensor to which an earlier microbatch has written numbers of a partition.
+
+        It is ``None`` for a tensor that has its numbers here.
 
         Raises:
-            SMPUsageError: one does, so this rank does not have the numbers.
+            SMPUsageError: It has not, and there is no such value.
         """
-        if self._stale and any(stale.overlaps(tensor) for stale in self._stale):
-            raise SMPUsageError(
-                "this tensor shares its storage with another one that was changed in place with numbers of a "
-                "partition: use the tensor that was changed, or change a copy"
-            )
+        if not self.pipeline.stale_storages.has(tensor):
+            return None
+        for earlier in reversed(self.earlier):
+            value = earlier.located.get(id(tensor)) if earlier.outside_tensors.has_written(tensor) else None
+            if type(value) is Value:
+                taken = self.located[id(tensor)] = self.retained.take_value(earlier, value)
+                self._kept.append(tensor)
+                return taken
+        raise SMPUsageError(STALE)
 
     def _context(self) -> Context:
         return Context.current(self.pipeline.module_state.current)
@@ -665,11 +674,6 @@ class Recording(TorchFunctionMode):
 
 def _meta_of_leaf(leaf: Any) -> TensorMeta:
     return leaf.meta if isinstance(leaf, Value) else TensorMeta.of(leaf)
-
-
-def _register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
-    """Registers a hook; a tensor that no backward reaches has no gradient that the hook could see."""
-    return tensor.register_hook(hook) if tensor.requires_grad else None
 
 
 def _is_integer(leaf: Any) -> bool:

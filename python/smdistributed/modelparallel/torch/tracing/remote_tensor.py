@@ -28,7 +28,9 @@ class TensorMeta(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMeta:
         """Returns the metadata of a strided tensor."""
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+        # A recording would be asked for each of these (and answer as PyTorch does).
+        with torch._C.DisableTorchFunction():
+            return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
     @property
     def bytes(self) -> int:

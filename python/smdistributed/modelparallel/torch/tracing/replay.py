@@ -170,7 +170,8 @@ class Replay:
             located = self._located.get(id(value))
             if located is not None:
                 return located is known
-            self._recording.check_not_stale(value)
+            if self._recording.pipeline.stale_storages.has(value):
+                return False
             return type(known) is Replicated and value.layout == torch.strided and known.meta == TensorMeta.of(value)
         return known is value and callable(value)
 

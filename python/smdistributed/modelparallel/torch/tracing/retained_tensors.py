@@ -116,6 +116,10 @@ class RetainedTensors:
             self.watch(remote)
         return taken
 
+    def take_value(self, other: Recording, value: Value) -> Value:
+        """The value that stands for one of an earlier microbatch of the same step, without its graph."""
+        return self._copy(other, value, is_same_step=True)
+
     def _copy(self, other: Recording, value: Value, is_same_step: bool) -> Value:
         recording = self._recording
         if is_same_step and not self.needs_earlier:

@@ -157,6 +157,13 @@ class Task:
         self.flat: FlatTask | Literal[False] | None = None
         self.context: Context = None  # type: ignore[assignment]
 
+    def __copy__(self) -> Task:
+        # What `copy.copy` does, ten times as fast: each microbatch copies the tasks that take replicated tensors.
+        new = Task.__new__(Task)
+        for name in Task.__slots__:
+            setattr(new, name, getattr(self, name))
+        return new
+
     def replace_leaves(self, leaf: Callable[[Any], Any]) -> None:
         """Puts ``leaf(item)`` in the place of each value and each tensor of the arguments, in their order."""
         if self.has_containers:

@@ -1,0 +1,206 @@
+"""Execution of a step's first microbatches while the bodies of later ones are still recorded.
+
+To record a microbatch takes the host milliseconds, in which a device would have nothing to do before the pipeline has
+begun.
+
+- OVL-1: A step function whose microbatches all recorded the same tasks in its last call is expected to do so again. The
+  ranks of a pipeline expect the same (``StepFunction``). They compare each microbatch before any of them runs a part
+  of it.
+- OVL-2: If a microbatch turns out to be another one, those before it are completed, and the rest of the step runs after
+  it has been recorded (``Pipeline.run``).
+- OVL-3: Before the body asks for numbers of a partition, or writes to a replicated tensor that tasks hold, all
+  microbatches before have ended, as in one process. Such a step function is not executed in this way again.
+- OVL-4: Tasks that draw random numbers or depend on attributes that the body has changed, and those under autocast,
+  take state from the body. They run when the body has ended.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from smdistributed.modelparallel.torch.runtime.executor import Executor, Microbatch
+from smdistributed.modelparallel.torch.runtime.failures import reporting_failures
+from smdistributed.modelparallel.torch.runtime.program_run import Action
+from smdistributed.modelparallel.torch.runtime.transfers import Comparison
+from smdistributed.modelparallel.torch.tracing.digests import digest_of
+from smdistributed.modelparallel.torch.tracing.module_state import UNCHANGED
+from smdistributed.modelparallel.torch.tracing.recording import Recording, active
+from smdistributed.modelparallel.torch.tracing.tasks import Value
+
+if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
+    from smdistributed.modelparallel.torch.runtime.stage_graph import StageGraph
+
+
+class Expectation(NamedTuple):
+    """What each microbatch of a step function records.
+
+    Attributes:
+        digest: The recording's.
+        returned: The values that the body returns.
+        microbatches: How many there are.
+        stage_graph: The stages of each.
+        program: This rank's part of the plan.
+    """
+
+    digest: int
+    returned: tuple[int, ...]
+    microbatches: int
+    stage_graph: StageGraph
+    program: tuple[Action, ...]
+
+    def numbers(self) -> list[int]:
+        """Equal for ranks that expect the same."""
+        return [self.digest, digest_of(self.returned), self.microbatches]
+
+
+def is_uniform(microbatches: Sequence[Microbatch]) -> bool:
+    """Whether a step may be executed beside its recording, if its next call is like this one."""
+    first = microbatches[0]
+    return (
+        len(microbatches) > 1
+        and bool(first.recording.backward_roots)
+        and all(mb.stage_graph is first.stage_graph and _takes_no_state(mb.recording) for mb in microbatches)
+        and not first.runs_in_turn
+        and not any(task.context.autocast for task in first.recording.tasks)
+    )
+
+
+def _takes_no_state(recording: Recording) -> bool:
+    """OVL-4."""
+    return (
+        recording.executed is None
+        and not recording.draws
+        and not recording.retained.needs_earlier
+        and recording.backward_modules is UNCHANGED
+        and all(task.context.modules is UNCHANGED for task in recording.tasks)
+    )
+
+
+class OverlappedRun:
+    """One call of a step function whose microbatches are executed as they are recorded.
+
+    Args:
+        pipeline: The pipeline.
+        expectation: What is expected of each microbatch.
+        executor: Of this step.
+        on_stage_done: Called when the parameter gradients of a stage are complete.
+        reduces: Whether gradients are reduced as they become complete.
+
+    Attributes:
+        was_interrupted: Whether the body asked for what earlier microbatches left (OVL-3).
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        expectation: Expectation,
+        executor: Executor,
+        on_stage_done: Callable[[int, Microbatch], None],
+        reduces: bool,
+    ) -> None:
+        self.reduces, self.was_interrupted = reduces, False
+        self._pipeline, self._expectation = pipeline, expectation
+        self._microbatches: list[Microbatch] = []
+        #: Comparisons of recorded microbatches that this rank has not waited for.
+        self._comparisons: deque[Comparison] = deque()
+        self._num_compared = 0
+        self._program = executor.begin(expectation.program, self._microbatches, expectation.microbatches, on_stage_done)
+        #: Ranks behind the first one record so many microbatches ahead, since the first one waits for their comparison.
+        self._ahead = 0 if pipeline.rank == 0 else pipeline.size
+        self._is_over = self._has_failed = False
+
+    def add(self, recording: Recording, returned: Sequence[Value]) -> None:
+        """A microbatch has been recorded: runs what can run now."""
+        found = tuple(sorted({value.index for value in returned}))
+        digest = recording.digest if _takes_no_state(recording) else -1
+        numbers = [digest, digest_of(found), self._expectation.microbatches]
+        # Also when this has ended: another rank may not have got there.
+        self._comparisons.append(self._pipeline.transfers.begin_comparison(numbers))
+        if self._is_over:
+            return
+        recording.copy_on_write.before_write = self.complete
+        recording.retained.keep_living()
+        self._microbatches.append(Microbatch(recording, self._expectation.stage_graph))
+        self._run(self._ahead)
+
+    def complete(self) -> None:
+        """Runs all microbatches that were recorded to their ends (OVL-3); those to come run after the bodies."""
+        if self._is_over:
+            return
+        self.was_interrupted = True
+        recording, active.recording = active.recording, None
+        try:
+            self._run(0)
+            self._end()
+        finally:
+            active.recording = recording
+
+    def finish(self) -> list[Microbatch]:
+        """Runs the rest, since all bodies have ended.
+
+        Returns:
+            The microbatches that have been executed: those before the first one that was not as expected.
+        """
+        self._run(0)
+        self._end()
+        self._wait_for_comparisons()
+        return self._microbatches
+
+    def abandon(self) -> None:
+        """Completes the microbatches before one whose body has raised, as in one process.
+
+        No rank waits for another after that.
+        """
+        if not self._has_failed:
+            self.complete()
+            self._wait_for_comparisons()
+
+    def _run(self, ahead: int) -> None:
+        """Runs what may run, but for the last ``ahead`` microbatches that were recorded."""
+        if self._is_over:
+            return
+        state = self._pipeline.module_state
+        try:
+            with state.hidden(), state.applied(), reporting_failures():
+                self._program.advance(lambda index: self._may_run(index, ahead))
+        except BaseException:
+            self._has_failed = self._is_over = True
+            raise
+        if self._num_compared > len(self._microbatches):
+            self._end()
+
+    def _may_run(self, index: int, ahead: int) -> bool:
+        """Whether a microbatch is recorded, and the same on all ranks."""
+        if index >= len(self._microbatches) - ahead:
+            return False
+        everybody = self._comparisons.popleft().wait()
+        self._num_compared += 1
+        expected = self._expectation.numbers()
+        if all(numbers == expected for numbers in everybody):
+            return True
+        # OVL-2
+        del self._microbatches[index:]
+        return False
+
+    def _end(self) -> None:
+        if self._is_over:
+            return
+        self._program.grant(lambda index: self._may_run(index, 0))
+        self._is_over = True
+        state = self._pipeline.module_state
+        with state.hidden(), state.applied(), reporting_failures():
+            self._program.complete()
+        for mb in self._microbatches:
+            mb.recording.num_executed = len(mb.recording.tasks)
+
+    def _wait_for_comparisons(self) -> None:
+        while self._comparisons:
+            self._comparisons.popleft().wait()
+
+
+def comparable(expectation: Expectation | None) -> list[int]:
+    """Of any rank: what it expects, for the comparison at the beginning of a step."""
+    return [0, 0, 0] if expectation is None else expectation.numbers()
