@@ -1,4 +1,4 @@
-"""Execution of a step's first microbatches while the bodies of later ones are still recorded.
+"""Execution of a step's first forwards while the bodies of later microbatches are still recorded.
 
 To record a microbatch takes the host milliseconds, in which a device would have nothing to do before the pipeline has
 begun.
@@ -10,7 +10,9 @@ begun.
   it has been recorded (``Pipeline.run``).
 - OVL-3: Before the body asks for numbers of a partition, or writes to a replicated tensor that tasks hold, all
   microbatches before have ended, as in one process. Such a step function is not executed in this way again.
-- OVL-4: Tasks that draw random numbers or depend on attributes that the body has changed, and those under autocast,
+- OVL-4: While bodies are left, a rank runs nothing for which it would wait for another one: a body may wait for the
+  other ranks itself, in a collective of its own.
+- OVL-5: Tasks that draw random numbers or depend on attributes that the body has changed, and those under autocast,
   take state from the body. They run when the body has ended.
 """
 
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from smdistributed.modelparallel.torch.runtime.executor import Executor, Microbatch
 from smdistributed.modelparallel.torch.runtime.failures import reporting_failures
 from smdistributed.modelparallel.torch.runtime.program_run import Action
+from smdistributed.modelparallel.torch.runtime.task_execution import modes_of_the_body_left
 from smdistributed.modelparallel.torch.runtime.transfers import Comparison
 from smdistributed.modelparallel.torch.tracing.digests import digest_of
 from smdistributed.modelparallel.torch.tracing.module_state import UNCHANGED
@@ -69,7 +72,7 @@ def is_uniform(microbatches: Sequence[Microbatch]) -> bool:
 
 
 def _takes_no_state(recording: Recording) -> bool:
-    """OVL-4."""
+    """OVL-5."""
     return (
         recording.executed is None
         and not recording.draws
@@ -108,8 +111,6 @@ class OverlappedRun:
         self._comparisons: deque[Comparison] = deque()
         self._num_compared = 0
         self._program = executor.begin(expectation.program, self._microbatches, expectation.microbatches, on_stage_done)
-        #: Ranks behind the first one record so many microbatches ahead, since the first one waits for their comparison.
-        self._ahead = 0 if pipeline.rank == 0 else pipeline.size
         self._is_over = self._has_failed = False
 
     def add(self, recording: Recording, returned: Sequence[Value]) -> None:
@@ -124,7 +125,7 @@ class OverlappedRun:
         recording.copy_on_write.before_write = self.complete
         recording.retained.keep_living()
         self._microbatches.append(Microbatch(recording, self._expectation.stage_graph))
-        self._run(self._ahead)
+        self._run(may_wait=False)
 
     def complete(self) -> None:
         """Runs all microbatches that were recorded to their ends (OVL-3); those to come run after the bodies."""
@@ -133,8 +134,9 @@ class OverlappedRun:
         self.was_interrupted = True
         recording, active.recording = active.recording, None
         try:
-            self._run(0)
-            self._end()
+            with modes_of_the_body_left():
+                self._run(may_wait=True)
+                self._end()
         finally:
             active.recording = recording
 
@@ -144,7 +146,7 @@ class OverlappedRun:
         Returns:
             The microbatches that have been executed: those before the first one that was not as expected.
         """
-        self._run(0)
+        self._run(may_wait=True)
         self._end()
         self._wait_for_comparisons()
         return self._microbatches
@@ -158,23 +160,23 @@ class OverlappedRun:
             self.complete()
             self._wait_for_comparisons()
 
-    def _run(self, ahead: int) -> None:
-        """Runs what may run, but for the last ``ahead`` microbatches that were recorded."""
+    def _run(self, may_wait: bool) -> None:
+        """Runs what may run."""
         if self._is_over:
             return
         state = self._pipeline.module_state
         try:
             with state.hidden(), state.applied(), reporting_failures():
-                self._program.advance(lambda index: self._may_run(index, ahead))
+                self._program.advance(self._may_run, may_wait)
         except BaseException:
             self._has_failed = self._is_over = True
             raise
         if self._num_compared > len(self._microbatches):
             self._end()
 
-    def _may_run(self, index: int, ahead: int) -> bool:
+    def _may_run(self, index: int) -> bool:
         """Whether a microbatch is recorded, and the same on all ranks."""
-        if index >= len(self._microbatches) - ahead:
+        if index >= len(self._microbatches):
             return False
         everybody = self._comparisons.popleft().wait()
         self._num_compared += 1
@@ -188,7 +190,7 @@ class OverlappedRun:
     def _end(self) -> None:
         if self._is_over:
             return
-        self._program.grant(lambda index: self._may_run(index, 0))
+        self._program.grant(self._may_run)
         self._is_over = True
         state = self._pipeline.module_state
         with state.hidden(), state.applied(), reporting_failures():

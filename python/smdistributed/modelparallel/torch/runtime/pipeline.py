@@ -26,6 +26,7 @@ from smdistributed.modelparallel.torch.runtime.offloading import Offloader
 from smdistributed.modelparallel.torch.runtime.overlapped_run import Expectation, OverlappedRun, is_uniform
 from smdistributed.modelparallel.torch.runtime.rng import RngState
 from smdistributed.modelparallel.torch.runtime.stage_graph import StageGraph
+from smdistributed.modelparallel.torch.runtime.task_execution import modes_of_the_body_left
 from smdistributed.modelparallel.torch.runtime.transfers import Transfers
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing import task_order
@@ -268,7 +269,7 @@ class Pipeline:
             self.agree([recording], recording.microbatch + 1)
             mb = self._microbatch(recording)
             if recording.num_executed < len(recording.tasks):
-                with self.module_state.hidden(), self.module_state.applied():
+                with modes_of_the_body_left(), self.module_state.hidden(), self.module_state.applied():
                     self._run_early(mb)
             return mb
         finally:

@@ -47,6 +47,7 @@ class ProgramRun:
         self._receives: deque[tuple[int, Action]] | None = None
         self._posted: deque[tuple[int, Callable[[], None]]] = deque()
         self._place = 0
+        self._may_wait = True
         #: Microbatches below this number may run.
         self._granted = 0
 
@@ -54,15 +55,19 @@ class ProgramRun:
         """Runs the whole program."""
         self.advance(lambda index: True)
 
-    def advance(self, grant: Callable[[int], bool]) -> None:
+    def advance(self, grant: Callable[[int], bool], may_wait: bool = True) -> None:
         """Runs actions in their order up to the first one of a microbatch that may not run yet.
 
         Args:
+            may_wait: Whether to go on where tensors of another rank are needed.
             grant: Asked once for each microbatch, in their order: whether it may run. After ``False`` it is asked again
                 by the next call.
         """
+        self._may_wait = may_wait
         while self._place < len(self._program):
             action = self._program[self._place]
+            if not may_wait and action[0] in ("RF", "RB"):
+                return
             while action[2] >= self._granted:
                 if not grant(self._granted):
                     return
@@ -77,6 +82,7 @@ class ProgramRun:
 
     def complete(self) -> None:
         """Runs what is left of the microbatches that may run, without those after them: the program ends here."""
+        self._may_wait = True
         for place in range(self._place, len(self._program)):
             if self._program[place][2] < self._granted:
                 self._run(place, self._program[place])
@@ -86,7 +92,8 @@ class ProgramRun:
         executor = self._executor
         kind, number, index, peer = action
         mb = self._microbatches[index]
-        self._post_receives(place)
+        if self._may_wait:
+            self._post_receives(place)
         if kind in "FBIW":
             self._prefetcher.begin(self._microbatches)
         if kind == "F":

@@ -135,6 +135,21 @@ class GradAutocastState:
 
 
 @contextlib.contextmanager
+def modes_of_the_body_left() -> Iterator[None]:
+    """For tasks that run while the body waits: gradients are on and autocast is off, whatever the body has entered.
+
+    Tasks enter the modes of their own calls.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
 def casts_are_cached() -> Iterator[None]:
     """EXE-4: contexts of autocast inside are not the outermost, whose end forgets what was cast."""
     torch.autocast_increment_nesting()

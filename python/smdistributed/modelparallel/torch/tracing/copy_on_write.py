@@ -34,6 +34,8 @@ class CopyOnWriteTensors:
         self.before_write: Callable[[], None] | None = None
         #: By the storage, the tasks that hold a tensor of it, with their microbatches.
         self._tasks: dict[int, list[tuple[int, Task]]] = {}
+        #: By the storage: the attribute that holds it, the tasks of its microbatch, and how many there were before.
+        self._attributes: dict[int, tuple[str, Sequence[Task], int]] = {}
         #: Remote tensors of located views of replicated tensors.
         self._views: dict[int, list[tuple[weakref.ref[RemoteTensor], torch.Tensor]]] = {}
 
@@ -98,6 +100,7 @@ class CopyOnWriteTensors:
         if _may_write(func, args, kwargs):
             if self.before_write is not None:
                 self.before_write()
+            self._check_attributes(held, func)
             saved = self._saved(held, microbatch)
             if func == _SET_DATA:
                 for tensor, _, task in saved:
@@ -119,9 +122,29 @@ class CopyOnWriteTensors:
             )
         return result
 
+    def hold_attribute(self, tensor: torch.Tensor, path: str, tasks: Sequence[Task]) -> None:
+        """Notes that the body has assigned a replicated tensor to an attribute, which tasks from now on read."""
+        if tensor.layout == torch.strided:
+            self._attributes[storage_of(tensor)] = (path, tasks, len(tasks))
+
+    def _check_attributes(self, tensors: Sequence[torch.Tensor], func: Any) -> None:
+        """Checks that no task reads these tensors, which the body changes in place, from an attribute.
+
+        Raises:
+            SMPUsageError: One may.
+        """
+        for tensor in tensors:
+            path, tasks, count = self._attributes.get(storage_of(tensor), ("", [], 0))
+            if len(tasks) > count:
+                raise SMPUsageError(
+                    f"`{getattr(func, '__name__', func)}` changes the tensor in `{path}` in place, inside of a "
+                    "`smp.step` function, and modules that were called before read it later: assign a changed copy to "
+                    "the attribute"
+                )
+
     def _holds(self, tensor: torch.Tensor) -> bool:
         storage = storage_of(tensor)
-        return storage in self._tasks or storage in self._views
+        return storage in self._tasks or storage in self._views or storage in self._attributes
 
     def _release(self, tensor: torch.Tensor, func: Any) -> None:
         """Copies the storage of ``tensor`` for the tasks that refer to it."""

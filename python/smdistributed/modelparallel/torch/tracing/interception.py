@@ -190,6 +190,9 @@ def _noted(original: Callable[..., Any], pipeline: Pipeline) -> Callable[..., An
             )
         with state.changing(self, name):
             original(self, name, *value)
+        if value and isinstance(value[0], torch.Tensor) and not recording.is_located(value[0]):
+            path = f"{pipeline.paths.get(id(self), type(self).__name__)}.{name}"
+            recording.copy_on_write.hold_attribute(value[0], path, recording.tasks)
 
     return change
 

@@ -1,7 +1,7 @@
 """Tensors from outside of the body to which it writes numbers of a partition, as in ``total.add_(loss.detach())``.
 
-- OUT-1: After the step they have the same numbers on all ranks, as in one process. The value that the writes made is sent
-  to all ranks, like those that the body returns, and copied into the tensor.
+- OUT-1: After the step they have the same numbers on all ranks, as in one process. The value that the writes made is
+  sent to all ranks, like those that the body returns, and copied into the tensor.
 - OUT-2: Storages that the body itself makes end with it, and are not sent. If such a tensor is kept all the same, its
   use raises (``tracing/stale_storages.py``).
 """
