@@ -218,7 +218,7 @@ class DistributedModel(nn.Module):
         manual = manual_assignment(self.module)
         assignment = {"": cfg.default_partition, **manual}
         if cfg.auto_partition or (cfg.load_partition and cfg.partition_file):
-            from smdistributed.modelparallel.torch.partitioning.assignment import auto_partition
+            from smdistributed.modelparallel.torch.partitioning.assignment import auto_partition, device_memory
 
             state.tracing = True
             try:
@@ -229,7 +229,7 @@ class DistributedModel(nn.Module):
                     cfg,
                     manual,
                     measure_times=self._trace_execution_times,
-                    memory_bytes=_memory_for_partitions(),
+                    memory_bytes=device_memory(),
                 )
             except ValueError as error:
                 raise SMPPartitionError(str(error)) from error
@@ -703,16 +703,3 @@ def _call_hook(hook: Callable[..., Any], model: DistributedModel) -> None:
         return
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     hook(*arguments[: len(positional)])
-
-
-def _memory_for_partitions() -> int | None:
-    """The bytes that every rank's device has for its partition. Collective.
-
-    It is ``None`` where the configuration says what memory weighs, and on CPUs, whose memory the ranks of a host share.
-    """
-    device, cfg = current_device(), state.cfg
-    if device.type != "cuda" or cfg.is_given("memory_weight") or cfg.is_given("optimize"):
-        return None
-    total = torch.cuda.get_device_properties(device).total_memory
-    # The rest is for what no trace sees: workspaces of kernels, the allocator's fragments, errors of the estimate.
-    return int(min(communication.allgather(total, CommGroup.WORLD)) * 0.6)

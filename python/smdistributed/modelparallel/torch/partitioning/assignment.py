@@ -5,11 +5,16 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 from torch import nn
 
 from smdistributed import _core
 from smdistributed.modelparallel import partition_file
+from smdistributed.modelparallel.objects import CommGroup
+from smdistributed.modelparallel.torch import communication
+from smdistributed.modelparallel.torch.device import current_device
 from smdistributed.modelparallel.torch.partitioning import cost_model, cost_trace
+from smdistributed.modelparallel.torch.state import state
 
 
 def auto_partition(
@@ -50,6 +55,19 @@ def auto_partition(
     if partitions == 1:
         return {path: 0 for path, _ in module.named_modules()}
     return _automatic(module, args, kwargs, config, measure_times, memory_bytes)
+
+
+def device_memory() -> int | None:
+    """The bytes that every rank's device has for its partition. Collective.
+
+    It is ``None`` where the configuration says what memory weighs, and on CPUs, whose memory the ranks of a host share.
+    """
+    device, cfg = current_device(), state.cfg
+    if device.type != "cuda" or cfg.is_given("memory_weight") or cfg.is_given("optimize"):
+        return None
+    total = torch.cuda.get_device_properties(device).total_memory
+    # The rest is for what no trace sees: workspaces of kernels, the allocator's fragments, errors of the estimate.
+    return int(min(communication.allgather(total, CommGroup.WORLD)) * 0.6)
 
 
 def by_hand(module: nn.Module, manual: dict[str, int], default: int, partitions: int) -> dict[str, int]:

@@ -89,8 +89,6 @@ class OverlappedRun:
         pipeline: The pipeline.
         expectation: What is expected of each microbatch.
         executor: Of this step.
-        on_stage_done: Called when the parameter gradients of a stage are complete.
-        reduces: Whether gradients are reduced as they become complete.
 
     Attributes:
         was_interrupted: Whether the body asked for what earlier microbatches left (OVL-3).
@@ -101,16 +99,17 @@ class OverlappedRun:
         pipeline: Pipeline,
         expectation: Expectation,
         executor: Executor,
-        on_stage_done: Callable[[int, Microbatch], None],
-        reduces: bool,
     ) -> None:
-        self.reduces, self.was_interrupted = reduces, False
+        self.was_interrupted = False
         self._pipeline, self._expectation = pipeline, expectation
         self._microbatches: list[Microbatch] = []
         #: Comparisons of recorded microbatches that this rank has not waited for.
         self._comparisons: deque[Comparison] = deque()
         self._num_compared = 0
-        self._program = executor.begin(expectation.program, self._microbatches, expectation.microbatches, on_stage_done)
+        self._on_stage_done: Callable[[int, Microbatch], None] | None = None
+        self._program = executor.begin(
+            expectation.program, self._microbatches, expectation.microbatches, self._note_stage
+        )
         self._is_over = self._has_failed = False
 
     def add(self, recording: Recording, returned: Sequence[Value]) -> None:
@@ -140,12 +139,16 @@ class OverlappedRun:
         finally:
             active.recording = recording
 
-    def finish(self) -> list[Microbatch]:
+    def finish(self, on_stage_done: Callable[[int, Microbatch], None]) -> list[Microbatch]:
         """Runs the rest, since all bodies have ended.
+
+        Args:
+            on_stage_done: Called when the parameter gradients of a stage are complete.
 
         Returns:
             The microbatches that have been executed: those before the first one that was not as expected.
         """
+        self._on_stage_done = on_stage_done
         self._run(may_wait=True)
         self._end()
         self._wait_for_comparisons()
@@ -197,6 +200,11 @@ class OverlappedRun:
             self._program.complete()
         for mb in self._microbatches:
             mb.recording.num_executed = len(mb.recording.tasks)
+
+    def _note_stage(self, stage: int, last: Microbatch) -> None:
+        # The last microbatch goes back when all bodies have ended.
+        assert self._on_stage_done is not None
+        self._on_stage_done(stage, last)
 
     def _wait_for_comparisons(self) -> None:
         while self._comparisons:

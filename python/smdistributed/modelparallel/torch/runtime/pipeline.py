@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -313,15 +312,9 @@ class Pipeline:
         self.refresh()
         return self._expectations.get(step)
 
-    def begin_overlapped(
-        self,
-        expectation: Expectation,
-        scale: float,
-        on_stage_done: Callable[[int, Microbatch], None],
-        reduces: bool,
-    ) -> OverlappedRun:
+    def begin_overlapped(self, expectation: Expectation, scale: float) -> OverlappedRun:
         """Begins to execute microbatches while later ones are recorded."""
-        self.overlapped = OverlappedRun(self, expectation, self.executor(scale), on_stage_done, reduces)
+        self.overlapped = OverlappedRun(self, expectation, self.executor(scale))
         return self.overlapped
 
     def expect_again(self, step: Any, microbatches: Sequence[Microbatch], overlapped: OverlappedRun | None) -> None:
@@ -418,7 +411,7 @@ class Pipeline:
         microbatches: list[Microbatch] = []
         if overlapped is not None:
             self.overlapped = None
-            microbatches = overlapped.finish()
+            microbatches = overlapped.finish(on_stage_done)
         begin = len(microbatches)
         if begin < len(recordings):
             self.agree(recordings[begin:], 0)
@@ -582,9 +575,3 @@ def _phase(story: tuple[int, list[list[str]]]) -> str:
     if phase:
         return f"asking for numbers in microbatch {phase - 1}, after {tasks} tasks"
     return f"at the end of {len(texts)} microbatches with {tasks} tasks"
-
-
-def _notify(on_stage_done: Callable[[int, StageGraph], None] | None, graph: StageGraph, stage: int) -> None:
-    """Tells that the parameter gradients of a stage are complete; only the last microbatches have a receiver."""
-    if on_stage_done is not None:
-        on_stage_done(stage, graph)

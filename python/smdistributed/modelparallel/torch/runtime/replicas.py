@@ -13,9 +13,8 @@ from smdistributed.modelparallel.torch.join import TRAINING, Join
 from smdistributed.modelparallel.torch.partitioning import materialize
 from smdistributed.modelparallel.torch.runtime.executor import Microbatch
 from smdistributed.modelparallel.torch.runtime.gradients import GradientReducer
-from smdistributed.modelparallel.torch.runtime.overlapped_run import Expectation, OverlappedRun
+from smdistributed.modelparallel.torch.runtime.overlapped_run import OverlappedRun
 from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
-from smdistributed.modelparallel.torch.runtime.stage_graph import StageGraph
 from smdistributed.modelparallel.torch.sharding.shard_reducer import ShardReducer
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.recording import Recording

@@ -110,10 +110,6 @@ class StepRun:
         """
         try:
             return self._run_pipeline(calls)
-        except BaseException:
-            if self._overlapped is not None:
-                self._model.replicas.cancel_overlapped(self._overlapped)
-            raise
         finally:
             if self._model.pipeline is not None:
                 self._model.pipeline.overlapped = None
@@ -145,8 +141,6 @@ class StepRun:
         for values in returned:
             _refuse_parameters(values)
         overlapped = self._overlapped
-        # From here on, who runs the rest also cancels the reduction if it fails.
-        self._overlapped = None
         microbatches = model.replicas.run_pipeline(
             model, pipeline, recordings, returned, self.scale, self.has_backward, overlapped
         )
@@ -165,9 +159,7 @@ class StepRun:
         if self._expectation is None or model.pipeline is None:
             return
         if len(self._recordings) == 1:
-            self._overlapped = model.replicas.begin_overlapped(
-                model, model.pipeline, self._expectation, self.scale, self.has_backward
-            )
+            self._overlapped = model.pipeline.begin_overlapped(self._expectation, self.scale)
         if self._overlapped is not None:
             self._overlapped.add(self._recordings[-1], returned)
 

@@ -214,8 +214,8 @@ class Recording(TorchFunctionMode):
         new_kwargs = encoder.encode(kwargs) if kwargs else kwargs
         if not encoder.inputs:
             key = None if encoder.unknown else encoder.key()
-            call = functools.partial(self.copy_on_write.call, func, args, kwargs, encoder.leaves, self.microbatch)
-            result = self.pipeline.constants.call(func, key, encoder.leaves, call)
+            compute = functools.partial(self.copy_on_write.call, func, args, kwargs, encoder.leaves, self.microbatch)
+            result = self.pipeline.constants.call(func, key, encoder.leaves, compute)
             self.outside_tensors.note_result(result, encoder.leaves)
             return result
         if func in STORAGE_WRITES:
