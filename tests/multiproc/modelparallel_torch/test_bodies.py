@@ -11,7 +11,7 @@ from support.step_bodies import Program, draw
 
 #: Seeds by numbers of partitions.
 SEEDS = {
-    2: [5, 8, 19, 24, 42, 47, 49, 71, 85, 91],
+    2: [5, 8, 19, 24, 42, 47, 49, 71, 85, 91, 515042, 616165, 717088, 717354],
     3: [12, 14, 17, 29, 30, 33],
 }
 
@@ -91,6 +91,13 @@ EQUAL = {
         {"begin": 2, "a": 0, "b": 1},
         ["keep.seen.append(h)", "h = net.a(h) + net.b(x) + sum(each.detach() for each in keep.seen[:2])"],
         result="{'loss': loss, 'values': [keep.seen[0], h]}",
+    ),
+    "a tensor from outside gets numbers of a partition, in each microbatch": _program(
+        2,
+        {"a": "Mode"},
+        _TWO,
+        ["h = net.a(h) + keep.total", "keep.total.add_(h.detach().mean())"],
+        prepare=["keep.total = torch.zeros(())"],
     ),
 }  # fmt: skip
 #: What raises, and the text.

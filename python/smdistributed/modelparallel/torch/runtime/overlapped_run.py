@@ -124,7 +124,8 @@ class OverlappedRun:
         recording.copy_on_write.before_write = self.complete
         recording.retained.keep_living()
         self._microbatches.append(Microbatch(recording, self._expectation.stage_graph))
-        self._run(may_wait=False)
+        if len(self._microbatches) < self._expectation.microbatches:
+            self._run(may_wait=False)
 
     def complete(self) -> None:
         """Runs all microbatches that were recorded to their ends (OVL-3); those to come run after the bodies."""

@@ -1,0 +1,136 @@
+"""Forwards that run while later microbatches are recorded: as in one process, whatever the body does."""
+
+from __future__ import annotations
+
+import pytest
+
+from support import Forked, run_ranks
+
+FORKED = Forked("torch")
+
+
+def _train(partitions, schedule, ends_alike):
+    """Five steps; with ``ends_alike`` false, a microbatch of the fourth step calls a layer twice."""
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+    from smdistributed.modelparallel.torch.runtime.overlapped_run import OverlappedRun
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+
+        def forward(self, x, again):
+            for layer in self.layers:
+                x = torch.relu(layer(x))
+            return self.layers[-1](x) if again else x
+
+    def build():
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float64)
+        return Model()
+
+    def again(step, microbatch):
+        return not ends_alike and step == 3 and microbatch == 2
+
+    def batch(step):
+        return torch.randn(12, 6, generator=torch.Generator().manual_seed(step))
+
+    alone = build()
+    optimizer = torch.optim.SGD(alone.parameters(), 0.1)
+    expected = []
+    for step in range(5):
+        optimizer.zero_grad()
+        losses = []
+        for microbatch, part in enumerate(batch(step).chunk(4)):
+            losses.append(alone(part, again(step, microbatch)).square().mean())
+            (losses[-1] / 4).backward()
+        optimizer.step()
+        expected.append(torch.stack(losses).detach())
+
+    overlapped = []
+    original = OverlappedRun.finish
+
+    def finish(self, on_stage_done):
+        begun = self._program._place
+        microbatches = original(self, on_stage_done)
+        overlapped.append((len(microbatches), begun))
+        return microbatches
+
+    OverlappedRun.finish = finish
+    smp.init({"partitions": partitions, "microbatches": 4, "pipeline": schedule, "auto_partition": False,
+              "default_partition": 0})  # fmt: skip
+    module = build()
+    for place, layer in enumerate(module.layers):
+        smp.set_partition(layer, place * partitions // 4)
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    calls = iter(())
+
+    @smp.step
+    def step_function(model, x):
+        loss = model(x, next(calls)).square().mean()
+        model.backward(loss)
+        return loss
+
+    for step in range(5):
+        calls = iter([again(step, microbatch) for microbatch in range(4)])
+        optimizer.zero_grad()
+        found = torch.stack(list(step_function(model, batch(step))))
+        optimizer.step()
+        torch.testing.assert_close(found, expected[step], rtol=1e-12, atol=1e-12)
+    for name, parameter in model.local_named_parameters():
+        torch.testing.assert_close(parameter, alone.get_parameter(name), rtol=1e-12, atol=1e-12)
+    counts = [count for count, _ in overlapped]
+    # The first step tells what to expect, and so does the one after the fourth.
+    assert counts == ([4] * 4 if ends_alike else [4, 4, 2]), overlapped
+    if smp.rank() == 0:
+        assert all(begun > 0 for _, begun in overlapped), "nothing ran beside the recording"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("partitions", [2, 4])
+@pytest.mark.parametrize("schedule", ["interleaved", "simple", "zero_bubble"])
+def test_microbatches_run_beside_the_recording_as_in_one_process(partitions, schedule):
+    run_ranks(_train, partitions, partitions, schedule, True, launcher=FORKED)
+
+
+@pytest.mark.timeout(120)
+def test_a_microbatch_that_is_not_as_expected_runs_as_in_one_process():
+    run_ranks(_train, 2, 2, "interleaved", False, launcher=FORKED)
+
+
+def _fail():
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+
+    smp.init({"partitions": 2, "microbatches": 4, "auto_partition": False, "default_partition": 0})
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    smp.set_partition(module[1], 1)
+    model = smp.DistributedModel(module)
+    calls = []
+
+    @smp.step
+    def step(model, x):
+        calls.append(1)
+        if len(calls) == 7:
+            raise ValueError("of the body")
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    step(model, torch.ones(8, 4))
+    with pytest.raises(ValueError, match="of the body"):
+        step(model, torch.ones(8, 4))
+    model.zero_grad()
+    step(model, torch.ones(8, 4))
+    assert any(parameter.grad is not None for parameter in model.local_parameters())
+
+
+@pytest.mark.timeout(120)
+def test_a_body_that_raises_leaves_a_pipeline_that_works():
+    run_ranks(_fail, 2, launcher=FORKED)
