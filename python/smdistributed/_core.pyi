@@ -219,8 +219,8 @@ def partition_modules(
     Divides modules over `partitions`: for each its partition, a table of them, and what each partition costs.
 
     `values` are those that pass between modules (maker, takers, bytes), `tasks` what modules cost the host if they are taken
-    apart (module, module in whose place, nanoseconds), `ties` modules that must lie together. Where every partition
-    needs at most `memory_bytes`, if given, time alone is balanced.
+    apart (module, module in whose place, nanoseconds), `ties` modules that must lie together. Where every partition needs at most
+    `memory_bytes`, if given, time alone is balanced.
     """
 
 def partition_to_json(partitions: dict[str, int]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,6 +24,7 @@ from smdistributed.modelparallel.torch import communication, norms
 from smdistributed.modelparallel.torch.checkpoint import state_dicts
 from smdistributed.modelparallel.torch.compat import add_documented_aliases
 from smdistributed.modelparallel.torch.device import current_device
+from smdistributed.modelparallel.torch.hooks import Removable, call_hook
 from smdistributed.modelparallel.torch.join import Join
 from smdistributed.modelparallel.torch.nn.module import DistributedModule, reduced_over_rdp, shards
 from smdistributed.modelparallel.torch.nn.random import streams
@@ -43,18 +43,6 @@ from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParamete
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.runtime.step_run import StepRun
-
-
-class Removable:
-    """The handle of a registered hook."""
-
-    def __init__(self, hooks: list[Any], hook: Any) -> None:
-        self._hooks, self._hook = hooks, hook
-
-    def remove(self) -> None:
-        """Undoes it; a second time does nothing."""
-        if self._hook in self._hooks:
-            self._hooks.remove(self._hook)
 
 
 class DistributedModel(nn.Module):
@@ -287,7 +275,7 @@ class DistributedModel(nn.Module):
             bounds = cfg.active_microbatches, cfg.activation_memory_bytes
             self.pipeline = Pipeline(self.module, self.placement, groups, device, cfg.pipeline, *bounds, self.offloader)
         for hook in list(self.post_partition_hooks):
-            _call_hook(hook, self)
+            call_hook(hook, self)
 
     def _run_deferred(self) -> None:
         """Runs the actions that waited for the partition, in order; an action that fails stays.
@@ -337,7 +325,7 @@ class DistributedModel(nn.Module):
             A handle with ``remove()``.
         """
         if self.is_partitioned:
-            _call_hook(hook, self)
+            call_hook(hook, self)
         self.post_partition_hooks.append(hook)
         return Removable(self.post_partition_hooks, hook)
 
@@ -427,7 +415,7 @@ class DistributedModel(nn.Module):
         """Call the hooks of :meth:`register_post_step_hook`, each once."""
         hooks, self.post_step_hooks[:] = list(self.post_step_hooks), ()
         for hook in hooks:
-            _call_hook(hook, self)
+            call_hook(hook, self)
 
     # What is here.
 
@@ -689,17 +677,3 @@ def _nearest(path: str, manual: dict[str, int]) -> int | None:
             return manual[path]
         path = path.rpartition(".")[0]
     return manual.get("")
-
-
-def _call_hook(hook: Callable[..., Any], model: DistributedModel) -> None:
-    arguments = (model, state.optimizer)
-    try:
-        parameters = inspect.signature(hook).parameters.values()
-    except (TypeError, ValueError):
-        hook(*arguments)
-        return
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-        hook(*arguments)
-        return
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    hook(*arguments[: len(positional)])
