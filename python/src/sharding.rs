@@ -30,13 +30,12 @@ pub fn shard_elems(size: usize, ranks: usize) -> usize {
     sharding::shard_elems(size, ranks)
 }
 
+/// Ranks of several groups.
+type Groups = Vec<Vec<usize>>;
+
 /// Divides a data-parallel group: ranks that hold one model together, and ranks that hold the same shard.
 #[pyfunction]
-pub fn sharding_groups(
-    py: Python<'_>,
-    members: Vec<usize>,
-    degree: usize,
-) -> PyResult<(Vec<Vec<usize>>, Vec<Vec<usize>>)> {
+pub fn sharding_groups(py: Python<'_>, members: Vec<usize>, degree: usize) -> PyResult<(Groups, Groups)> {
     enter(py, || {
         let groups = ShardingGroups::new(&members, degree)?;
         Ok((groups.sharding, groups.replication))
