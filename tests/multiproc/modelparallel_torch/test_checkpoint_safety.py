@@ -426,7 +426,7 @@ def _one_copy(folder):
     found = manager.load()
     assert torch.equal(found["turned"], copies["turned"])
     assert float(found["dense"].min()) > 0
-    return [each.is_held for each in (_block("a", copies["turned"], True), _block("b", dense, False))]
+    return [each.is_held for each in (_block("a", copies["turned"], True, None), _block("b", dense, False, None))]
 
 
 def _block(*arguments):

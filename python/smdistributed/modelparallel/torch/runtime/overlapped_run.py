@@ -122,7 +122,6 @@ class OverlappedRun:
         if self._is_over:
             return
         recording.copy_on_write.before_write = self.complete
-        recording.retained.keep_living()
         self._microbatches.append(Microbatch(recording, self._expectation.stage_graph))
         if len(self._microbatches) < self._expectation.microbatches:
             self._run(may_wait=False)
@@ -186,6 +185,8 @@ class OverlappedRun:
         self._num_compared += 1
         expected = self._expectation.numbers()
         if all(numbers == expected for numbers in everybody):
+            # Not before: a recording whose tensors are taken by others cannot be reordered (SAME-2).
+            self._microbatches[index].recording.retained.keep_living()
             return True
         # OVL-2
         del self._microbatches[index:]
