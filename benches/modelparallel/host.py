@@ -24,7 +24,7 @@ import torch
 from blocks import Shape, build, chunk_of, loss_of
 
 import smdistributed.modelparallel.torch as smp
-from smdistributed.modelparallel.torch.runtime import executor, pipeline, transfers
+from smdistributed.modelparallel.torch.runtime import pipeline, program_run, transfers
 
 
 class Clock:
@@ -102,9 +102,11 @@ def main() -> None:
             # The first steps divide the model and find out what comes out of its modules.
             step._function = timed_body
             spent.around(pipeline.Pipeline, "agree", "agree")
-            spent.around(executor.Executor, "run", "run")
+            spent.around(program_run.ProgramRun, "advance", "run")
+            spent.around(program_run.ProgramRun, "complete", "run")
             spent.around(torch.autograd, "backward", "backward")
             spent.around(transfers.PendingReceive, "wait", "wait")
+            spent.around(transfers.Comparison, "wait", "wait")
             spent.around(pipeline.Pipeline, "refresh", "refresh")
             _count_modules(model, spent)
         if number >= 3 and arguments.profile:

@@ -14,6 +14,7 @@ import json
 import os
 import pickle
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -287,7 +288,7 @@ def resume_from_checkpoint(
         partial: whether a partial or a full one is meant, where both have the name.
         strict: whether every parameter must be there.
         load_optimizer: whether the optimizer is loaded; full checkpoints have none.
-        load_sharded_optimizer_state: accepted; of sharded data parallelism, which is not there yet.
+        load_sharded_optimizer_state: ``False`` is ignored with a warning: sharded states are loaded with the others.
         translate_function: applied to the dict of a full checkpoint.
         load_optimizer_states: an earlier name of ``load_optimizer``.
         safe_globals: classes and functions that the user content may hold beside those that ``torch.load`` takes by
@@ -301,7 +302,12 @@ def resume_from_checkpoint(
         SMPCheckpointError: files are missing or damaged, do not fit the model, or hold what would have to be executed;
             the same on all ranks.
     """
-    del load_sharded_optimizer_state
+    if not load_sharded_optimizer_state:
+        warnings.warn(
+            "`load_sharded_optimizer_state=False` is ignored: sharded states are loaded with the others; "
+            "`load_optimizer=False` loads none",
+            stacklevel=2,
+        )
     if load_optimizer_states is not None:
         load_optimizer = load_optimizer_states
     root = Path(path)

@@ -53,9 +53,9 @@ def cast_outputs(value: Any, dtype: torch.dtype) -> Any:
 
 @functools.cache
 def warn_of_half_parameters() -> None:
-    """Warns once a process that ``fp16_params`` has nothing to change."""
+    """Warns once a process that ``fp16_params`` changes nothing."""
     warnings.warn(
-        "`fp16_params` has no effect: it is about modules that tensor parallelism divides, and the model has none; "
-        "`fp16` makes the whole model 16-bit",
+        "`fp16_params` is ignored: modules that tensor parallelism divides keep their types; set `fp16`, which makes "
+        "the whole model 16-bit and keeps float32 master weights",
         stacklevel=4,
     )
