@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import launchers
 
 # A script's `&` and `nohup` make pytest ignore these, and what a test starts would ignore them too, although tests send
 # them. A handler that does nothing is not inherited.
@@ -57,3 +58,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         finally:
             # Not by closing the file: a process that the test forked may have it open.
             fcntl.flock(running, fcntl.LOCK_UN)
+
+
+@pytest.fixture(autouse=True)
+def _environment_of_the_job() -> Iterator[None]:
+    """A test leaves the variables by which a process knows its place in a job as they were: the next test starts jobs."""
+    before = dict(launchers.marks_of_a_launcher())
+    yield
+    after = launchers.marks_of_a_launcher()
+    for name in after.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+    assert after == before, "the test changed the environment of the process that runs all tests"

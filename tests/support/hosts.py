@@ -82,6 +82,7 @@ class Hosts:
             *("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(n)),
             *("--host", ",".join(f"{address(host)}:{slots}" for host in range(self.count))),
             *("--mca", "plm_rsh_agent", self._path("remote-shell"), "--mca", "orte_keep_fqdn_hostnames", "1"),
+            *("--mca", "orte_tmpdir_base", self._path("")),
             *("--mca", "btl_tcp_if_include", network, "--mca", "oob_tcp_if_include", network),
             *options,
             sys.executable,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import importlib.util
 import itertools
 import os
 import shutil
 import socket
 import sys
+import tempfile
 
 import pytest
 
@@ -58,8 +61,18 @@ def command(launcher: str | Hosts, n: int, options: list[str]) -> list[str]:
         return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n), *port, *options]
     if launcher == "mpirun":
         as_root = ["--allow-run-as-root"] if os.getuid() == 0 else []
-        return ["mpirun", *as_root, "--oversubscribe", "--bind-to", "none", "-n", str(n), *options, sys.executable]
+        # Two of them that share a folder for their sessions meet in it: while one ends, the other's `mkdir` fails.
+        sessions = ["--mca", "orte_tmpdir_base", tempfile.mkdtemp(prefix="smd-mpirun-", dir=_session_folders())]
+        place = ["--oversubscribe", "--bind-to", "none", "-n", str(n)]
+        return ["mpirun", *as_root, *sessions, *place, *options, sys.executable]
     raise ValueError(f"`{launcher}` has no command")
+
+
+@functools.cache
+def _session_folders() -> str:
+    folder = tempfile.mkdtemp(prefix="smd-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def environments(launcher: str, n: int) -> list[dict[str, str]]:
@@ -98,16 +111,22 @@ def raw_environment(rank: int, n: int, port: int) -> dict[str, str]:
     }
 
 
-def clean_environment() -> dict[str, str]:
-    """Our own environment without the marks of a launcher that may have started us."""
+def marks_of_a_launcher() -> dict[str, str]:
+    """The variables of our own environment by which a process knows its place in a job, and what is set for jobs."""
     marks = ("OMPI_", "PMI", "SLURM_", "TORCHELASTIC_", "SM_", "SMD_", "SMP_", "HOROVOD_")
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
     keep = {"SMD_CACHE_DIR"}
     return {
         name: value
         for name, value in os.environ.items()
-        if name in keep or not (name in names or name.startswith(marks))
+        if name not in keep and (name in names or name.startswith(marks))
     }
+
+
+def clean_environment() -> dict[str, str]:
+    """Our own environment without the marks of a launcher that may have started us."""
+    marks = marks_of_a_launcher()
+    return {name: value for name, value in os.environ.items() if name not in marks}
 
 
 def free_port() -> int:

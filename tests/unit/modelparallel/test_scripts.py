@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import smdistributed.modelparallel.torch as smp  # noqa: E402
+from smdistributed._common import lifecycle  # noqa: E402
 from smdistributed.modelparallel import binding, config  # noqa: E402
 from smdistributed.modelparallel.exceptions import SMPPartitionError, SMPUsageError  # noqa: E402
 from smdistributed.modelparallel.torch import optimizer  # noqa: E402
@@ -31,6 +32,8 @@ def job(monkeypatch):
     smp.init({"microbatches": 2})
     yield smp
     smp.shutdown()
+    # `smp.shutdown` leaves the process in its job of one: the jobs that later tests start would take it for theirs.
+    lifecycle.shutdown()
 
 
 @pytest.mark.parametrize("change", [copy.copy, copy.deepcopy, lambda cfg: pickle.loads(pickle.dumps(cfg))])
