@@ -203,6 +203,22 @@ def test_equal_blocks_stay_whole_beside_a_head():
     assert all(found[f"{place}.up"] == found[f"{place}.down"] for place in range(1, 33))
 
 
+def test_memory_counts_only_where_it_is_scarce():
+    """The first of two ranks keeps the activations of two microbatches: balanced memory costs time."""
+    with torch.device("meta"):
+        module = nn.Sequential(*[_Residual(1024) for _ in range(16)])
+    inputs = torch.empty(8, 1024, 1024, device="meta")
+
+    def blocks_of_the_first(memory_bytes):
+        found = assignment.auto_partition(module, (inputs,), {}, _config(2), {}, memory_bytes=memory_bytes)
+        return sum(found[str(place)] == 0 for place in range(16))
+
+    weighted = blocks_of_the_first(None)
+    assert weighted < 8
+    assert blocks_of_the_first(1 << 60) == 8
+    assert blocks_of_the_first(1) == weighted
+
+
 def test_a_model_larger_than_memory():
     with torch.device("meta"):
         module = nn.Sequential(*(nn.Linear(100_000, 100_000) for _ in range(8)))  # 320 GB

@@ -118,7 +118,7 @@ def _automatic(
         schedule=config.pipeline,
         link_nanoseconds=cost_model.LINK_NANOSECONDS,
         link_bytes_per_nanosecond=cost_model.LINK_BYTES_PER_NANOSECOND,
-        # memory_bytes=memory_bytes,
+        memory_bytes=memory_bytes,
     )
     partition_file.log_table(table)
     return {part.path: partition for part, partition in zip(tree.modules, assignment, strict=True)}
