@@ -3,12 +3,15 @@
 //! - CCH-1: what is loaded runs as this user, so only this user and root may have written it. The file and every folder on the
 //!   way to it belong to one of them and are writable by nobody else; a folder in which the sticky bit keeps users from each
 //!   other's entries (`/tmp`) is fine.
-//! - CCH-2: a folder that breaks this is left alone. Libraries are built in a folder of this user's among the temporary files
-//!   instead, which is held to the same, and one process of a host says why.
+//! - CCH-2: a folder that breaks this is left alone, and so is one that cannot be made or from which nothing can be loaded.
+//!   Libraries are built in a folder of this user's among the temporary files instead, which is held to the same, and one
+//!   process of a host says why.
 
 use std::ffi::CStr;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
+
+use rustix::fs::StatVfsMountFlags;
 
 use crate::config;
 use crate::error::{Error, Result};
@@ -26,37 +29,55 @@ pub struct CacheFolder {
 /// The folder `name` in that of the settings, made if need be, or the one that stands in for it (CCH-2).
 ///
 /// # Errors
-/// [`Error::Config`] without a home folder; [`Error::Io`] if a folder cannot be made; [`Error::Unsupported`] if neither may
-/// be used.
+/// [`Error::Unsupported`] if neither may be used.
 pub fn folder(name: &str) -> Result<CacheFolder> {
     let text = config::CACHE_DIR.text().unwrap_or_else(|| config::CACHE_DIR.default.to_owned());
-    let configured = in_home(&text, std::env::home_dir()).ok_or_else(|| {
-        let name = config::CACHE_DIR.name;
-        Error::Config(format!("this user has no home folder to keep built libraries in: set `{name}`"))
-    })?;
+    let configured = in_home(&text, std::env::home_dir()).map(|folder| folder.join(name));
     let user = rustix::process::geteuid().as_raw();
     let temporary = std::env::temp_dir().join(format!("opensmd-{user}"));
-    choose(configured.join(name), temporary.join(name), speaks())
+    choose(configured, temporary.join(name), speaks())
 }
 
-fn choose(configured: PathBuf, temporary: PathBuf, speaks: bool) -> Result<CacheFolder> {
-    make(&configured)?;
-    let Some(why) = untrusted(&configured) else { return Ok(CacheFolder { path: configured, warning: None }) };
-    make(&temporary)?;
-    if let Some(other) = untrusted(&temporary) {
-        let name = config::CACHE_DIR.name;
+/// `configured` is none without a home folder.
+fn choose(configured: Option<PathBuf>, temporary: PathBuf, speaks: bool) -> Result<CacheFolder> {
+    let why = match &configured {
+        None => "this user has no home folder".to_owned(),
+        Some(folder) => match unusable(folder) {
+            None => return Ok(CacheFolder { path: folder.clone(), warning: None }),
+            Some(why) => why,
+        },
+    };
+    let variable = config::CACHE_DIR.name;
+    if let Some(other) = unusable(&temporary) {
         return Err(Error::Unsupported(format!(
-            "no folder for built libraries that only this user can write to: {why}; {other}; set `{name}` to one"
+            "no folder for built libraries that only this user can write to: {why}; {other}; set `{variable}` to one"
         )));
     }
+    let place = configured.map_or_else(|| "the home folder".to_owned(), |folder| format!("`{}`", folder.display()));
     let warning = format!(
-        "libraries in `{}` are not loaded: {why}. They are built in `{}` instead; correct the owner or the mode, or set `{}` to \
-         a folder that only you can write to",
-        configured.display(),
+        "libraries in {place} are not loaded: {why}. They are built in `{}` instead; correct that, or set `{variable}` to a \
+         folder that only you can write to",
         temporary.display(),
-        config::CACHE_DIR.name
     );
     Ok(CacheFolder { path: temporary, warning: speaks.then_some(warning) })
+}
+
+/// Why libraries cannot be kept in a folder, which is made if need be.
+fn unusable(folder: &Path) -> Option<String> {
+    let shown = folder.display();
+    if let Err(error) = make(folder) {
+        return Some(format!("`{shown}` cannot be made: {error}"));
+    }
+    if let Some(why) = untrusted(folder) {
+        return Some(why);
+    }
+    match rustix::fs::statvfs(folder) {
+        Ok(system) if system.f_flag.contains(StatVfsMountFlags::NOEXEC) => {
+            Some(format!("`{shown}` is on a file system from which no library is loaded (it is mounted `noexec`)"))
+        }
+        Ok(_) => None,
+        Err(error) => Some(format!("`{shown}` cannot be looked at: {error}")),
+    }
 }
 
 /// Whether this is the process of its host that says what concerns all of them.
@@ -72,9 +93,8 @@ fn in_home(folder: &str, home: Option<PathBuf>) -> Option<PathBuf> {
     }
 }
 
-fn make(folder: &Path) -> Result<()> {
-    let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder);
-    made.map_err(|error| Error::io(format!("making the folder `{}` for built libraries", folder.display()), error))
+fn make(folder: &Path) -> std::io::Result<()> {
+    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)
 }
 
 /// Why somebody other than this user and root may have written the file or folder; none if nobody may have (CCH-1).
@@ -249,16 +269,39 @@ mod tests {
     fn a_folder_of_ones_own_stands_in_for_an_open_one() {
         let scratch = Scratch::new("instead");
         let (open, own) = (scratch.folder("open", 0o777), scratch.0.join("own"));
-        let chosen = choose(open.clone(), own.clone(), true).unwrap();
+        let chosen = choose(Some(open.clone()), own.clone(), true).unwrap();
         assert_eq!(chosen.path, own);
         assert!(chosen.warning.is_some_and(|text| text.contains("can be written by all users")));
         assert_eq!(std::fs::metadata(&own).unwrap().mode() & 0o777, 0o700);
-        assert_eq!(choose(open.clone(), own.clone(), false).unwrap().warning, None);
+        assert_eq!(choose(Some(open.clone()), own.clone(), false).unwrap().warning, None);
         std::fs::set_permissions(&own, Permissions::from_mode(0o777)).unwrap();
-        let refused = choose(open, own.clone(), true).unwrap_err().to_string();
+        let refused = choose(Some(open), own.clone(), true).unwrap_err().to_string();
         assert!(refused.contains("no folder for built libraries that only this user can write to"), "{refused}");
         let fine = scratch.0.join("fine/inside");
-        assert_eq!(choose(fine.clone(), own, true).unwrap(), CacheFolder { path: fine, warning: None });
+        assert_eq!(choose(Some(fine.clone()), own, true).unwrap(), CacheFolder { path: fine, warning: None });
+    }
+
+    #[test]
+    fn a_folder_of_ones_own_stands_in_for_none_and_for_one_that_cannot_be_made() {
+        let scratch = Scratch::new("none");
+        let own = scratch.0.join("own");
+        let chosen = choose(None, own.clone(), true).unwrap();
+        assert_eq!(chosen.path, own);
+        assert!(chosen.warning.is_some_and(|text| text.contains("this user has no home folder")));
+        let impossible = scratch.file("file", 0o600).join("inside");
+        let chosen = choose(Some(impossible), own.clone(), true).unwrap();
+        assert_eq!(chosen.path, own);
+        assert!(chosen.warning.is_some_and(|text| text.contains("file/inside` cannot be made")));
+    }
+
+    #[test]
+    fn a_folder_of_ones_own_stands_in_for_one_that_nothing_is_loaded_from() {
+        // Of the file systems that are always there, one that is mounted so and that root can write to.
+        let none = ["/dev/mqueue", "/sys/fs/cgroup", "/proc"].map(Path::new).into_iter().find(|path| {
+            rustix::fs::statvfs(*path).is_ok_and(|system| system.f_flag.contains(StatVfsMountFlags::NOEXEC))
+        });
+        let Some(none) = none else { return };
+        assert!(unusable(none).is_some_and(|why| why.contains("noexec") || why.contains("can be written by")));
     }
 
     #[test]

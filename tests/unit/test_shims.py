@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import pwd
+import shutil
 import signal
 import subprocess
 import sys
@@ -68,11 +68,11 @@ def _links(log):
     return sum("-shared" in line for line in log.read_text().splitlines())
 
 
-def _start_build():
+def _start_build(before=()):
     import pickle
 
     return subprocess.Popen(
-        [sys.executable, "-c", BUILD, pickle.dumps(FRAMEWORK).hex()],
+        [*before, sys.executable, "-c", BUILD, pickle.dumps(FRAMEWORK).hex()],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -241,30 +241,82 @@ def test_a_builder_that_is_killed_leaves_no_half_of_a_library(cache, compiler):
     assert not list(folder.glob("build-*"))
 
 
-def test_a_cache_that_cannot_be_written_names_the_knob(tmp_path, compiler, monkeypatch):
+def test_a_cache_that_cannot_be_made_is_replaced(cache, compiler, monkeypatch, tmp_path, capsys):
     compiler()
-    monkeypatch.setattr(shims, "PREBUILT", tmp_path / "prebuilt")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SMD_CACHE_DIR", str(tmp_path / "file"))
-    with pytest.raises(shims.ShimError, match="set SMD_CACHE_DIR to a folder that can be written"):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    path = shims.ensure(FRAMEWORK)
+    assert path == tmp_path / "tmp" / f"opensmd-{os.getuid()}" / FRAMEWORK.key / FRAMEWORK.library
+    assert "cannot be made" in capsys.readouterr().err
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "file"))
+    with pytest.raises(shims.ShimError, match=r"no folder for built libraries .* set `SMD_CACHE_DIR` to one"):
         shims.ensure(FRAMEWORK)
 
 
 def test_a_user_without_a_home_can_use_what_is_prebuilt(tmp_path, monkeypatch):
     monkeypatch.delenv("SMD_CACHE_DIR", raising=False)
     monkeypatch.setattr(shims, "PREBUILT", tmp_path)
-
-    def unknown_user(uid):
-        raise KeyError(uid)
-
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", unknown_user)
-    with pytest.raises(shims.ShimError, match=r"no place to keep shims: .*; set SMD_CACHE_DIR"):
-        shims.ensure(FRAMEWORK)
+    monkeypatch.setattr(shims._core, "cache_folder", None)
     path = tmp_path / FRAMEWORK.key / FRAMEWORK.library
     path.parent.mkdir(parents=True)
     path.write_text("library")
     assert shims.ensure(FRAMEWORK) == path
+
+
+def _with_mount(script):
+    """A command whose process sees what the script mounts, if this user may mount something."""
+    command = ["unshare", "--mount", "sh", "-c", f'{script} && exec "$@"', "sh"]
+    if not shutil.which("unshare") or subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("only root can mount file systems")
+    return command
+
+
+def _mounted(folder, options):
+    """As `_with_mount`, with a file system of its own in `folder`."""
+    folder.mkdir()
+    return _with_mount(f"mount -t tmpfs -o {options} tmpfs '{folder}'")
+
+
+def test_a_user_without_a_home_builds_among_temporary_files(compiler, monkeypatch, tmp_path):
+    compiler()
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("SMD_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    # Without the latter, other sources of users than the file may know root.
+    unknown = " && ".join(f"mount --bind /dev/null /etc/{name}" for name in ("passwd", "nsswitch.conf"))
+    found, said = _start_build(_with_mount(unknown)).communicate(timeout=60)
+    assert found.strip() == str(tmp_path / "tmp" / f"opensmd-{os.getuid()}" / FRAMEWORK.key / FRAMEWORK.library), said
+    assert "this user has no home folder" in said
+
+
+def test_a_cache_from_which_nothing_is_loaded_is_replaced(cache, compiler, monkeypatch, tmp_path):
+    compiler()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    found, said = _start_build(_mounted(cache, "noexec,mode=700")).communicate(timeout=60)
+    assert found.strip() == str(tmp_path / "tmp" / f"opensmd-{os.getuid()}" / FRAMEWORK.key / FRAMEWORK.library), said
+    assert "is on a file system from which no library is loaded (it is mounted `noexec`)" in said
+
+
+def test_a_read_only_cache_is_replaced(cache, compiler, monkeypatch, tmp_path):
+    compiler()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    found, said = _start_build(_mounted(cache, "ro")).communicate(timeout=60)
+    assert found.strip() == str(tmp_path / "tmp" / f"opensmd-{os.getuid()}" / FRAMEWORK.key / FRAMEWORK.library), said
+    assert "cannot be made: Read-only file system" in said
+
+
+@pytest.mark.parametrize("size", ["64k", "4m"])
+def test_a_full_disk_is_told(cache, compiler, size):
+    # The sources have no room, or what the compiler writes.
+    compiler('open(output, "wb").write(bytes(8 << 20))')
+    build = _start_build(_mounted(cache, f"size={size},mode=700"))
+    _, said = build.communicate(timeout=60)
+    assert build.returncode == 1
+    last = said.splitlines()[-1]
+    assert "ShimError: cannot build the PyTorch shim in" in last
+    assert "No space left on device" in last
+    assert "set SMD_CACHE_DIR to a folder that can be written" in last
 
 
 def test_a_cache_that_others_can_write_to_is_left_alone(cache, compiler, monkeypatch, tmp_path, capsys):

@@ -249,9 +249,11 @@ def ensure(framework: Framework) -> Path:
 
 def _ensure_cached(framework: Framework) -> Path:
     """As :func:`ensure`, without a look at what is prebuilt."""
-    folder = cache_dir() / framework.key
     try:
         folder = _folder(framework.key)
+    except _core_errors.UnsupportedError as error:
+        raise ShimError(str(error)) from error
+    try:
         path = folder / framework.library
         if _is_trusted(path):
             return path
@@ -261,7 +263,7 @@ def _ensure_cached(framework: Framework) -> Path:
                 for leftover in folder.glob("build-*"):
                     shutil.rmtree(leftover, ignore_errors=True)
                 _build_once(framework, path)
-    except (OSError, _core_errors.SystemCallError, _core_errors.UnsupportedError) as error:
+    except OSError as error:
         raise ShimError(
             f"cannot build the {framework.title} shim in `{folder}`: {error}; set SMD_CACHE_DIR to a folder that can "
             "be written"

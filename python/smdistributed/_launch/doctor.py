@@ -6,6 +6,7 @@ It imports neither PyTorch nor TensorFlow, because a broken framework may be the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import importlib.metadata
 import os
@@ -153,11 +154,11 @@ def _framework(module: str, names: tuple[str, ...], build: bool) -> Iterator[Fin
         return
     # Which of several fits exactly only the framework can say.
     pattern = f"{module}-{version.partition('+')[0]}-core-{_version('opensmd') or '*'}-*"
-    built = [
-        path.parent
-        for folder in (shims.PREBUILT, shims.cache_dir())
-        for path in folder.glob(f"{pattern}/libsmd_{module}.so")
-    ]
+    folders = [shims.PREBUILT]
+    with contextlib.suppress(shims.ShimError):
+        # Without a home folder there is none; `_cache` says so.
+        folders.append(shims.cache_dir())
+    built = [path.parent for folder in folders for path in folder.glob(f"{pattern}/libsmd_{module}.so")]
     if built:
         newest = max(built, key=lambda folder: folder.stat().st_mtime)
         yield Finding(subject, "ok", f"built: {newest}")
@@ -184,11 +185,17 @@ def _cache() -> Finding:
     from smdistributed import _core
     from smdistributed._common import shims
 
-    folder = shims.cache_dir()
+    try:
+        folder = shims.cache_dir()
+    except shims.ShimError as error:
+        return Finding("shim cache", "!!", str(error).partition(";")[0], "set SMD_CACHE_DIR to a folder of yours")
     nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
     why = _core.untrusted(nearest)
     if why is not None:
         return Finding("shim cache", "!!", why, "set SMD_CACHE_DIR to a folder that only you can write to")
+    if os.statvfs(nearest).f_flag & os.ST_NOEXEC:
+        why = f"{folder} is mounted `noexec`: no library is loaded from there"
+        return Finding("shim cache", "!!", why, "set SMD_CACHE_DIR to a folder elsewhere")
     if nearest.is_dir() and os.access(nearest, os.W_OK):
         return Finding("shim cache", "ok", str(folder))
     return Finding("shim cache", "!!", f"{folder} cannot be written", "set SMD_CACHE_DIR to a folder that can")
