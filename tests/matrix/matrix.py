@@ -3,10 +3,11 @@
 Each version gets an environment in `build/matrix`, in which the package of this checkout runs, and loses it afterwards. With `uv`
 on PATH, or as a module of this Python, environments are made by it; otherwise by `venv` and pip.
 
-Usage: matrix.py [--only torch==2.15 tensorflow==2.16 | --ends] [--python python3.11] [--prebuilt] [--keep]
+Usage: matrix.py [--only torch==2.15 tensorflow==2.16 | --ends] [--python python3.11] [--prebuilt] [--wheel FILE] [--keep]
 
 With `--prebuilt`, each version's operator library is built for shipping, put into the package, and used by the suite, which then
-has no compiler. `make release` takes it from there.
+finds no compiler. `make release` takes it from there. With `--wheel`, the suite runs with what is installed from that file, not
+with the checkout, and without a compiler as well; libraries that are built for shipping are still put into the checkout.
 """
 
 from __future__ import annotations
@@ -68,8 +69,16 @@ SUITES = {
             _MULTIPROC + "modelparallel_tensorflow/test_fit.py::test_models_learn_as_in_one_process",
         ],
     },
+    # With the newest TensorFlow.
+    "keras": {
+        "fit": [_MULTIPROC + "dataparallel/test_tensorflow_keras.py"],
+        "hvd": [_MULTIPROC + "horovod/test_keras.py::test_training"],
+        "smp": [_MULTIPROC + "modelparallel_tensorflow/test_training.py::test_models_learn_as_in_one_process[keras]"],
+        "smp fit": [_MULTIPROC + "modelparallel_tensorflow/test_fit.py::test_models_learn_as_in_one_process[keras]"],
+    },
 }
-_DISTRIBUTIONS = {"torch": "torch", "tensorflow": "tensorflow-cpu"}
+_DISTRIBUTIONS = {"torch": "torch", "tensorflow": "tensorflow-cpu", "keras": "keras"}
+_COMPILER = re.compile(r"(.*-)?(cc|c\+\+|gcc|g\+\+|clang|clang\+\+|cpp|c89|c99)(-[\d.]+)?")
 
 
 @dataclass(frozen=True)
@@ -86,24 +95,55 @@ class Version:
     def requirements(self) -> list[str]:
         """What pip installs."""
         wanted = [f"{_DISTRIBUTIONS[self.framework]}=={self.number}.*", "numpy", *TOOLS]
-        return wanted + (["transformers"] if self.framework == "torch" else [f"keras>={WINDOWS['keras'].oldest}"])
+        others = {
+            "torch": ["transformers"],
+            "tensorflow": [f"keras>={WINDOWS['keras'].oldest}"],
+            "keras": [f"tensorflow-cpu=={WINDOWS['tensorflow'].newest}.*"],
+        }
+        return wanted + others[self.framework]
+
+    @property
+    def shim(self) -> str:
+        """The framework whose operator library it needs."""
+        return "torch" if self.framework == "torch" else "tensorflow"
 
     @property
     def without_dependencies(self) -> list[str]:
         """The same for packages whose dependencies are here under another name."""
-        return [f"tf-keras=={self.number}.*"] if self.framework == "tensorflow" else []
+        numbers = {"tensorflow": self.number, "keras": WINDOWS["tensorflow"].newest}
+        return [f"tf-keras=={numbers[self.framework]}.*"] if self.framework in numbers else []
 
 
-def environment() -> dict[str, str]:
-    """That of all commands: the checkout's package, and modules that are compiled once."""
-    path = os.pathsep.join(filter(None, [str(ROOT / "python"), os.environ.get("PYTHONPATH")]))
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return inherited | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+def environment(is_installed: bool, has_compiler: bool = True) -> dict[str, str]:
+    """That of all commands: modules that are compiled once, and the checkout's package where none is installed."""
+    left_out = {"PYTHONDONTWRITEBYTECODE", "PYTHONPATH"} | (set() if has_compiler else {"CC", "CXX"})
+    given = {name: value for name, value in os.environ.items() if name not in left_out}
+    given["OMP_NUM_THREADS"] = "1"
+    if not is_installed:
+        given["PYTHONPATH"] = str(ROOT / "python")
+    if not has_compiler:
+        # What was built before would hide that nothing is prebuilt.
+        given |= {"PATH": str(_programs()), "SMD_CACHE_DIR": str(FOLDER / "cache")}
+    return given
+
+
+def _programs() -> Path:
+    """A folder with what is on PATH, but the compilers."""
+    folder = FOLDER / "programs"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for place in os.environ["PATH"].split(os.pathsep):
+        for program in Path(place).iterdir() if Path(place).is_dir() else ():
+            if not _COMPILER.fullmatch(program.name) and not (folder / program.name).is_symlink():
+                (folder / program.name).symlink_to(program)
+    return folder
 
 
 def ends() -> list[Version]:
     """Of each framework, the newest and the oldest version that the tests of every change do not run with."""
-    pinned = dict(re.findall(r"^(torch|tensorflow)(?:_cpu)?==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.M))
+    pinned = dict(
+        re.findall(r"^(torch|tensorflow|keras)(?:_cpu)?==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.M)
+    )
     others = [version for version in versions() if version.number != pinned[version.framework]]
     grouped = [[version for version in others if version.framework == framework] for framework in SUITES]
     return [version for group in grouped for version in (group[0], group[-1])]
@@ -118,8 +158,8 @@ def versions() -> Iterator[Version]:
             yield Version(framework, f"{major}.{minor}")
 
 
-def make(version: Version, python: str) -> Path:
-    """An environment with `version`; returns its Python."""
+def make(version: Version, python: str, wheel: Path | None) -> Path:
+    """An environment with `version`, and with the wheel if there is one; returns its Python."""
     folder = FOLDER / f"{version.framework}-{version.number}"
     shutil.rmtree(folder, ignore_errors=True)
     uv = _uv()
@@ -131,8 +171,9 @@ def make(version: Version, python: str) -> Path:
         subprocess.run([python, "-m", "venv", str(folder)], check=True)
         install = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     subprocess.run([*install, *version.requirements], check=True)
-    if version.without_dependencies:
-        subprocess.run([*install, "--no-deps", *version.without_dependencies], check=True)
+    alone = [*version.without_dependencies, *([str(wheel)] if wheel else [])]
+    if alone:
+        subprocess.run([*install, "--no-deps", *alone], check=True)
     return folder / "bin/python"
 
 
@@ -143,7 +184,7 @@ def _uv() -> list[str]:
     return [sys.executable, "-m", "uv"] if known.returncode == 0 else []
 
 
-def build(python: Path, framework: str, is_shipped: bool) -> None:
+def build(python: Path, framework: str, is_shipped: bool, is_installed: bool) -> None:
     """Builds the framework's operator library, so that no test's time limit pays for it."""
     if is_shipped:
         command = [str(python), "-m", "smdistributed._common.shims", framework]
@@ -151,12 +192,15 @@ def build(python: Path, framework: str, is_shipped: bool) -> None:
     else:
         command = [str(python), "-c", f"from smdistributed._common import shims; shims.load_{framework}()"]
         shipping = {}
-    subprocess.run(command, cwd=ROOT, env=environment() | shipping, check=True, timeout=LIMIT)
+    # Beside neither the checkout's package nor another.
+    subprocess.run(command, cwd=FOLDER, env=environment(is_installed) | shipping, check=True, timeout=LIMIT)
+    if is_shipped and is_installed:
+        for built in python.parents[1].glob(f"lib/*/site-packages/smdistributed/_prebuilt/{framework}-*"):
+            shutil.copytree(built, ROOT / "python/smdistributed/_prebuilt" / built.name, dirs_exist_ok=True)
 
 
-def run(python: Path, framework: str, has_compiler: bool) -> tuple[dict[str, str], list[str]]:
+def run(python: Path, framework: str, given: dict[str, str]) -> tuple[dict[str, str], list[str]]:
     """Runs the suite; returns the outcome of each part, and what the environment holds."""
-    given = environment() | ({} if has_compiler else {"CXX": "/no/compiler"})
     outcomes = {}
     for part, tests in SUITES[framework].items():
         start = time.monotonic()
@@ -167,7 +211,8 @@ def run(python: Path, framework: str, has_compiler: bool) -> tuple[dict[str, str
         except subprocess.TimeoutExpired:
             outcomes[part] = "no end"
         print(f"{framework} {part}: {outcomes[part]} ({time.monotonic() - start:.0f} s)", flush=True)
-    names = (_DISTRIBUTIONS[framework], "keras", "tf_keras", "transformers")
+    others = ("keras", "tf_keras", "transformers", "tensorflow-cpu")
+    names = (_DISTRIBUTIONS[framework], *(name for name in others if name != _DISTRIBUTIONS[framework]))
     listing = (
         "import importlib.metadata as m, platform\n"
         "found = {d.name.replace('-', '_').lower(): d.version for d in m.distributions()}\n"
@@ -221,6 +266,7 @@ def main() -> int:
         "--ends", action="store_true", help="of each framework the newest and the oldest, but pinned ones"
     )
     parser.add_argument("--prebuilt", action="store_true", help="build libraries for shipping, and test those")
+    parser.add_argument("--wheel", type=Path, help="test what is installed from this file")
     parser.add_argument("--python", default=sys.executable, help="of the environments (default: this one)")
     parser.add_argument("--keep", action="store_true", help="keep the environments, of up to 8 GB each")
     options = parser.parse_args()
@@ -231,9 +277,12 @@ def main() -> int:
     failed = []
     for version in chosen:
         print(f"== {version}", flush=True)
-        python = make(version, options.python)
-        build(python, version.framework, options.prebuilt)
-        outcomes, held = run(python, version.framework, not options.prebuilt)
+        wheel = options.wheel and options.wheel.resolve()
+        python = make(version, options.python, wheel)
+        if options.prebuilt or not wheel:
+            build(python, version.shim, options.prebuilt, wheel is not None)
+        given = environment(wheel is not None, has_compiler=not options.prebuilt and not wheel)
+        outcomes, held = run(python, version.framework, given)
         write({version.framework: {version.number: row(version.framework, outcomes, held)}})
         failed += [f"{version}: {part} {outcome}" for part, outcome in outcomes.items() if outcome != "yes"]
         if not options.keep:

@@ -100,4 +100,4 @@ def test_the_tests_of_the_matrix_exist():
 def test_the_ends_of_the_window_are_not_what_every_change_is_tested_with():
     matrix = _module(ROOT / "tests/matrix/matrix.py")
     names = list(map(str, matrix.ends()))
-    assert names == ["torch==2.15", "torch==2.9", "tensorflow==2.20", "tensorflow==2.16"]
+    assert names == ["torch==2.15", "torch==2.9", "tensorflow==2.20", "tensorflow==2.16", "keras==3.14", "keras==3.5"]
