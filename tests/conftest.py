@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from support import launchers
 
 # A script's `&` and `nohup` make pytest ignore these, and what a test starts would ignore them too, although tests send
