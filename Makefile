@@ -133,7 +133,7 @@ wheel: $(STAMPS)/develop $(STAMPS)/torch $(STAMPS)/tensorflow ## Build a wheel t
 	$(MATURIN) build --release --out dist
 
 release: $(STAMPS)/release ## Build and check the wheel for glibc 2.28 and the source distribution in dist/; upload nothing
-	$(BIN)/python release/build.py
+	$(BIN)/python release/build.py $(ARGS)
 
 clean: ## Remove what was built, and .venv
 	cargo clean
@@ -196,7 +196,7 @@ $(STAMPS)/lint: constraints.txt | $(STAMPS)/torch
 	@touch $@
 
 $(STAMPS)/release: constraints.txt | $(STAMPS)/develop
-	$(PIP) ziglang twine
+	$(PIP) ziglang twine wheel
 	@touch $@
 
 # ruff formats the signatures of the reference.

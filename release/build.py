@@ -4,6 +4,9 @@
   `make matrix ARGS=--prebuilt` puts there, the notices of the crates (`notices.py`), and maturin's list of them
   (CycloneDX).
 - The source distribution needs Rust and a C++ compiler.
+
+With `--add-prebuilt`, the wheel in `dist/` gets the operator libraries that have been built since, and nothing is
+compiled: what `make matrix ARGS='--prebuilt --wheel dist/...'` has tested is what is released.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 HERE = Path(__file__).resolve().parent
 DIST = ROOT / "dist"
+PREBUILT = ROOT / "python/smdistributed/_prebuilt"
 #: What manylinux_2_28 has.
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11), "GCC": (8, 0, 0)}
 MOST_BYTES = 60 << 20
@@ -50,6 +54,21 @@ def build() -> tuple[Path, Path]:
         return wheel, archive
 
 
+def add_prebuilt() -> tuple[Path, Path]:
+    """Puts the operator libraries of the checkout in place of those in the wheel; returns the files of the release."""
+    (wheel,), (archive,) = DIST.glob("*.whl"), DIST.glob("*.tar.gz")
+    with tempfile.TemporaryDirectory(prefix="smd-release-") as scratch:
+        run(sys.executable, "-m", "wheel", "unpack", wheel, "--dest", scratch)
+        (content,) = Path(scratch).iterdir()
+        folder = content / "smdistributed/_prebuilt"
+        shutil.rmtree(folder, ignore_errors=True)
+        for library in PREBUILT.glob("*/*.so"):
+            (folder / library.parent.name).mkdir(parents=True)
+            shutil.copy2(library, folder / library.parent.name)
+        run(sys.executable, "-m", "wheel", "pack", content, "--dest-dir", DIST)
+    return wheel, archive
+
+
 def problems(wheel: Path) -> Iterator[str]:
     """What is wrong with a wheel."""
     if wheel.stat().st_size > MOST_BYTES:
@@ -75,7 +94,7 @@ def stale(package: Path) -> Iterator[str]:
     known = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": str(package)}, capture_output=True, text=True, check=True
     ).stdout.split()
-    for file in sorted((ROOT / "python/smdistributed/_prebuilt").glob("*/sources")):
+    for file in sorted(PREBUILT.glob("*/sources")):
         if file.read_text() not in known:
             yield f"{file.parent.name} is of other sources: remove the folder, and build it by `make matrix`"
 
@@ -98,9 +117,13 @@ def digest(file: Path) -> str:
 
 def main() -> int:
     """Builds and checks; the exit code is 1 if something is wrong."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--add-prebuilt", action="store_true", help="add libraries to what is in dist/; compile nothing"
+    )
+    options = parser.parse_args()
     run(sys.executable, HERE / "notices.py", "--check")
-    files = build()
+    files = add_prebuilt() if options.add_prebuilt else build()
     run(sys.executable, "-m", "twine", "check", "--strict", *files)
     found = list(problems(files[0]))
     version = files[1].name.removesuffix(".tar.gz").split("-")[1]

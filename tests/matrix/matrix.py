@@ -165,8 +165,7 @@ def make(version: Version, python: str, wheel: Path | None) -> Path:
     uv = _uv()
     if uv:
         subprocess.run([*uv, "venv", "--quiet", "--python", python, str(folder)], check=True)
-        # As pip does: thousands of modules would else be compiled by the first processes of the suite.
-        install = [*uv, "pip", "install", "--quiet", "--compile-bytecode", "--python", str(folder / "bin/python")]
+        install = [*uv, "pip", "install", "--quiet", "--python", str(folder / "bin/python")]
     else:
         subprocess.run([python, "-m", "venv", str(folder)], check=True)
         install = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]

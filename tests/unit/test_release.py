@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,33 @@ def test_libraries_in_wheels_ask_for_no_new_symbols(tmp_path):
         pytest.skip("this system is as old as what wheels are for")
     subprocess.run([*command, "-include", ROOT / "release/old_glibc.h"], check=True)
     assert release.too_new(library) == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wheel") is None, reason="the package `wheel` is not installed")
+def test_a_wheel_gets_the_libraries_that_were_built_since(tmp_path, monkeypatch):
+    content, dist, prebuilt = (tmp_path / name for name in ("content", "dist", "prebuilt"))
+    texts = {
+        "smdistributed/_prebuilt/older/libsmd_torch.so": "older",
+        "opensmd-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: opensmd\nVersion: 1.0\n",
+        "opensmd-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: cp310-abi3-linux_x86_64\n",
+        "opensmd-1.0.dist-info/RECORD": "",
+    }
+    for name, text in texts.items():
+        (content / name).parent.mkdir(parents=True, exist_ok=True)
+        (content / name).write_text(text)
+    dist.mkdir()
+    subprocess.run([sys.executable, "-m", "wheel", "pack", content, "--dest-dir", dist], check=True)
+    (dist / "opensmd-1.0.tar.gz").touch()
+    (prebuilt / "newer").mkdir(parents=True)
+    (prebuilt / "newer/libsmd_torch.so").write_text("newer")
+    (prebuilt / "newer/sources").write_text("a digest")
+    monkeypatch.setattr(release, "DIST", dist)
+    monkeypatch.setattr(release, "PREBUILT", prebuilt)
+    wheel, _ = release.add_prebuilt()
+    with zipfile.ZipFile(wheel) as file:
+        held = [name for name in file.namelist() if "_prebuilt" in name]
+        assert held == ["smdistributed/_prebuilt/newer/libsmd_torch.so"]
+        assert held[0] in file.read("opensmd-1.0.dist-info/RECORD").decode()
 
 
 def test_the_tests_of_the_matrix_exist():
