@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.torch.checkpoint import slices
@@ -135,3 +136,108 @@ def states(step, replica, batch=4, length=LENGTH):
     """Activations of one data-parallel rank."""
     generator = torch.Generator().manual_seed(100 * step + replica)
     return torch.randn(batch, length, WIDTH, generator=generator)
+
+
+#: Small enough that every step is clipped.
+CLIP = 0.05
+
+
+def gpt_between_layers(dropout=0.0, layers=2, **more):
+    """A GPT whose layers tensor parallelism divides, between layers that it does not."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = smp.nn.DistributedTransformerLMHead(
+                num_layers=layers, num_attention_heads=4, attention_head_size=4, hidden_size=16, intermediate_size=24,
+                vocab_size=53, num_positions=8, attention_dropout_prob=dropout, hidden_dropout_prob=dropout,
+                causal_mask_size=8, pre_layernorm=True, post_layernorm=False, **more,
+            )  # fmt: skip
+            self.head = nn.Linear(53, 7)
+            self.norm = nn.LayerNorm(7)
+
+        def forward(self, ids):
+            logits = self.body((ids, None, None, None))
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+            return loss + self.norm(torch.tanh(self.head(logits))).square().mean() * self.head.weight.sum()
+
+    return Model()
+
+
+def start(settings, seed=0, make=gpt_between_layers, optimizer=torch.optim.AdamW, **scales):
+    """A wrapped model and its optimizer, and the function of a step."""
+    smp.init(settings)
+    torch.manual_seed(seed)
+    model = smp.DistributedModel(make())
+    wrapped = smp.DistributedOptimizer(optimizer(model.parameters(), 1e-2), **scales)
+
+    @smp.step
+    def step(model, ids):
+        loss = model(ids)
+        model.backward(loss)
+        return loss
+
+    return model, wrapped, step
+
+
+def batch_of(step, prescaled=False, batch=4):
+    """The tokens of this rank in a step."""
+    if not prescaled:
+        return tokens(step, smp.dp_rank(), batch)
+    tp = smp.tp_size()
+    return torch.cat([tokens(step, smp.rdp_rank() * tp + at, batch) for at in range(tp)])
+
+
+def reference_states(dp, steps, make=gpt_between_layers, batch=4):
+    """Losses, norms, parameters and states of one process."""
+    smp.init({})
+    torch.manual_seed(0)
+    model = make()
+    smp.shutdown()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses, norms = [], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = torch.stack([model(tokens(step, replica, batch)) for replica in range(dp)]).mean()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optimizer.step()
+        losses.append(loss.item())
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    states = {names[id(each)]: content for each, content in optimizer.state.items()}
+    return losses, norms, model.state_dict(), states
+
+
+def compare_sharded(tp, pp, rdp, *, steps=3, tolerance=1e-10, prescaled=False, optimize="memory", recompute=False, make=gpt_between_layers,
+            **more):  # fmt: skip
+    """Trains in one process and with sharded states, and compares losses, norms, parameters and states."""
+    torch.set_default_dtype(torch.float64)
+    losses, norms, weights, states = reference_states(tp * rdp, steps, make)
+    settings = config(tp, pp, prescaled, optimize, sdp_param_persistence_threshold=9, sdp_gradient_clipping=CLIP,
+                      **more)  # fmt: skip
+    model, optimizer, step = start(settings, make=make)
+    if recompute:
+        for layer in model.module.body.transformer.seq_layers:
+            smp.set_activation_checkpointing(layer)
+    for number in range(steps):
+        optimizer.zero_grad()
+        loss = step(model, batch_of(number, prescaled)).reduce_mean()
+        mean = torch.stack(smp.allgather(loss, smp.DP_GROUP)).mean().item()
+        assert abs(mean - losses[number]) <= tolerance * abs(losses[number]), (number, mean, losses[number])
+        if model.sharded is None:
+            clip = smp.clip_grad_norm_ if number % 2 else torch.nn.utils.clip_grad_norm_
+            norm = clip(model.parameters(), CLIP)
+        optimizer.step()
+        norm = norm if model.sharded is None else optimizer._global_grad_norm
+        assert norms[number] > CLIP
+        assert abs(norm.item() - norms[number]) <= tolerance * norms[number], (number, norm, norms[number])
+    whole, found = model.state_dict(), optimizer.state_dict()["state"]
+    assert whole.keys() == weights.keys()
+    assert found.keys() == states.keys()
+    for name, weight in weights.items():
+        close(whole[name], weight, tolerance * 100, f"parameter {name}")
+    for name, content in states.items():
+        for key, value in content.items():
+            if value.dim():
+                close(found[name][key], value, tolerance * 100, f"{key} of {name}")
+    return model, optimizer, step

@@ -169,11 +169,6 @@ def _refuse_what_is_not_there(values: Mapping[str, Any], sources: Mapping[str, s
 def _check_sharded_data_parallelism(values: Mapping[str, Any]) -> None:
     if not values.get("ddp"):
         raise SMPConfigError("`sharded_data_parallel_degree` needs `ddp: true`: parameters are sharded over replicas")
-    if values.get("tensor_parallel_degree", 1) > 1:
-        raise SMPUnsupportedError(
-            f"`sharded_data_parallel_degree` {values['sharded_data_parallel_degree']} and `tensor_parallel_degree` "
-            f"{values['tensor_parallel_degree']} do not go together yet"
-        )
     if not values.get("sdp_hierarchical_allgather", True):
         warnings.warn(
             "`sdp_hierarchical_allgather: false` is ignored: over several hosts, all-gathers always send each shard "
@@ -205,10 +200,6 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
             "`contiguous: false` is ignored: automatic partitions are always contiguous; assign other ones by "
             "`smp.partition` or a `partition_file`",
             stacklevel=4,
-        )
-    if values.get("tensor_parallel_degree", 1) > 1 and values.get("shard_optimizer_state"):
-        raise SMPUnsupportedError(
-            f"`shard_optimizer_state` with `tensor_parallel_degree` {values['tensor_parallel_degree']} is not there yet"
         )
     degree = values.get("pipeline_parallel_degree", 1)
     complete = {**DEFAULTS, **values}

@@ -165,8 +165,7 @@ def _resume_body(folder):
     (model, optimizer, _step), _ = _half(torch, smp, config, range(3))
     smp.save_checkpoint(folder, "t", model=model, optimizer=optimizer)
     smp.save_checkpoint(folder, "full", partial=False, model=model)
-    with pytest.raises(smp.exceptions.SMPCheckpointError, match="do not write sharded parameters"):
-        smp.save_checkpoint(folder, "other", model=model, optimizer=optimizer, format="sharded")
+    smp.save_checkpoint(folder, "core", format="sharded")
     whole = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     smp.shutdown()
 
@@ -177,16 +176,19 @@ def _resume_body(folder):
         smp.state.model.load_state_dict(whole[0])
         smp.state.optimizer.load_state_dict(copy.deepcopy(whole[1]))
 
+    def from_core():
+        smp.resume_from_checkpoint(folder, "core")
+
     found = []
-    for load in (from_files, from_dicts):
+    for load in (from_files, from_dicts, from_core):
         started, history = _half(torch, smp, config, range(3, 8), load)
         found.append((history, started[0].state_dict(), started[1].state_dict()))
         smp.shutdown()
     _, history = _half(torch, smp, config, range(8))
     found.append((history[3:], smp.state.model.state_dict(), smp.state.optimizer.state_dict()))
     smp.shutdown()
-    for other in found[:2]:
-        _same(torch, other, found[2])
+    for other in found[:3]:
+        _same(torch, other, found[3])
     # One partition and four replicas instead: other shards of the same state, without rounding in between.
     _start(torch, smp, {"fp16": True}, dynamic_loss_scale=True)
     from_files()

@@ -237,13 +237,15 @@ def _resume_body(folder):
         where = f"{folder}/{key}"
         smp.save_checkpoint(where, "t", model=smp.state.model, optimizer=smp.state.optimizer, user_content={"at": 3})
         smp.save_checkpoint(where, "full", partial=False, model=smp.state.model)
-        with pytest.raises(smp.exceptions.SMPCheckpointError, match="do not write sharded parameters"):
-            smp.save_checkpoint(where, "other", model=smp.state.model, format="sharded")
+        smp.save_checkpoint(where, "core", format="sharded", user_content={"at": 3})
         part = copy.deepcopy((smp.state.model.local_state_dict(), smp.state.optimizer.local_state_dict()))
         smp.shutdown()
 
         def from_files(where=where):
             assert smp.resume_from_checkpoint(where, "t") == {"at": 3}
+
+        def from_core(where=where):
+            assert smp.resume_from_checkpoint(where, "core") == {"at": 3}
 
         def from_dicts(whole=whole, state=state):
             smp.state.model.load_state_dict(whole)
@@ -255,7 +257,7 @@ def _resume_body(folder):
 
         expected = _half(torch, smp, config, range(6))
         smp.shutdown()
-        for load in (from_files, from_dicts, from_parts):
+        for load in (from_files, from_core, from_dicts, from_parts):
             history, *content = _half(torch, smp, config, range(3, 6), load)
             assert history == expected[0][3:], (key, load.__name__)
             _same(torch, content, list(expected[1:]), f"{key}/{load.__name__}")
@@ -267,7 +269,7 @@ def _resume_body(folder):
             trained = [each for each in model.parameters() if each.requires_grad]
             scales = {"dynamic_loss_scale": True} if key == "fp16" else {}
             optimizer = smp.DistributedOptimizer(torch.optim.AdamW(trained, lr=0.5), **scales)
-            from_files()
+            (from_core if key == "bf16" else from_files)()
             found = optimizer.state_dict()
             _same(torch, dict(model.state_dict()), dict(whole), f"{key}/{other}/model")
             for name in found.keys() - {"param_groups"}:

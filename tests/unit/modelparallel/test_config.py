@@ -78,16 +78,12 @@ def test_bad_values_are_named(given, text):
 def test_what_is_not_there_yet_says_so(given):
     with pytest.raises(SMPUnsupportedError, match="not there yet"):
         config.read(given)
-    with pytest.raises(SMPUnsupportedError, match="do not go together yet"):
-        config.read({"sharded_data_parallel_degree": 4, "tensor_parallel_degree": 2, "ddp": True})
     assert config.read({"fp16": False, "tensor_parallel_degree": 1}).fp16 is False
 
 
 def test_what_one_framework_has_is_refused_for_the_other():
     with pytest.warns(UserWarning, match="`tensor_parallel_degree` 2 implies `ddp: true`"):
         assert config.read({"tensor_parallel_degree": 2}).ddp
-    with pytest.raises(SMPUnsupportedError, match="`shard_optimizer_state` with `tensor_parallel_degree` 2"):
-        config.read({"tensor_parallel_degree": 2, "ddp": True, "shard_optimizer_state": True})
     with pytest.raises(SMPUnsupportedError, match="`tensor_parallel_degree` is 2, and this version has 1 only"):
         config.read({"tensor_parallel_degree": 2, "ddp": True}, "tensorflow")
     bound = {"activation_memory_bytes": 1 << 20}

@@ -6,6 +6,7 @@ those of the communication API, and, with ``ddp``, the script's process groups o
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -27,12 +28,17 @@ class TorchGroups(Groups[dist.ProcessGroup]):
         super().__init__(cfg)
         #: Of sharded data parallelism; ``None`` without.
         self.sharding: ShardingGroups | None = None
-        if cfg.sharded_data_parallel_degree > 1:
-            check_degree(self.members["dp"], cfg.sharded_data_parallel_degree)
+        #: Of the parameters that other ranks of a tensor-parallel group do not have, or reduce by themselves. They are
+        #: sharded over as many of the ranks that hold the same ones as the degree allows.
+        self.slice_sharding: ShardingGroups | None = None
+        degree = cfg.sharded_data_parallel_degree
+        if degree > 1:
+            check_degree(self.members["dp"], degree)
             assert self.dp_group is not None
-            self.sharding = ShardingGroups(
-                self.members["dp"], self.rank, cfg.sharded_data_parallel_degree, self.dp_group
-            )
+            self.sharding = self.slice_sharding = ShardingGroups(self.members["dp"], self.rank, degree, self.dp_group)
+            if self.tp_group is not None:
+                members = self.members["rdp"]
+                self.slice_sharding = ShardingGroups(members, self.rank, math.gcd(degree, len(members)), self.rdp_group)
         self._process_groups: dict[str, Any] = _process_groups(cfg, self.topology, self.rank) if cfg.ddp else {}
 
     def new_group(self, members: list[int]) -> dist.ProcessGroup:
@@ -46,8 +52,9 @@ class TorchGroups(Groups[dist.ProcessGroup]):
 
     def close(self) -> None:
         """Remove the groups from the core."""
-        if self.sharding is not None:
-            self.sharding.close()
+        for sharding in {self.sharding, self.slice_sharding} - {None}:
+            assert sharding is not None
+            sharding.close()
         super().close()
 
     def process_group(self, name: str) -> Any:

@@ -238,8 +238,10 @@ class DistributedModel(nn.Module):
             decision = {path: placement.of_path(path) for path, _ in self.module.named_modules()}
             partition_file.write(cfg.partition_file, decision)
         if groups.sharding is not None:
-            source = groups.members["dp"][0]
-            self.sharded, replaced = shard_model(self.module, groups.sharding, cfg, current_device(), source)
+            assert groups.slice_sharding is not None
+            self.sharded, replaced = shard_model(
+                self.module, groups.sharding, groups.slice_sharding, cfg, current_device()
+            )
         else:
             replaced = materialize.settle(self.module, placement, groups.rank_in("pp"), current_device())
         self._placement = placement

@@ -45,6 +45,8 @@ def clip_grad_norm_(
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     own = {id(parameter): parameter for parameter in parameters if not isinstance(parameter, MetaParameter)}
+    if state.optimizer is not None:
+        state.optimizer._check_clipped(list(own.values()))
     gradients = _gradients_of(own.values())
     norm = _norm_over_partitions(_gradients_of(_counted_here(own.values())), norm_type)
     if state.optimizer is not None:
@@ -65,18 +67,21 @@ def _gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _counted_here(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The parameters whose gradients this rank adds to a norm.
 
-    These are slices, and on the first rank of a tensor-parallel group also what all ranks of the group have.
+    These are slices, and on the first rank of a tensor-parallel group also what all ranks of the group have. Where the
+    group divides the gradients of what it has in common (OSH-2), all its ranks add theirs.
     """
     if state.groups.rank_in("tp") == 0 or state.model is None:
         return list(parameters)
-    divided = shards(state.model.module)
-    return [parameter for parameter in parameters if id(parameter) in divided]
+    own = set(shards(state.model.module))
+    if state.optimizer is not None and state.optimizer.is_sharded:
+        own |= {id(parameter) for _, parameter in state.model.default_reducer_named_parameters()}
+    return [parameter for parameter in parameters if id(parameter) in own]
 
 
 def _norm_over_partitions(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The norm, in float64, of what the ranks of one model have, and those that hold shards of the same parameters.
+    """The norm, in float64, of what the ranks of one model have.
 
-    All of them call this.
+    All of them call this, and with sharded gradients all ranks of the job.
     """
     infinite = math.isinf(norm_type)
     total = torch.zeros((), dtype=torch.float64, device=current_device())
@@ -84,10 +89,12 @@ def _norm_over_partitions(gradients: Sequence[torch.Tensor], norm_type: float) -
     for gradient in gradients if optimizer is None else optimizer._counted(gradients):
         norm = torch.linalg.vector_norm(gradient, norm_type, dtype=_wide(gradient)).to(total)
         total = torch.maximum(total, norm) if infinite else total + norm**norm_type
-    for group in (state.groups.mp_group, None if optimizer is None else optimizer._norm_group()):
-        if group is not None:
-            with errors.translated(CLASSES):
-                dist.all_reduce(total, ReduceOp.MAX if infinite else ReduceOp.SUM, group)
+    # Where gradients are sharded, each element counts on one rank of the job.
+    is_sharded = optimizer is not None and optimizer.is_sharded
+    group = state.groups.objects("world") if is_sharded else state.groups.mp_group
+    if group is not None:
+        with errors.translated(CLASSES):
+            dist.all_reduce(total, ReduceOp.MAX if infinite else ReduceOp.SUM, group)
     return total if infinite else total ** (1.0 / norm_type)
 
 

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 
 from smdistributed import _core
-from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.exceptions import SMPUnsupportedError, SMPUsageError
 from smdistributed.modelparallel.torch import norms
 from smdistributed.modelparallel.torch.checkpoint import optimizer_state
 from smdistributed.modelparallel.torch.precision import half_model
 from smdistributed.modelparallel.torch.precision.loss_scale import DYNAMIC_DEFAULTS, make_loss_scale
 from smdistributed.modelparallel.torch.precision.master_weights import MasterWeights
-from smdistributed.modelparallel.torch.sharding.optimizer_shards import OptimizerShards, check_elementwise
+from smdistributed.modelparallel.torch.sharding.optimizer_shards import OptimizerShards, ReplicaGroup, check_elementwise
 from smdistributed.modelparallel.torch.sharding.piece import Piece
 from smdistributed.modelparallel.torch.sharding.sharded_model import ShardedModel
 from smdistributed.modelparallel.torch.state import state
@@ -132,7 +131,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if _sharded_model() is not None:
             self._check_sharded()
         elif state.cfg.shard_optimizer_state and state.groups.dp_group is not None:
-            self._adopt_shards(state.groups.dp_group)
+            self._adopt_shards()
         if self._half is not None:
             self._adopt_masters()
 
@@ -150,7 +149,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "first step, and load its state by `load_state_dict`"
             )
 
-    def _adopt_shards(self, group: dist.ProcessGroup) -> None:
+    def _adopt_shards(self) -> None:
         if self._shards is not None:
             self._shards.adopt()
             return
@@ -159,9 +158,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "`shard_optimizer_state`: the optimizer has a state already; wrap it before its first step, and load "
                 "its state by `load_state_dict`"
             )
-        named = [(name, each) for name, each in _model().local_named_parameters() if each.requires_grad]
-        members = state.groups.members["dp"]
-        self._shards = OptimizerShards(self.optimizer, named, group, len(members), state.groups.rank_in("dp"))
+        model, groups = _model(), state.groups
+        parts = []
+        for name, group, named in (
+            ("dp", groups.dp_group, model.default_reducer_named_parameters()),
+            ("rdp", groups.rdp_group, model.scaled_batch_reducer_named_parameters()),
+        ):
+            replicas = ReplicaGroup(group, len(groups.members[name]), groups.rank_in(name))
+            parts.append((replicas, [(each_name, each) for each_name, each in named if each.requires_grad]))
+        self._shards = OptimizerShards(self.optimizer, parts)
         norms.follow_torch()
 
     def _adopt_masters(self) -> None:
@@ -190,23 +195,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Whether ranks that hold the same parameters hold different parts of the state."""
         return self._shards is not None or _sharded_model() is not None
 
-    def _norm_group(self) -> dist.ProcessGroup | None:
-        """The ranks among which gradients are divided; ``None`` if each has all of its partition's."""
-        sharded = _sharded_model()
-        if sharded is not None:
-            return sharded.groups.sharding
-        return None if self._shards is None else state.groups.dp_group
-
     def _counted(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Those gradients that this rank adds to a norm: of what all ranks have, the first one's."""
+        """Those gradients that this rank adds to a norm, of which other ranks have the same."""
         sharded = _sharded_model()
-        if sharded is None or sharded.groups.rank == 0:
+        if sharded is None:
             return gradients
-        whole = {id(each) for _, each in sharded.replicated}
-        if self._masters is not None:
-            whole |= {key for key, source in self._masters.sources.items() if id(source) in whole}
-        own = {id(each.grad) for group in self.optimizer.param_groups for each in group["params"] if id(each) in whole}
-        return [each for each in gradients if id(each) not in own]
+        sources = {} if self._masters is None else self._masters.sources
+        pieces = sharded.pieces
+        left_out = set()
+        for each in itertools.chain.from_iterable(group["params"] for group in self.optimizer.param_groups):
+            source = sources.get(id(each), each)
+            groups = sharded.groups_of(source)
+            # Replicas have the same shards; and all ranks of a sharding group what stays whole.
+            if groups.number > 0 or (groups.rank > 0 and id(source) not in pieces):
+                left_out.add(id(each.grad))
+        return [each for each in gradients if id(each) not in left_out]
 
     def _parameters_changed(self) -> None:
         """Takes over parameters of the model that were changed otherwise than by a step."""
@@ -258,15 +261,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._check_scaled()
             self._masters.unscale()
 
+    def _check_clipped(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Refuses to clip some of the parameters whose gradients lie on different ranks.
+
+        Raises:
+            SMPUsageError: These are some of them.
+        """
+        wanted = {id(each) for each in parameters}
+        if self._shards is not None and any(
+            id(each) not in wanted for each in _model().local_parameters() if each.requires_grad
+        ):
+            raise SMPUsageError("with `shard_optimizer_state`, gradients are clipped all together: pass all parameters")
+
     def _gradients_of(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The gradients of these parameters that the wrapped optimizer sees, ready to be clipped."""
         if self._shards is not None:
-            wanted = {id(each) for each in parameters}
-            if any(id(each) not in wanted for each in _model().local_parameters() if each.requires_grad):
-                raise SMPUsageError(
-                    "with `shard_optimizer_state`, gradients are clipped all together: pass all parameters"
-                )
-            parameters = [virtual for _, virtual in self._shards.named()]
+            parameters = self._shards.parts_of({id(each) for each in parameters})
         if self._masters is None:
             return [each.grad for each in parameters if each.grad is not None]
         self.update_master_grads()

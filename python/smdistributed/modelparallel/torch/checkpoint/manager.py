@@ -10,19 +10,26 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from smdistributed import _core
 from smdistributed._common import errors
 from smdistributed.modelparallel import shares
-from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError, SMPUnsupportedError, SMPUsageError
+from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError, SMPUsageError
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.saver import Content, Saver
-from smdistributed.modelparallel.torch.checkpoint import json_codec, optimizer_state, slices, state_dicts
+from smdistributed.modelparallel.torch.checkpoint import (
+    json_codec,
+    optimizer_state,
+    sharded_tensors,
+    slices,
+    state_dicts,
+)
 from smdistributed.modelparallel.torch.communication import allgather, raise_on_all_ranks
 from smdistributed.modelparallel.torch.nn.shard import Shard
+from smdistributed.modelparallel.torch.sharding.piece import Piece
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
 
@@ -115,7 +122,8 @@ class CheckpointManager:
 
     def _saved(self, model: Any, user_content: Any) -> Content:
         """The content that this rank saves."""
-        tensors = dict(_local_tensors(model, state.optimizer))
+        local = _LocalTensors.of(model, state.optimizer)
+        tensors = local.whole
         text = "null"
         if state.groups.rank == 0:
             text = self._content(user_content, tensors)
@@ -128,6 +136,11 @@ class CheckpointManager:
         parts = {name: _without_padding(tensor, divided.get(name)) for name, tensor in tensors.items()}
         copies, owned = self._on_host({name: part for name, part in parts.items() if part is not None})
         blocks = [_block(name, tensor, name in owned, divided.get(name)) for name, tensor in copies.items()]
+        if local.held:
+            rows = sharded_tensors.rows(local.shards, local.held, local.divided)
+            rows |= {name: sharded_tensors.Rows(each, [], []) for name, each in local.numbers.items()}
+            blocks += [_rows_block(name, each) for name, each in rows.items()]
+            copies |= {name: each.tensor for name, each in rows.items()}
         places = shares.places(blocks, state.groups.rank_in("rdp"), len(state.groups.members["rdp"]))
         layout = {
             "pp": len(state.groups.members["pp"]),
@@ -223,8 +236,6 @@ class CheckpointManager:
         optimizer: Any,
         strict: bool,
     ) -> None:
-        if model.sharded is not None:
-            raise SMPUnsupportedError("`smp.CheckpointManager` does not load into sharded parameters yet")
         entries = state_dicts.model_entries(model)
         local = {name: tensor for name, tensor in entries.items() if not isinstance(tensor, MetaParameter)}
         stored = {name: aliases.get(_MODEL + name, _MODEL + name) for name in entries}
@@ -239,8 +250,14 @@ class CheckpointManager:
                 f"checkpoint `{reader.tag}` does not fit the model: missing {state_dicts._some(missing)}; not in the "
                 f"model {state_dicts._some(extra)}"
             )
-        targets = {stored[name]: tensor for name, tensor in local.items() if stored[name] in found}
+        pieces = {} if model.sharded is None else model.sharded.pieces
+        present = {stored[name]: tensor for name, tensor in local.items() if stored[name] in found}
+        targets = {name: tensor for name, tensor in present.items() if id(tensor) not in pieces}
         self._read(reader, found, targets, targets, _divided(model, targets))
+        shards = {name: (tensor, pieces[id(tensor)]) for name, tensor in present.items() if id(tensor) in pieces}
+        self._read_shards(reader, found, shards, model)
+        if state.optimizer is not None:
+            state.optimizer._parameters_changed()
         for name, module in state_dicts.local_extras(model).items():
             if _EXTRA + name in found:
                 text = bytes(self._read(reader, found, [_EXTRA + name])[_EXTRA + name].tolist()).decode()
@@ -267,11 +284,30 @@ class CheckpointManager:
                 parameter, _, key = name.removeprefix(_OPTIMIZER).rpartition("/")
                 if parameter in mine:
                     wanted[name] = (parameter, key)
-        shapes = {name: torch.empty(found[name][1], device="meta") for name in wanted}
+        pieces = {
+            name: Piece(name, start, end, tuple(shape), True)
+            for name, (start, end, shape) in local.get(optimizer_state.SHARDS, {}).items()
+        }
+        # The count of a parameter's steps is one number, which the parameter may be as well.
+        sharded = {
+            name: parameter
+            for name, (parameter, key) in wanted.items()
+            if parameter in pieces
+            and found[name][1] == found.get(_MODEL + parameter, ("", None))[1]
+            and (found[name][1] or key != "step")
+        }
+        shapes = {name: torch.empty(found[name][1], device="meta") for name in wanted if name not in sharded}
         divided = _divided(model, shapes, are_whole=True)
         entries: dict[str, dict[str, Any]] = {}
         masters: dict[str, torch.Tensor] = {}
-        for name, tensor in self._read(reader, found, wanted, divided=divided).items():
+        read = self._read(reader, found, shapes, divided=divided)
+        for name, parameter in sharded.items():
+            piece = pieces[parameter]
+            read[name] = torch.empty(piece.end - piece.start, dtype=_DTYPES[found[name][0]])
+        self._read_shards(
+            reader, found, {name: (read[name], pieces[parameter]) for name, parameter in sharded.items()}, model
+        )
+        for name, tensor in read.items():
             parameter, key = wanted[name]
             plain, mark, _ = key.partition("#")
             if key == _MASTER:
@@ -284,7 +320,20 @@ class CheckpointManager:
         scale = json.loads(reader.content).get("loss_scale")
         if scale is not None:
             whole |= {optimizer_state.MASTER_WEIGHTS: masters, optimizer_state.LOSS_SCALE: scale}
+        if optimizer_state.SHARDS in local:
+            whole[optimizer_state.SHARDS] = local[optimizer_state.SHARDS]
         optimizer_state.load_own_part(model, optimizer, whole)
+
+    def _read_shards(
+        self,
+        reader: Any,
+        found: Mapping[str, tuple[str, list[int]]],
+        wanted: Mapping[str, tuple[torch.Tensor, Piece]],
+        model: Any,
+    ) -> None:
+        """Reads the elements of shards."""
+        about = {name: (_DTYPES[found[name][0]], found[name][1]) for name in wanted}
+        sharded_tensors.read(reader, about, wanted, slices.named_shards(model.module), self.threads)
 
     @torch.no_grad()
     def _read(
@@ -395,35 +444,80 @@ def _aliases(model: Any) -> dict[str, str]:
     return aliases
 
 
-def _local_tensors(model: Any, optimizer: Any) -> Iterable[tuple[str, torch.Tensor]]:
-    """The tensors that this rank holds, in an order that is the same on all replicas."""
-    if model.sharded is not None or (optimizer is not None and optimizer.is_sharded):
-        raise SMPUnsupportedError(
-            "`smp.CheckpointManager` and `format='sharded'` do not write sharded parameters and optimizer states yet: "
-            "`smp.save_checkpoint(..., partial=True)` does"
+class _LocalTensors(NamedTuple):
+    """The tensors that this rank holds, by their names in a checkpoint, in an order that is the same on all replicas.
+
+    Attributes:
+        whole: Those that replicas have, too.
+        shards: Those of which other ranks have the rest.
+        numbers: What this rank writes beside shards, as the counts of steps.
+        held: Of ``sharded_tensors.holders``.
+        divided: Of ``slices.named_shards``.
+    """
+
+    whole: dict[str, torch.Tensor]
+    shards: dict[str, tuple[torch.Tensor, Piece]]
+    numbers: dict[str, torch.Tensor]
+    held: dict[str, sharded_tensors.Holders]
+    divided: dict[str, Shard]
+
+    @classmethod
+    def of(cls, model: Any, optimizer: Any) -> _LocalTensors:
+        """The tensors of the model and of the optimizer, if there is one."""
+        divided = slices.named_shards(model.module)
+        held = sharded_tensors.holders(model, optimizer, divided)
+        found, aliases = cls({}, {}, {}, held, divided), _aliases(model)
+        pieces = {} if model.sharded is None else model.sharded.pieces
+        for name, tensor in state_dicts.model_entries(model).items():
+            if isinstance(tensor, MetaParameter) or name in aliases:
+                continue
+            if id(tensor) in pieces:
+                found.shards[_MODEL + name] = tensor.detach(), pieces[id(tensor)]
+            else:
+                found.whole[_MODEL + name] = tensor.detach()
+        if optimizer is not None:
+            found._add_states(optimizer_state.local_optimizer(model, optimizer))
+        return found
+
+    def _add_states(self, local: Mapping[str, Any]) -> None:
+        entries = {
+            parameter: {_MASTER: master} for parameter, master in local.get(optimizer_state.MASTER_WEIGHTS, {}).items()
+        }
+        for parameter, entry in local["state"].items():
+            entries[parameter] = entries.get(parameter, {}) | entry
+        for parameter, entry in entries.items():
+            for key, value in entry.items():
+                each = _numbered(f"{_OPTIMIZER}{parameter}/{key}", key, value, parameter)
+                if each is not None:
+                    self._add_state(parameter, *each, local.get(optimizer_state.SHARDS, {}).get(parameter))
+
+    def _add_state(self, parameter: str, name: str, tensor: torch.Tensor, shard: Any) -> None:
+        if shard is None:
+            self.whole[name] = tensor
+            return
+        start, end, shape = shard
+        if tensor.shape == (end - start,):
+            self.shards[name] = tensor, Piece(parameter, start, end, tuple(shape), True)
+        elif start == 0 and end > 0 and self.held[parameter].writes and self._counts(parameter):
+            self.numbers[name] = tensor.cpu()
+
+    def _counts(self, parameter: str) -> bool:
+        """Whether this rank's slice is the one whose numbers count."""
+        return parameter not in self.divided or state.groups.rank_in("tp") == 0
+
+
+def _numbered(name: str, key: str, value: Any, parameter: str) -> tuple[str, torch.Tensor] | None:
+    """A tensor or a number of an optimizer's state as a tensor, with its name in the checkpoint."""
+    if isinstance(value, torch.Tensor):
+        return name, value.detach()
+    if type(value) in _NUMBERS:
+        ending, dtype = _NUMBERS[type(value)]
+        return name + ending, torch.tensor(value, dtype=dtype)
+    if value is not None:
+        raise SMPCheckpointError(
+            f"the optimizer's `{key}` of `{parameter}` is a {type(value).__name__}: expected tensors and numbers"
         )
-    aliases = _aliases(model)
-    for name, tensor in state_dicts.model_entries(model).items():
-        if not isinstance(tensor, MetaParameter) and name not in aliases:
-            yield _MODEL + name, tensor.detach()
-    if optimizer is None:
-        return
-    local = optimizer_state.local_optimizer(model, optimizer)
-    for parameter, master in local.get(optimizer_state.MASTER_WEIGHTS, {}).items():
-        yield f"{_OPTIMIZER}{parameter}/{_MASTER}", master
-    for parameter, entry in local["state"].items():
-        for key, value in entry.items():
-            name = f"{_OPTIMIZER}{parameter}/{key}"
-            if isinstance(value, torch.Tensor):
-                yield name, value.detach()
-            elif type(value) in _NUMBERS:
-                ending, dtype = _NUMBERS[type(value)]
-                yield name + ending, torch.tensor(value, dtype=dtype)
-            elif value is not None:
-                raise SMPCheckpointError(
-                    f"the optimizer's `{key}` of `{parameter}` is a {type(value).__name__}: expected tensors and "
-                    f"numbers"
-                )
+    return None
 
 
 def _extras(model: Any) -> dict[str, torch.Tensor]:
@@ -485,6 +579,13 @@ def _block(name: str, tensor: torch.Tensor, is_owned: bool, shard: Shard | None)
         whole = list(shard.whole_shape(shape))
     address, size = tensor.data_ptr(), tensor.element_size()
     return shares.Block(name, element, shape, size, address, is_shared, is_owned, origin, whole)
+
+
+def _rows_block(name: str, rows: sharded_tensors.Rows) -> shares.Block:
+    """A part of a sharded tensor, which this rank alone writes."""
+    tensor = rows.tensor
+    element, address, size = _ELEMENTS[tensor.dtype], tensor.data_ptr(), tensor.element_size()
+    return shares.Block(name, element, list(tensor.shape), size, address, False, True, rows.origin, rows.shape)
 
 
 def _no_tensors(name: str) -> torch.Tensor:

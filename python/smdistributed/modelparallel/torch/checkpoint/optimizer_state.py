@@ -3,7 +3,8 @@
 A state identifies parameters by their names in the model, and a whole one has tensors of the parameters' shapes. So it
 depends neither on the partition nor on the sharding.
 
-- ``shards`` of a partial state say which elements of a flattened parameter its tensors are: start, end, shape.
+- ``shards`` of a partial state say which elements of a flattened parameter its tensors are: start, end, shape. Under
+  tensor parallelism the parameter is this rank's slice, of ``_smp_tensor_parallel_rank``.
 - ``master_weights`` and ``loss_scale`` are those of 16-bit training.
 """
 
@@ -18,8 +19,9 @@ import torch
 from smdistributed.modelparallel.exceptions import SMPCheckpointError
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.torch.checkpoint import slices
-from smdistributed.modelparallel.torch.checkpoint.state_dicts import PARTIAL, parameter_names
+from smdistributed.modelparallel.torch.checkpoint.state_dicts import PARTIAL, TENSOR_PARALLEL_RANK, parameter_names
 from smdistributed.modelparallel.torch.communication import gather_on_host, raise_on_all_ranks
+from smdistributed.modelparallel.torch.state import state
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.model import DistributedModel
@@ -53,6 +55,8 @@ def local_optimizer(model: DistributedModel, optimizer: DistributedOptimizer) ->
     if optimizer.is_sharded:
         own = [pieces[id(parameter)] for parameter in parameters]
         found[SHARDS] = {piece.name: (piece.start, piece.end, piece.shape) for piece in own if piece.is_shard}
+        if state.groups.tp_group is not None:
+            found[TENSOR_PARALLEL_RANK] = state.groups.rank_in("tp")
     if masters is not None:
         found[MASTER_WEIGHTS] = {
             pieces[id(each)].name: pieces[id(each)].trimmed(each.detach(), each.numel())
@@ -103,27 +107,30 @@ def _joined(
 
     Those of shards come behind each other, in the parameter's shape; tensor-parallel slices are put together.
     """
-    plain: list[dict[str, dict[str, Any]]] = []
-    shards: dict[str, dict[int, tuple[_Shard, dict[str, Any]]]] = {}
-    for part in parts:
+    plain: dict[int, dict[str, dict[str, Any]]] = {}
+    divided = slices.named_shards(model.module, degree)
+    shards: dict[tuple[int, str], dict[int, tuple[_Shard, dict[str, Any]]]] = {}
+    for place, part in enumerate(parts):
         ranges = part.get(SHARDS, {})
-        plain.append({name: content for name, content in part[key].items() if name not in ranges})
+        own = plain.setdefault(part.get(TENSOR_PARALLEL_RANK, place), {})
+        own.update({name: content for name, content in part[key].items() if name not in ranges})
         for name, content in part[key].items():
             if name in ranges:
-                shards.setdefault(name, {})[ranges[name][0]] = ranges[name], content
-    divided = slices.named_shards(model.module, degree)
-    whole = slices.merge_optimizer(plain, divided, slices.local_shapes(model.module, divided))
-    for name, found in shards.items():
+                # Of what all ranks of a tensor-parallel group have, any of them may hold a part.
+                tp_rank = part.get(TENSOR_PARALLEL_RANK, 0) if name in divided else 0
+                shards.setdefault((tp_rank, name), {})[ranges[name][0]] = ranges[name], content
+    for (tp_rank, name), found in shards.items():
         row = [found[start] for start in sorted(found)]
         ends = [0, *(shard[1] for shard, _ in row)]
         shape = row[0][0][2]
         if any(shard[0] != end for (shard, _), end in zip(row, ends, strict=False)) or ends[-1] != _elems(shape):
             raise SMPCheckpointError(f"the state of `{name}` is incomplete: files of other shards are missing")
-        whole[name] = {
+        plain.setdefault(tp_rank, {})[name] = {
             key: _concatenated([(shard[1] - shard[0], content[key]) for shard, content in row], value, shape)
             for key, value in row[0][1].items()
         }
-    return whole
+    ordered = [plain[tp_rank] for tp_rank in sorted(plain)]
+    return slices.merge_optimizer(ordered, divided, slices.local_shapes(model.module, divided))
 
 
 def _concatenated(row: Sequence[tuple[int, Any]], first: Any, shape: tuple[int, ...]) -> Any:

@@ -151,7 +151,8 @@ def _save_partial(root: Path, tag: str, model: Any, optimizer: Any, user_content
         is_first = groups.rank_in("rdp") == 0
         if model is not None and model.sharded is not None:
             assert groups.sharding is not None
-            if groups.sharding.number == 0:
+            assert groups.slice_sharding is not None
+            if 0 in (groups.sharding.number, groups.slice_sharding.number):
                 files |= _sharded_files(model, optimizer, groups.sharding)
         else:
             if is_first and model is not None:
@@ -396,10 +397,15 @@ def _resume_partial(
     degree = saved.get("tensor_parallel_degree", 1)
     mine = [_rank("pp")] if alike else list(range(saved["partitions"]))
     sharded, sharding = saved.get("sharding", 1), state.groups.sharding
-    own_shards = sharding is not None and sharding.degree == sharded
-    if sharded > 1:
-        shards = [sharding.rank] if sharding is not None and own_shards else list(range(sharded))
-        models = [f"model_{shard}.pt" for shard in shards]
+    by_shards = sharded > 1 and degree * saved["partitions"] == 1
+    own_shards = by_shards and sharding is not None and sharding.degree == sharded and state.groups.mp_group is None
+    if own_shards:
+        assert sharding is not None
+        models = [f"model_{sharding.rank}.pt"]
+    elif by_shards:
+        models = [f"model_{shard}.pt" for shard in range(sharded)]
+    elif sharded > 1:
+        models = _names_of_ranks(folder, "model", mine)
     else:
         # All slices: a rank takes its own of the whole, whatever its degree is.
         models = [f"model_{pp}_{tp}.pt" for pp in mine for tp in range(degree)]
@@ -409,13 +415,14 @@ def _resume_partial(
         parts = [torch_files.get(folder / name) for name in models]
         if sharded > 1:
             parts = [{**part.pop("module"), **part} for part in parts]
-            entries = parts[0] if own_shards else state_dicts.join_models(parts)
+            divided = slices.named_shards(model.module, degree)
+            entries = parts[0] if own_shards else state_dicts.join_models(parts, divided)
         else:
             entries = slices.merge(parts, slices.named_shards(model.module, degree))
         entries.pop(state_dicts.PARTIAL, None)
         if optimizer is None:
             return entries, []
-        return entries, _optimizer_names(folder, saved["partitions"], degree, sharded)
+        return entries, _optimizer_names(folder, saved["partitions"], degree, sharded if by_shards else 1)
 
     entries, optimizers = raise_on_all_ranks(read, CommGroup.WORLD, what, lambda found: bool(found[1]))
 
@@ -424,7 +431,7 @@ def _resume_partial(
         state_dicts.load_model(model, entries, strict, True)
 
     def load_optimizer() -> None:
-        own = f"optimizer_{_rank_info(True) if sharding is None else sharding.rank}.pt"
+        own = f"optimizer_{_rank_info(True) if sharding is None else _shard_info(sharding)}.pt"
         has_own = optimizer.is_sharded and alike and own in optimizers
         if all(allgather(has_own, CommGroup.WORLD)):
             part = raise_on_all_ranks(lambda: _optimizer_part(folder, own), CommGroup.WORLD, what)
@@ -436,7 +443,9 @@ def _resume_partial(
             raise_on_all_ranks(lambda: optimizer_state.load_own_part(model, optimizer, part), CommGroup.WORLD, what)
             optimizer._publish()
             return
-        names = [name for name in optimizers if sharded > 1 or any(name.startswith(f"optimizer_{pp}_") for pp in mine)]
+        names = optimizers
+        if not by_shards:
+            names = [name for name in optimizers if any(name.startswith(f"optimizer_{pp}_") for pp in mine)]
 
         def read_parts() -> list[Any]:
             return [_optimizer_part(folder, name) for name in names]
@@ -487,15 +496,40 @@ def _sharded_files(model: Any, optimizer: Any, sharding: Any) -> dict[str, Any]:
     Scripts that merge them look for ``module``, ``partition_count`` and, of master weights, ``fp32_flat_groups``.
     """
     part = model.local_state_dict()
-    marks = {key: part.pop(key) for key in (state_dicts.PARTIAL, state_dicts.SHARDS)}
-    files: dict[str, Any] = {f"model_{sharding.rank}.pt": {"module": part, **marks}}
+    marks = {key: part.pop(key) for key in state_dicts.MARKS if key in part}
+    info = _shard_info(sharding)
+    files: dict[str, Any] = {f"model_{info}.pt": {"module": part, **marks}}
     if optimizer is not None:
         found = {**optimizer.local_state_dict(), "partition_count": sharding.degree}
         if optimizer.fp32_partitioned_groups_flat:
             # The master weights of the state are views of them, so that the file has them once.
             found["fp32_flat_groups"] = optimizer.fp32_partitioned_groups_flat
-        files[f"optimizer_{sharding.rank}.pt"] = found
+        files[f"optimizer_{info}.pt"] = found
     return files
+
+
+def _shard_info(sharding: Any) -> str:
+    """What the names of this rank's files of shards end with.
+
+    The number of the shard, as scripts that merge them expect; beside pipelines and tensor parallelism, the rank.
+    """
+    return str(sharding.rank) if state.groups.mp_group is None else _rank_info(True)
+
+
+def _names_of_ranks(folder: Path, what: str, partitions: Sequence[int]) -> list[str]:
+    """The files of the ranks of some partitions.
+
+    Raises:
+        SMPCheckpointError: There is none of a partition.
+    """
+    listed = {*_listed(folder), *(path.name for path in folder.glob(f"{what}_*.pt"))}
+    names = []
+    for pp in partitions:
+        found = sorted(name for name in listed if re.fullmatch(rf"{what}_{pp}_\d+_\d+\.pt", name))
+        if not found:
+            raise SMPCheckpointError(f"`{folder / f'{what}_{pp}_0_0.pt'}` is missing")
+        names += found
+    return names
 
 
 def _optimizer_names(folder: Path, partitions: int, degree: int, sharded: int) -> list[str]:

@@ -50,7 +50,8 @@ def local_shapes(root: nn.Module, shards: Mapping[str, Shard]) -> dict[str, tupl
     Returns:
         By name.
     """
-    shapes = {name: tuple(parameter.shape) for name, parameter in root.named_parameters()}
+    # A shard of sharded data parallelism has the shape of the slice that it is a part of.
+    shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in root.named_parameters()}
     for name, shard in shards.items():
         if name in shapes:
             shape = list(shapes[name])

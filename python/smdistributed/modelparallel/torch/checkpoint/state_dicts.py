@@ -13,6 +13,7 @@ from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPUnsupp
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.torch.checkpoint import slices
 from smdistributed.modelparallel.torch.communication import gather_on_host, raise_on_all_ranks
+from smdistributed.modelparallel.torch.nn.shard import Shard
 from smdistributed.modelparallel.torch.partitioning.materialize import inside_first
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 PARTIAL = "_smp_is_partial"
 #: Of a part under sharded data parallelism: elements of flattened parameters, start, end and shape.
 SHARDS = "_smp_shards"
+#: Of a part with shards, the rank whose slices they are shards of.
+TENSOR_PARALLEL_RANK = "_smp_tensor_parallel_rank"
+MARKS = (PARTIAL, SHARDS, TENSOR_PARALLEL_RANK)
 
 
 def _entries(model: DistributedModel) -> Iterator[tuple[str, torch.Tensor | nn.Module]]:
@@ -94,33 +98,41 @@ def _shards(model: DistributedModel) -> dict[str, Any]:
         return {}
     pieces = model.sharded.pieces
     found = {name: pieces[id(tensor)] for name, tensor in model_entries(model).items() if id(tensor) in pieces}
-    return {SHARDS: {name: (piece.start, piece.end, piece.shape) for name, piece in found.items()}}
+    marks: dict[str, Any] = {SHARDS: {name: (piece.start, piece.end, piece.shape) for name, piece in found.items()}}
+    if state.groups.tp_group is not None:
+        marks[TENSOR_PARALLEL_RANK] = state.groups.rank_in("tp")
+    return marks
 
 
-def join_models(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The whole model of the parts of all ranks of a sharding group.
+def join_models(parts: Sequence[Mapping[str, Any]], divided: Mapping[str, Shard]) -> dict[str, Any]:
+    """The whole model of the parts of all ranks that hold shards of it.
+
+    Args:
+        parts: States of ranks, with ``SHARDS``.
+        divided: How tensor parallelism divided the parameters that the shards are of.
 
     Raises:
         SMPCheckpointError: Parts of a parameter are missing.
     """
-    found: dict[str, Any] = {}
-    rows: dict[str, dict[int, torch.Tensor]] = {}
+    plain: dict[int, dict[str, Any]] = {}
+    rows: dict[tuple[int, str], dict[int, torch.Tensor]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for part in parts:
-        shards = part.get(SHARDS, {})
+        shards, tp_rank = part.get(SHARDS, {}), part.get(TENSOR_PARALLEL_RANK, 0)
         for name, value in part.items():
             if name in shards:
                 start, end, shapes[name] = shards[name]
                 if end > start:
-                    rows.setdefault(name, {})[start] = value[: end - start]
-            elif name not in (PARTIAL, SHARDS):
-                found[name] = value
-    for name, row in rows.items():
+                    # Of what all ranks of a tensor-parallel group have, any of them may hold a part.
+                    rows.setdefault((tp_rank if name in divided else 0, name), {})[start] = value[: end - start]
+            elif name not in MARKS:
+                plain.setdefault(tp_rank, {})[name] = value
+    for (tp_rank, name), row in rows.items():
         whole = torch.cat([row[start] for start in sorted(row)])
         if whole.numel() != torch.Size(shapes[name]).numel():
             raise SMPCheckpointError(f"`{name}` is incomplete: shards are missing")
-        found[name] = whole.view(shapes[name])
-    return found
+        plain.setdefault(tp_rank, {})[name] = whole.view(shapes[name])
+    return slices.merge([plain[tp_rank] for tp_rank in sorted(plain)], divided)
 
 
 def _own(model: DistributedModel) -> dict[str, Any]:
@@ -137,7 +149,7 @@ def full_model(model: DistributedModel, gather_to_rank0: bool) -> dict[str, Any]
     if not model.is_partitioned and not shards:
         return _own(model)
     if model.sharded is not None:
-        return _gathered(model, model.sharded, gather_to_rank0)
+        return _gathered(model, model.sharded, shards, gather_to_rank0)
     # Before the division, every rank of a pipeline has all.
     group = CommGroup.MP_GROUP if model.is_partitioned else CommGroup.TP_GROUP
     parts = gather_on_host(lambda: local_model(model), group, first_only=gather_to_rank0)
@@ -145,9 +157,11 @@ def full_model(model: DistributedModel, gather_to_rank0: bool) -> dict[str, Any]
     return {name: merged[name] for name, _ in _entries(model)} if parts else {}
 
 
-def _gathered(model: DistributedModel, sharded: ShardedModel, first_only: bool) -> dict[str, Any]:
+def _gathered(
+    model: DistributedModel, sharded: ShardedModel, divided: Mapping[str, Shard], first_only: bool
+) -> dict[str, Any]:
     """The whole model in host memory, gathered unit by unit: no rank holds it on its device."""
-    wanted = not first_only or state.groups.rank == state.groups.members["dp"][0]
+    wanted = not first_only or state.groups.rank_in("rdp") == 0
     whole: dict[str, torch.Tensor] = {}
 
     def take(name: str, tensor: torch.Tensor) -> None:
@@ -157,16 +171,21 @@ def _gathered(model: DistributedModel, sharded: ShardedModel, first_only: bool) 
     sharded.whole_parameters(take)
     if not wanted:
         return {}
-    pieces = sharded.pieces
+    pieces, extras = sharded.pieces, local_extras(model)
     found: dict[str, Any] = {}
     for name, entry in _entries(model):
         if isinstance(entry, nn.Module):
-            found[name] = entry.get_extra_state()
+            if name in extras:
+                found[name] = entry.get_extra_state()
         elif id(entry) in pieces:
             found[name] = whole[pieces[id(entry)].name]
-        else:
+        elif not isinstance(entry, MetaParameter):
             found[name] = entry.detach().cpu()
-    return found
+    if state.groups.mp_group is None:
+        return found
+    parts = gather_on_host(lambda: found, CommGroup.MP_GROUP, first_only=first_only)
+    merged = slices.merge(parts, divided)
+    return {name: merged[name] for name, _ in _entries(model)} if parts else {}
 
 
 class _Report(NamedTuple):
@@ -196,6 +215,8 @@ def load_model(model: DistributedModel, found: Mapping[str, Any], strict: bool, 
     if SHARDS in found:
         part = found
         found = dict(raise_on_all_ranks(lambda: _own_shards(model, part), CommGroup.WORLD, what))
+        # Each rank has what it needs.
+        same_partition_load = True
     if not same_partition_load and PARTIAL not in found and found.keys() - model_entries(model).keys():
         # The names may be those of modules that tensor parallelism has replaced.
         found = state.module_manager.from_own_names(found)
@@ -221,7 +242,7 @@ def _own_shards(model: DistributedModel, found: Mapping[str, Any]) -> dict[str, 
             "the state holds other shards than this rank does: load a whole state, or a checkpoint by "
             "`smp.resume_from_checkpoint`"
         )
-    return {name: value for name, value in found.items() if name != SHARDS}
+    return {name: value for name, value in found.items() if name not in (SHARDS, TENSOR_PARALLEL_RANK)}
 
 
 def _left(reports: list[tuple[list[str], list[str]]]) -> list[str]:
@@ -257,7 +278,8 @@ def _load_local(model: DistributedModel, found: dict[str, Any], strict: bool, sa
     for name, tensor in local.items():
         if name not in found:
             continue
-        value = slices.cut(name, found[name], shards.get(name), tensor.shape)
+        shape = pieces[id(tensor)].shape if id(tensor) in pieces else tensor.shape
+        value = slices.cut(name, found[name], shards.get(name), shape)
         if value.shape == tensor.shape:
             tensor.copy_(value)
         elif id(tensor) in pieces and tuple(value.shape) == pieces[id(tensor)].shape:
@@ -266,7 +288,7 @@ def _load_local(model: DistributedModel, found: dict[str, Any], strict: bool, sa
         else:
             troubles.append(
                 f"`{name}` has the shape {list(found[name].shape)} in the state and "
-                f"{list(shards[name].whole_shape(tensor.shape) if name in shards else tensor.shape)} in the model"
+                f"{list(shards[name].whole_shape(shape) if name in shards else shape)} in the model"
             )
     for name, module in extras.items():
         if name in found:

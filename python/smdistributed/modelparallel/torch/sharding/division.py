@@ -10,6 +10,7 @@ from torch import nn
 from smdistributed._common import errors
 from smdistributed.modelparallel.config import Config
 from smdistributed.modelparallel.exceptions import CLASSES
+from smdistributed.modelparallel.torch.nn.module import reduced_over_rdp, shards
 from smdistributed.modelparallel.torch.partitioning import materialize
 from smdistributed.modelparallel.torch.sharding.sharded_model import ShardedModel
 from smdistributed.modelparallel.torch.sharding.sharding_groups import ShardingGroups
@@ -20,16 +21,16 @@ Replaced = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 def shard_model(
-    root: nn.Module, groups: ShardingGroups, cfg: Config, device: torch.device, source: int
+    root: nn.Module, groups: ShardingGroups, slice_groups: ShardingGroups, cfg: Config, device: torch.device
 ) -> tuple[ShardedModel, Replaced]:
-    """Shards the parameters of a model with the values of global rank ``source``.
+    """Shards the parameters of a model with the values of the first rank that has them.
 
     Args:
         root: The model. Parameters that are smaller than ``sdp_param_persistence_threshold`` stay whole.
         groups: The groups of sharded data parallelism.
+        slice_groups: The groups of parameters whose gradients are averaged over ``RDP_GROUP``.
         cfg: The configuration.
         device: Where this rank computes.
-        source: Global rank whose values count.
 
     Returns:
         The sharded model, and what was replaced.
@@ -37,7 +38,7 @@ def shard_model(
     Raises:
         SMPPartitionError: Nobody knows the values that a delayed tensor starts with.
     """
-    sharded = ShardedModel(groups, cfg)
+    sharded = ShardedModel(groups, slice_groups, cfg)
     roots = _unit_roots(root, cfg.sdp_max_live_parameters)
     slots: dict[int, list[Slot]] = {}
     rows: dict[nn.Module, list[int]] = {}
@@ -48,25 +49,31 @@ def shard_model(
                     rows.setdefault(roots[module], []).append(id(parameter))
                 slots.setdefault(id(parameter), []).append((module, name))
     names = {id(parameter): name for name, parameter in root.named_parameters()}
+    divided, of_slices = set(shards(root)), reduced_over_rdp(root)
     owner = {each: unit_root for unit_root, row in rows.items() for each in row}
     replaced: Replaced = materialize.move_buffers(root, device)
     units: dict[int, Unit] = {}
     for row in rows.values():
         replaced |= materialize.materialize_parameters(root, {each: (names[each], slots[each]) for each in row}, device)
-        kinds: dict[torch.dtype, list[tuple[int, nn.Parameter]]] = {}
+        kinds: dict[tuple[torch.dtype, bool], list[tuple[int, nn.Parameter]]] = {}
         for each in row:
             module, name = slots[each][0]
             parameter = module._parameters[name]
             assert parameter is not None
-            with errors.translated(CLASSES):
-                materialize.broadcast([parameter], groups.data, source)
-            if parameter.numel() < cfg.sdp_param_persistence_threshold or not parameter.numel():
-                sharded.replicated.append((names[each], parameter))
+            holders = slice_groups if each in divided else groups
+            if holders.data is not None:
+                with errors.translated(CLASSES):
+                    materialize.broadcast([parameter], holders.data, holders.source)
+            is_slice = each in of_slices
+            degree = slice_groups.degree if is_slice else groups.degree
+            if degree == 1 or parameter.numel() < max(1, cfg.sdp_param_persistence_threshold):
+                sharded.add_replicated(names[each], parameter, is_slice)
             else:
-                kinds.setdefault(parameter.dtype, []).append((each, parameter))
-        for kind in kinds.values():
+                kinds.setdefault((parameter.dtype, is_slice), []).append((each, parameter))
+        for (_, is_slice), kind in kinds.items():
+            own = slice_groups if is_slice else groups
             unit = sharded.add_unit(
-                [ShardedParameter(names[key], each, slots[key], groups.degree, groups.rank) for key, each in kind]
+                [ShardedParameter(names[key], each, slots[key], own.degree, own.rank) for key, each in kind], own
             )
             units |= {key: unit for key, _ in kind}
     needs: dict[nn.Module, list[Unit]] = {}

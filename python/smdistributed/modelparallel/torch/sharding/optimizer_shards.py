@@ -8,11 +8,14 @@ Parameters of one type lie behind each other in one row, and the core divides it
   them.
 - OSH-2: after the reduction, ``grad`` of a parameter holds the reduced gradient in the elements of this rank's shard
   and zeros elsewhere. Sums over the ranks' gradients, as of a norm, count each element once.
+- OSH-3: under tensor parallelism, a row has parameters of one reduction group only: the ranks that average the
+  gradients of a parameter are those that share its state. A parameter that no other rank holds stays as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -29,16 +32,31 @@ from smdistributed.modelparallel.torch.sharding.piece import Piece
 _ALIGNMENT = 16
 
 
+class ReplicaGroup(NamedTuple):
+    """The ranks that hold the same parameters.
+
+    Attributes:
+        group: The core's group of them; ``None`` if this rank is the only one.
+        ranks: Their number.
+        rank: This rank's place among them.
+    """
+
+    group: dist.ProcessGroup | None
+    ranks: int
+    rank: int
+
+
 class _Row:
     """Parameters of one type behind each other, and their gradients.
 
     Args:
         named: Parameters with their names.
-        ranks: The number of shards.
-        rank: This rank's.
+        replicas: The ranks that hold them, two or more.
     """
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], ranks: int, rank: int) -> None:
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], replicas: ReplicaGroup) -> None:
+        ranks, rank = replicas.ranks, replicas.rank
+        self._group = replicas.group
         self._parameters = [parameter for _, parameter in named]
         sizes = [parameter.numel() for parameter in self._parameters]
         self._elems, pieces = _core.shard_parameters(sizes, ranks, _ALIGNMENT)
@@ -95,7 +113,7 @@ class _Row:
                 parameter.grad = None
 
     @torch.no_grad()
-    def reduce(self, group: dist.ProcessGroup) -> None:
+    def reduce(self) -> None:
         """Averages gradients over the ranks, each of its own shard."""
         if self._gradients is None:
             self._gradients = torch.zeros_like(self._flat)
@@ -105,7 +123,7 @@ class _Row:
             for parameter, carried in zip(self._parameters, self._has_carried, strict=True)
         ]
         has.copy_(torch.tensor(flags, dtype=torch.int32))
-        dist.all_reduce(has, ReduceOp.MAX, group)
+        dist.all_reduce(has, ReduceOp.MAX, self._group)
         for at, parameter in enumerate(self._parameters):
             view = self._view(self._gradients, at)
             if parameter.grad is None:
@@ -115,7 +133,7 @@ class _Row:
             # The memory of each goes as its values are taken.
             parameter.grad = None
         shard = torch.empty(self._elems, dtype=self._flat.dtype, device=self._flat.device)
-        dist.reduce_scatter_tensor(shard, self._gradients, ReduceOp.AVERAGE, group)
+        dist.reduce_scatter_tensor(shard, self._gradients, ReduceOp.AVERAGE, self._group)
         if self._carried is not None:
             shard.add_(self._carried)
         self._gradients.zero_()
@@ -130,9 +148,9 @@ class _Row:
         self._has_carried = [False] * len(self._parameters)
 
     @torch.no_grad()
-    def gather(self, group: dist.ProcessGroup) -> None:
+    def gather(self) -> None:
         """Collects the updated shards of all ranks."""
-        dist.all_gather_into_tensor(self._flat, self.shard(self._flat).clone(), group)
+        dist.all_gather_into_tensor(self._flat, self.shard(self._flat).clone(), self._group)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Resets the gradients of the model's parameters."""
@@ -148,10 +166,7 @@ class OptimizerShards:
 
     Args:
         optimizer: The wrapped optimizer.
-        named: Trainable parameters that this rank holds, with their names.
-        group: The ranks that hold the same ones.
-        members: Their number.
-        rank: This rank's place among them.
+        parts: Trainable parameters that this rank holds, with their names, by the ranks that hold the same ones.
 
     Raises:
         SMPUnsupportedError: The optimizer needs whole parameters.
@@ -160,25 +175,32 @@ class OptimizerShards:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        named: Iterable[tuple[str, nn.Parameter]],
-        group: dist.ProcessGroup,
-        members: int,
-        rank: int,
+        parts: Iterable[tuple[ReplicaGroup, Iterable[tuple[str, nn.Parameter]]]],
     ) -> None:
         check_elementwise(optimizer)
-        self._optimizer, self._group = optimizer, group
-        kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
-        for name, parameter in named:
-            kinds.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
-        with torch.no_grad():
-            self._rows = [_Row(row, members, rank) for row in kinds.values()]
+        self._optimizer = optimizer
+        self._rows: list[_Row] = []
+        #: By name of a parameter whose state is sharded, the ranks that hold the shards.
+        self.replicas: dict[str, ReplicaGroup] = {}
+        #: Parameters that only this rank holds, with their names.
+        self._alone: list[tuple[str, nn.Parameter]] = []
+        for replicas, named in parts:
+            kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+            for name, parameter in named:
+                kinds.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
+            if replicas.group is None:
+                self._alone += [each for row in kinds.values() for each in row]
+                continue
+            self.replicas |= {name: replicas for row in kinds.values() for name, _ in row}
+            with torch.no_grad():
+                self._rows += [_Row(row, replicas) for row in kinds.values()]
         self.adopt()
 
     def adopt(self) -> None:
         """Replaces parameters of the model in the optimizer's groups by virtual ones."""
         known = {each for row in self._rows for each in row.ids}
         virtual = {key: found for row in self._rows for key, found in row.virtual.items()}
-        own = {id(each) for _, each, _ in virtual.values()}
+        own = {id(each) for _, each, _ in virtual.values()} | {id(each) for _, each in self._alone}
         for group in self._optimizer.param_groups:
             params: list[torch.Tensor] = []
             names: list[str] = []
@@ -206,7 +228,13 @@ class OptimizerShards:
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Virtual parameters with the names of the parameters that they are parts of."""
-        return [(piece.name, virtual) for row in self._rows for piece, virtual, _ in row.virtual.values()]
+        found = [(piece.name, virtual) for row in self._rows for piece, virtual, _ in row.virtual.values()]
+        return found + self._alone
+
+    def parts_of(self, parameters: set[int]) -> list[nn.Parameter]:
+        """What the optimizer updates of parameters of the model, which are given by identity."""
+        found = [each for row in self._rows for key, (_, each, _) in row.virtual.items() if key in parameters]
+        return found + [each for _, each in self._alone if id(each) in parameters]
 
     def begin_step(self) -> None:
         """Begins to accumulate gradients after a reduction."""
@@ -217,16 +245,16 @@ class OptimizerShards:
         """Reduces gradients, each to the rank that updates its part. All ranks of the group call it."""
         with errors.translated(CLASSES):
             for row in self._rows:
-                row.reduce(self._group)
+                row.reduce()
 
     def gather(self) -> None:
         """Collects updated parameters from all ranks of the group, which call it."""
         with errors.translated(CLASSES):
             for row in self._rows:
-                row.gather(self._group)
+                row.gather()
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Resets the gradients of the model's parameters."""
+        """Resets the gradients of the model's parameters; the optimizer does so for its own."""
         for row in self._rows:
             row.zero_grad(set_to_none)
 

@@ -30,6 +30,7 @@ from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.config import Config
 from smdistributed.modelparallel.exceptions import CLASSES
+from smdistributed.modelparallel.torch.device import current_device
 from smdistributed.modelparallel.torch.sharding.piece import Piece
 from smdistributed.modelparallel.torch.sharding.sharding_groups import ShardingGroups
 from smdistributed.modelparallel.torch.sharding.unit import ShardedParameter, Unit
@@ -95,21 +96,26 @@ class ShardedModel:
 
     Args:
         groups: The ranks that hold shards together, and those that hold the same shard.
+        slice_groups: The same for parameters whose gradients are averaged over ``RDP_GROUP``, as those of which tensor
+            parallelism leaves this rank a slice.
         cfg: The configuration.
 
     Attributes:
         groups: As above.
+        slice_groups: As above.
         units: Parameters that are gathered together.
         replicated: Parameters below ``sdp_param_persistence_threshold``, which every rank keeps whole.
         owners: By the identity of a parameter's shard, its unit.
         is_running: Whether modules run.
     """
 
-    def __init__(self, groups: ShardingGroups, cfg: Config) -> None:
-        self.groups = groups
+    def __init__(self, groups: ShardingGroups, slice_groups: ShardingGroups, cfg: Config) -> None:
+        self.groups, self.slice_groups = groups, slice_groups
         self._bucket_elems, self._max_live = cfg.sdp_reduce_bucket_size, cfg.sdp_max_live_parameters
         self.units: list[Unit] = []
         self.replicated: list[tuple[str, nn.Parameter]] = []
+        #: Those of them whose gradients are averaged over `RDP_GROUP`, by identity.
+        self._replicated_slices: set[int] = set()
         self.owners: dict[int, Unit] = {}
         self.is_running = False
         self._live = 0
@@ -125,9 +131,22 @@ class ShardedModel:
         #: Whether gradients were averaged over replicas, and none was made since.
         self._is_reduced = False
 
-    def add_unit(self, parameters: Sequence[ShardedParameter]) -> Unit:
-        """Shards parameters of one type."""
-        unit = Unit(parameters, self.groups.sharding, self.groups.degree)
+    def add_replicated(self, name: str, parameter: nn.Parameter, is_slice: bool) -> None:
+        """Keeps a parameter whole; ``is_slice`` if its gradients are averaged over ``RDP_GROUP``."""
+        self.replicated.append((name, parameter))
+        if is_slice:
+            self._replicated_slices.add(id(parameter))
+
+    def groups_of(self, parameter: torch.Tensor) -> ShardingGroups:
+        """The ranks that average the gradients of a shard, or of a parameter that stays whole."""
+        unit = self.owners.get(id(parameter))
+        if unit is not None:
+            return unit.groups
+        return self.slice_groups if id(parameter) in self._replicated_slices else self.groups
+
+    def add_unit(self, parameters: Sequence[ShardedParameter], groups: ShardingGroups) -> Unit:
+        """Shards parameters of one type, whose gradients the same ranks average."""
+        unit = Unit(parameters, groups)
         self.units.append(unit)
         for each in parameters:
             self.owners[id(each.parameter)] = unit
@@ -287,11 +306,11 @@ class ShardedModel:
         for at, each in enumerate(unit.parameters):
             if not each.parameter.requires_grad:
                 continue
-            if members and elems + each.elems * self.groups.degree > self._bucket_elems:
+            if members and elems + each.elems * unit.groups.degree > self._bucket_elems:
                 self._begin_reduction(unit, members, gradients)
                 members, elems = [], 0
             members.append(at)
-            elems += each.elems * self.groups.degree
+            elems += each.elems * unit.groups.degree
         self._begin_reduction(unit, members, gradients)
 
     @torch.no_grad()
@@ -305,7 +324,7 @@ class ShardedModel:
         shard = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
         with errors.translated(CLASSES):
             work = dist.reduce_scatter_tensor(
-                shard, rows.view(-1), ReduceOp.AVERAGE, self.groups.sharding, async_op=True
+                shard, rows.view(-1), ReduceOp.AVERAGE, unit.groups.sharding, async_op=True
             )
         assert work is not None
         self._reductions.append((work, rows, shard, unit, members, rows.numel()))
@@ -355,8 +374,7 @@ class ShardedModel:
         sharded = [each for each in self.parameters() if each.parameter.requires_grad]
         whole = [each for _, each in self.replicated if each.requires_grad]
         flags = [each.has_gradient for each in sharded] + [each.grad is not None for each in whole]
-        device = (sharded[0].parameter if sharded else whole[0]).device
-        has = torch.tensor(flags, dtype=torch.int32, device=device)
+        has = torch.tensor(flags, dtype=torch.int32, device=current_device())
         with errors.translated(CLASSES):
             dist.all_reduce(has, ReduceOp.MAX, self.groups.data)
             for each, one in zip(sharded, has.tolist(), strict=False):
@@ -368,9 +386,12 @@ class ShardedModel:
             for parameter, one in zip(whole, has.tolist()[len(sharded) :], strict=True):
                 if one and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            if self.groups.replication is not None:
-                self._average([each.parameter for each in sharded], self.groups.replication)
-            self._average(whole, self.groups.data)
+            for groups in dict.fromkeys((self.groups, self.slice_groups)):
+                if groups.replication is not None:
+                    shards = [each.parameter for each in sharded if self.groups_of(each.parameter) is groups]
+                    self._average(shards, groups.replication)
+                if groups.data is not None:
+                    self._average([each for each in whole if self.groups_of(each) is groups], groups.data)
 
     def _average(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         gradients = [each.grad for each in parameters if each.grad is not None]

@@ -16,37 +16,42 @@ class ShardingGroups:
     """The groups that this rank is in.
 
     Args:
-        members: Global ranks of the data-parallel group.
+        members: Global ranks that hold the same parameters.
         rank: This global rank.
         degree: Ranks of a sharding group.
-        data: The data-parallel group.
+        data: The group of the members; ``None`` if there is one.
 
     Attributes:
         degree: Ranks of a sharding group.
         rank: This rank's place in it.
         members: Global ranks of it.
         number: Which of the sharding groups it is.
-        sharding: The ranks that hold the shards of one model.
+        source: The first rank of all members.
+        sharding: The ranks that hold the shards of one model; ``None`` if the degree is 1.
         replication: The ranks that hold the same shard; ``None`` if there is one sharding group.
-        data: All of them.
+        data: All members; ``None`` if there is one.
 
     Raises:
         SMPConfigError: The degree does not divide the group.
     """
 
-    def __init__(self, members: list[int], rank: int, degree: int, data: dist.ProcessGroup) -> None:
+    def __init__(self, members: list[int], rank: int, degree: int, data: dist.ProcessGroup | None) -> None:
         sharding, replication = check_degree(members, degree)
-        self.degree, self.data = degree, data
+        self.degree, self.data, self.source = degree, data, members[0]
         self.number = next(at for at, group in enumerate(sharding) if rank in group)
         self.members = sharding[self.number]
         self.rank = self.members.index(rank)
-        self.sharding = data if len(sharding) == 1 else dist.new_group(self.members)
-        self.replication = None if len(sharding) == 1 else dist.new_group(replication[self.rank])
+        self.sharding: dist.ProcessGroup | None = data
+        self.replication: dist.ProcessGroup | None = None
+        if degree == 1:
+            self.sharding, self.replication = None, data
+        elif len(sharding) > 1:
+            self.sharding, self.replication = dist.new_group(self.members), dist.new_group(replication[self.rank])
 
     def close(self) -> None:
         """Removes the groups from the core."""
-        if self.replication is not None:
-            for group in (self.sharding, self.replication):
+        for group in (self.sharding, self.replication):
+            if group is not None and group is not self.data:
                 assert group.id is not None
                 _core.remove_group(group.id)
 

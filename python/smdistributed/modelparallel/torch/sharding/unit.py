@@ -17,6 +17,7 @@ from torch import nn
 from smdistributed import _core
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.torch.sharding.piece import Piece
+from smdistributed.modelparallel.torch.sharding.sharding_groups import ShardingGroups
 
 #: A module and the name under which it has a parameter.
 Slot = tuple[nn.Module, str]
@@ -68,18 +69,19 @@ class Unit:
 
     Args:
         parameters: Those of one type.
-        group: The ranks that hold the shards.
-        ranks: Their number.
+        groups: The ranks that hold the shards.
 
     Attributes:
         parameters: The unit's.
+        groups: As above.
         elems: Elements of the whole unit, padding included.
         users: Modules that run with it now.
         full: The whole parameters while they are gathered.
     """
 
-    def __init__(self, parameters: Sequence[ShardedParameter], group: dist.ProcessGroup, ranks: int) -> None:
-        self.parameters, self._group, self._ranks = list(parameters), group, ranks
+    def __init__(self, parameters: Sequence[ShardedParameter], groups: ShardingGroups) -> None:
+        self.parameters, self.groups, self._ranks = list(parameters), groups, groups.degree
+        ranks = groups.degree
         shard = sum(each.elems for each in self.parameters)
         self.elems = shard * ranks
         first = self.parameters[0].parameter
@@ -111,7 +113,7 @@ class Unit:
         """Starts the all-gather, unless it was started."""
         if not self.is_present:
             whole = torch.empty(self.elems, dtype=self._flat.dtype, device=self._flat.device)
-            self._pending = dist.all_gather_into_tensor(whole, self._flat, self._group, async_op=True), whole
+            self._pending = dist.all_gather_into_tensor(whole, self._flat, self.groups.sharding, async_op=True), whole
 
     @torch.no_grad()
     def finish_gather(self) -> tuple[torch.Tensor, ...]:

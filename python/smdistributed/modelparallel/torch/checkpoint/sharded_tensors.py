@@ -1,0 +1,252 @@
+"""Shards in checkpoints of the core, which hold slices of tensors: rows are written, and elements are read.
+
+A shard holds elements of a flattened parameter, which are no slice of it. When a checkpoint is saved, one tensor after
+the other is put together, and each rank that has a shard writes a part of its rows. When one is loaded, the elements
+of a shard are read as the few slices that they consist of.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from smdistributed._common import errors
+from smdistributed.dataparallel.reduce_op import ReduceOp
+from smdistributed.dataparallel.torch import distributed as dist
+from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError
+from smdistributed.modelparallel.objects import CommGroup
+from smdistributed.modelparallel.torch.communication import allgather
+from smdistributed.modelparallel.torch.device import current_device
+from smdistributed.modelparallel.torch.nn.shard import Shard
+from smdistributed.modelparallel.torch.sharding.piece import Piece
+from smdistributed.modelparallel.torch.state import state
+
+if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch.model import DistributedModel
+    from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
+
+_CLASSES = {**CLASSES, "io": SMPCheckpointError, "invalid_argument": SMPCheckpointError}
+#: Tensors of fewer bytes are written by one rank.
+_SPLIT_BYTES = 1 << 20
+
+
+class Holders(NamedTuple):
+    """The ranks that hold the shards of a parameter.
+
+    Attributes:
+        group: Their group.
+        members: Global ranks.
+        writes: Whether these ranks write the parameter, of which other ranks have the same shards.
+    """
+
+    group: dist.ProcessGroup
+    members: tuple[int, ...]
+    writes: bool
+
+
+class Rows(NamedTuple):
+    """What a rank writes of a tensor.
+
+    Attributes:
+        tensor: Some rows, in host memory of their own.
+        origin: Where they begin in the whole tensor.
+        shape: The shape of the whole tensor.
+    """
+
+    tensor: torch.Tensor
+    origin: list[int]
+    shape: list[int]
+
+
+def holders(
+    model: DistributedModel, optimizer: DistributedOptimizer | None, divided: Mapping[str, Shard]
+) -> dict[str, Holders]:
+    """Return the ranks that hold the shards of each sharded parameter, or of its state.
+
+    Args:
+        model: The model.
+        optimizer: The optimizer, if there is one.
+        divided: How tensor parallelism divides parameters.
+
+    Returns:
+        By name of the parameter.
+    """
+    groups, found = state.groups, {}
+    if model.sharded is not None:
+        for each in model.sharded.parameters():
+            own, name = model.sharded.groups_of(each.parameter), each.piece.name
+            assert own.sharding is not None
+            is_ours = own.number == 0 and (own is groups.sharding or name in divided or groups.rank_in("tp") == 0)
+            found[name] = Holders(own.sharding, tuple(own.members), is_ours)
+    elif optimizer is not None and optimizer._shards is not None:
+        for name, replicas in optimizer._shards.replicas.items():
+            assert replicas.group is not None
+            kind = "dp" if replicas.group is groups.dp_group else "rdp"
+            is_ours = kind == "dp" or name in divided or groups.rank_in("tp") == 0
+            found[name] = Holders(replicas.group, tuple(groups.members[kind]), is_ours)
+    return found
+
+
+def rows(
+    shards: Mapping[str, tuple[torch.Tensor, Piece]], held: Mapping[str, Holders], divided: Mapping[str, Shard]
+) -> dict[str, Rows]:
+    """Put sharded tensors together, one after the other; all ranks of the job call it.
+
+    Args:
+        shards: By name in the checkpoint, the elements that this rank holds, and of which parameter they are.
+        held: Of :func:`holders`.
+        divided: How tensor parallelism divides parameters.
+
+    Returns:
+        By name in the checkpoint, what this rank writes.
+    """
+    about = {name: (piece.name, str(tensor.dtype), piece.shape) for name, (tensor, piece) in shards.items()}
+    everywhere = allgather(about, CommGroup.WORLD)
+    found: dict[str, Rows] = {}
+    for own in dict.fromkeys(each for each in held.values() if each.writes):
+        # A rank may lack the shards of some parameters, and takes part in putting them together.
+        known = {name: each for member in own.members for name, each in everywhere[member].items()}
+        names = sorted(name for name, (parameter, *_) in known.items() if held.get(parameter) == own)
+        for number, name in enumerate(names):
+            parameter, dtype, shape = known[name]
+            whole = torch.zeros(math.prod(shape), dtype=getattr(torch, dtype.split(".")[1]), device=current_device())
+            if name in shards:
+                tensor, piece = shards[name]
+                whole[piece.start : piece.end].copy_(tensor.detach()[: piece.end - piece.start])
+            with errors.translated(CLASSES):
+                # Of bytes: a sum with zeros keeps every bit.
+                dist.all_reduce(whole.view(torch.uint8), ReduceOp.SUM, own.group)
+            part = _own_rows(whole.view(shape), own.members.index(state.groups.rank), len(own.members), number)
+            if part is not None:
+                found[name] = _written(whole.view(shape), *part, divided.get(parameter))
+    return {name: each for name, each in found.items() if each.tensor.numel()}
+
+
+def _own_rows(whole: torch.Tensor, rank: int, ranks: int, number: int) -> tuple[int, int] | None:
+    """The rows of a tensor that one of several ranks writes; ``number`` spreads small tensors over them."""
+    size = whole.shape[0] if whole.dim() else 1
+    if whole.nbytes < _SPLIT_BYTES or size < ranks:
+        return (0, size) if number % ranks == rank else None
+    return rank * size // ranks, (rank + 1) * size // ranks
+
+
+def _written(whole: torch.Tensor, first: int, last: int, shard: Shard | None) -> Rows:
+    part = whole[first:last] if whole.dim() else whole
+    origin, shape = [first] + [0] * (whole.dim() - 1) if whole.dim() else [], list(whole.shape)
+    if shard is not None:
+        begin, end = shard.bounds(state.groups.rank_in("tp"))
+        offset = origin[shard.dim]
+        # Padding is not written.
+        part = part.narrow(shard.dim, 0, max(0, min(part.shape[shard.dim], end - begin - offset)))
+        origin[shard.dim] = begin + offset
+        shape = list(shard.whole_shape(shape))
+    return Rows(part.to("cpu", copy=True).contiguous(), origin, shape)
+
+
+class _Read(NamedTuple):
+    """A slice that is read, and the place of its elements among those of a shard."""
+
+    start: list[int]
+    target: torch.Tensor
+    place: torch.Tensor
+
+
+@torch.no_grad()
+def read(
+    reader: Any,
+    found: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    wanted: Mapping[str, tuple[torch.Tensor, Piece]],
+    divided: Mapping[str, Shard],
+    threads: int,
+) -> None:
+    """Read the elements of shards.
+
+    Args:
+        reader: The core's reader of the checkpoint.
+        found: By name in the checkpoint, types and shapes.
+        wanted: By name in the checkpoint, the tensor of one dimension that gets the elements, and which these are.
+        divided: How tensor parallelism divides parameters.
+        threads: How many read.
+
+    Raises:
+        SMPCheckpointError: A tensor has another shape in the checkpoint, or a file is damaged.
+    """
+    reads: list[tuple[str, _Read]] = []
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for name, (tensor, piece) in wanted.items():
+        dtype, shape = found[name]
+        shard = divided.get(piece.name)
+        expected = shard.whole_shape(piece.shape) if shard is not None else piece.shape
+        if tuple(shape) != tuple(expected):
+            raise SMPCheckpointError(
+                f"`{name}` has the shape {list(shape)} in checkpoint `{reader.tag}`, and {list(expected)} in the model"
+            )
+        own = tensor.detach()[: piece.end - piece.start]
+        if own.device.type != "cpu" or own.dtype != dtype:
+            buffer = torch.zeros(own.shape, dtype=dtype)
+            copies.append((own, buffer))
+            own = buffer
+        reads += [(name, each) for each in _slices_of(own, piece, shard)]
+    targets = [
+        (name, each.start, list(each.target.shape), each.target.data_ptr(), each.target.nbytes) for name, each in reads
+    ]
+    with errors.translated(_CLASSES):
+        reader.read(targets, threads)
+    for _, each in reads:
+        if each.target.data_ptr() != each.place.data_ptr():
+            each.place.copy_(each.target)
+    for target, buffer in copies:
+        target.copy_(buffer)
+
+
+def _slices_of(own: torch.Tensor, piece: Piece, shard: Shard | None) -> Iterator[_Read]:
+    for start, lengths, offset in slices(piece.start, piece.end, piece.shape):
+        place = own[offset : offset + math.prod(lengths)].view(lengths)
+        if shard is not None:
+            begin, end = shard.bounds(state.groups.rank_in("tp"))
+            length = min(lengths[shard.dim], end - begin - start[shard.dim])
+            if length <= 0:
+                # Padding.
+                place.zero_()
+                continue
+            if length < lengths[shard.dim]:
+                place.zero_()
+                place = place.narrow(shard.dim, 0, length)
+            start[shard.dim] += begin
+        if place.numel():
+            yield _Read(start, place if place.is_contiguous() else torch.empty_like(place).contiguous(), place)
+
+
+def slices(start: int, end: int, shape: Sequence[int]) -> Iterator[tuple[list[int], list[int], int]]:
+    """Divide elements of a flattened tensor into slices of the tensor.
+
+    Args:
+        start: The first element.
+        end: One past the last.
+        shape: The tensor's shape.
+
+    Yields:
+        For each slice its first element, by dimension, its lengths, and how many of the elements lie before it. The
+        elements of a slice are neighbours.
+    """
+    if start >= end:
+        return
+    if len(shape) <= 1:
+        yield [start] * len(shape), [end - start] * len(shape), 0
+        return
+    row = math.prod(shape[1:])
+    # The rest of a row that has begun, whole rows, and the beginning of one.
+    cuts = [start, min(end, -(-start // row) * row), max(start, end // row * row), end]
+    for low, high in itertools.pairwise(sorted(cuts)):
+        if low == high:
+            continue
+        if low % row == 0 and high % row == 0:
+            yield [low // row] + [0] * (len(shape) - 1), [(high - low) // row, *shape[1:]], low - start
+            continue
+        first = low // row
+        for inner, lengths, offset in slices(low - first * row, high - first * row, shape[1:]):
+            yield [first, *inner], [1, *lengths], low - start + offset
