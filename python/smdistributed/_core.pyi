@@ -211,8 +211,6 @@ def partition_modules(
     microbatches: int,
     active_microbatches: int | None,
     schedule: str,
-    link_nanoseconds: int,
-    link_bytes_per_nanosecond: int,
     memory_bytes: int | None = None,
 ) -> tuple[list[int], str, list[float]]:
     """
@@ -222,6 +220,12 @@ def partition_modules(
     apart (module, module in whose place, nanoseconds), `ties` modules that must lie together. Where every partition needs at most
     `memory_bytes`, if given, time alone is balanced.
     """
+
+def operation_nanoseconds(flops: float, moved_bytes: int) -> float:
+    """The estimated nanoseconds of an operation that needs `flops` and reads and writes `moved_bytes`."""
+
+def task_nanoseconds() -> int:
+    """The nanoseconds that a task of a pipeline takes of the host."""
 
 def partition_to_json(partitions: dict[str, int]) -> str:
     """The text of a partition file."""
@@ -463,8 +467,6 @@ class PipelineLayout:
         schedule: str,
         active_microbatches: int | None,
         memory_bytes: int | None,
-        link_nanoseconds: int,
-        link_bytes_per_nanosecond: int,
     ) -> list[tuple[str, int, int, int | None]]:
         """What `rank` of a pipeline does, in its order: kind (`F`, `B`, `I`, `W`, `SF`, `RF`, `SB`, `RB`), stage, microbatch and,
         of a transfer, the stage at its other end. All ranks pass the same arguments and get parts of one program."""
@@ -596,6 +598,14 @@ def checkpoint_content(directory: str, tag: str) -> str | None:
 
 def checkpoint_verify_file(path: str) -> None:
     """Compares a file of a full checkpoint with the checksum of its mark, if it has one."""
+
+def checkpoint_shares(
+    tensors: Sequence[tuple[int | None, int, bool]], replica: int, replicas: int
+) -> list[tuple[int, tuple[int, int] | None]]:
+    """
+    What a replica writes of the tensors that it holds: index, and first row and number of rows unless it is all of it. Of each tensor
+    its length along the first axis (none for a scalar), its bytes, and whether all replicas hold it.
+    """
 
 def checkpoint_check_tag(tag: str) -> None:
     """Refuses what cannot be a checkpoint's name."""

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use smd_core::checkpoint::{
-    self, Checkpoint, CheckpointKind, RankSave, SaveAttempt, SaveOptions, SaveSpec, Saver, Slice, SourceSlice,
-    StoredDType, Target,
+    self, Checkpoint, CheckpointKind, HeldTensor, RankSave, SaveAttempt, SaveOptions, SaveSpec, Saver, Slice,
+    SourceSlice, StoredDType, Target,
 };
 use smd_core::world::monitor;
 use smd_core::{Error, Result, session};
@@ -20,6 +20,9 @@ type SourceRow = (String, String, Vec<u64>, Vec<u64>, Vec<u64>, usize, bool);
 
 /// Memory for a slice of a tensor: name, start and shape of the slice, address, bytes.
 type TargetRow = (String, Vec<u64>, Vec<u64>, usize, u64);
+
+/// What a replica writes of a tensor: its index, and the first row and their number, if not all.
+type ShareRow = (usize, Option<(u64, u64)>);
 
 /// One rank's part in saving checkpoints; one save is under way at a time.
 #[pyclass(module = "smdistributed._core", frozen)]
@@ -313,6 +316,16 @@ fn checkpoint_verify_file(py: Python<'_>, path: PathBuf) -> PyResult<()> {
     enter(py, || checkpoint::verify_file(&path))
 }
 
+/// What a replica writes of the tensors that it holds: index, and first row and number of rows unless it is all of it. Of each tensor
+/// its length along the first axis (none for a scalar), its bytes, and whether all replicas hold it.
+#[pyfunction]
+fn checkpoint_shares(tensors: Vec<(Option<u64>, u64, bool)>, replica: usize, replicas: usize) -> Vec<ShareRow> {
+    let tensors: Vec<HeldTensor> =
+        tensors.into_iter().map(|(rows, bytes, is_shared)| HeldTensor { rows, bytes, is_shared }).collect();
+    let shares = checkpoint::shares_of_replica(&tensors, replica, replicas);
+    shares.into_iter().map(|share| (share.tensor, share.rows)).collect()
+}
+
 /// Refuses what cannot be a checkpoint's name.
 #[pyfunction]
 fn checkpoint_check_tag(py: Python<'_>, tag: &str) -> PyResult<()> {
@@ -366,5 +379,6 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(checkpoint_folder, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint_content, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint_verify_file, module)?)?;
+    module.add_function(wrap_pyfunction!(checkpoint_shares, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint_check_tag, module)?)
 }

@@ -3,8 +3,7 @@
 use std::collections::BTreeMap;
 
 use pyo3::prelude::*;
-use smd_core::partition::{self, CostTree, ModuleCost, Objective, Tasks, Value};
-use smd_core::pipeline::LinkCost;
+use smd_core::partition::{self, CostTree, DeviceModel, ModuleCost, Objective, Tasks, Value};
 
 use crate::enter::enter;
 
@@ -35,7 +34,7 @@ impl From<Module> for ModuleCost {
 /// `memory_bytes`, if given, time alone is balanced.
 #[pyfunction]
 #[pyo3(signature = (modules, values, tasks, ties, partitions, memory_weight, microbatches, active_microbatches, schedule,
-    link_nanoseconds, link_bytes_per_nanosecond, memory_bytes=None))]
+    memory_bytes=None))]
 #[expect(clippy::too_many_arguments, reason = "Python names them")]
 fn partition_modules(
     py: Python<'_>,
@@ -48,8 +47,6 @@ fn partition_modules(
     microbatches: u64,
     active_microbatches: Option<u64>,
     schedule: &str,
-    link_nanoseconds: u64,
-    link_bytes_per_nanosecond: u64,
     memory_bytes: Option<u64>,
 ) -> PyResult<(Vec<u32>, String, Vec<f64>)> {
     enter(py, || {
@@ -58,8 +55,7 @@ fn partition_modules(
         let tasks = tasks.into_iter().map(|(module, at, time)| Tasks { module, at, time }).collect();
         let tree = CostTree::new(modules, values, tasks, &ties)?;
         let kept = partition::kept_microbatches(partitions, microbatches, active_microbatches, schedule.parse()?);
-        let link = LinkCost { latency: link_nanoseconds, bytes_per_tick: link_bytes_per_nanosecond };
-        let objective = Objective::new(memory_weight, kept, link)?;
+        let objective = Objective::new(memory_weight, kept, DeviceModel::ACCELERATOR.link)?;
         let found = match memory_bytes {
             Some(bytes) => partition::partition_by_time_if_it_fits(&tree, partitions, &objective, bytes)?,
             None => partition::partition(&tree, partitions, &objective)?,
@@ -70,6 +66,18 @@ fn partition_modules(
             partition::stage_costs(&tree, &assignment, &objective).into_iter().map(|stage| stage.cost).collect();
         Ok((assignment, table, costs))
     })
+}
+
+/// The estimated nanoseconds of an operation that needs `flops` and reads and writes `moved_bytes`.
+#[pyfunction]
+fn operation_nanoseconds(flops: f64, moved_bytes: u64) -> f64 {
+    DeviceModel::ACCELERATOR.operation_nanoseconds(flops, moved_bytes)
+}
+
+/// The nanoseconds that a task of a pipeline takes of the host.
+#[pyfunction]
+fn task_nanoseconds() -> u64 {
+    DeviceModel::ACCELERATOR.task_nanoseconds
 }
 
 /// The text of a partition file.
@@ -87,6 +95,8 @@ fn partition_from_json(py: Python<'_>, name: &str, text: &str, partitions: u32) 
 /// Adds this file's functions.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(partition_modules, module)?)?;
+    module.add_function(wrap_pyfunction!(operation_nanoseconds, module)?)?;
+    module.add_function(wrap_pyfunction!(task_nanoseconds, module)?)?;
     module.add_function(wrap_pyfunction!(partition_to_json, module)?)?;
     module.add_function(wrap_pyfunction!(partition_from_json, module)?)
 }

@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 
 use pyo3::prelude::*;
+use smd_core::partition::DeviceModel;
 use smd_core::pipeline::schedule::{self, Bounds, Schedule};
-use smd_core::pipeline::{Costs, Graph, LinkCost, ProducedTensor, Section, StageGraph, Task};
+use smd_core::pipeline::{Costs, Graph, ProducedTensor, Section, StageGraph, Task};
 use smd_core::trace::{self, Track};
 use smd_core::{Error, Result};
 
@@ -89,12 +90,9 @@ impl PipelineLayout {
         schedule: &str,
         active_microbatches: Option<usize>,
         memory_bytes: Option<u64>,
-        link_nanoseconds: u64,
-        link_bytes_per_nanosecond: u64,
     ) -> PyResult<Vec<ActionRow>> {
         enter(py, || {
-            let link = LinkCost { latency: link_nanoseconds, bytes_per_tick: link_bytes_per_nanosecond };
-            let graph = self.layout.graph(ranks, microbatches, link)?;
+            let graph = self.layout.graph(ranks, microbatches, DeviceModel::ACCELERATOR.link)?;
             planned(&graph, rank, schedule, Bounds { active_microbatches, memory_bytes })
         })
     }

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from smdistributed import _core
 
-#: Tensors of fewer bytes are written by one replica.
-_SPLIT_BYTES = 1 << 20
 #: Saves of this process, all managers' together.
 _SAVES = itertools.count(1)
 
@@ -70,22 +68,19 @@ def places(blocks: Iterable[Block], replica: int, replicas: int) -> list[Place]:
         replica: The number of this replica.
         replicas: How many replicas there are.
     """
+    blocks = list(blocks)
+    sizes = [
+        (block.shape[0] if block.shape else None, math.prod(block.shape) * block.item_bytes, block.is_shared)
+        for block in blocks
+    ]
     found: list[Place] = []
-    given = [0] * replicas
-    for block in blocks:
-        shape, size = block.shape, math.prod(block.shape) * block.item_bytes
-        if not block.is_shared:
-            found.append(_place(block, [0] * len(shape), shape, block.address))
-        elif size < _SPLIT_BYTES or shape[0] < replicas:
-            least = given.index(min(given))
-            given[least] += size + 1
-            if least == replica:
-                found.append(_place(block, [0] * len(shape), shape, block.address))
-        else:
-            first, last = replica * shape[0] // replicas, (replica + 1) * shape[0] // replicas
-            start, lengths = [first] + [0] * (len(shape) - 1), [last - first, *shape[1:]]
-            row = math.prod(shape[1:]) * block.item_bytes
-            found.append(_place(block, start, lengths, block.address + first * row))
+    for index, rows in _core.checkpoint_shares(sizes, replica, replicas):
+        block = blocks[index]
+        start, lengths, offset = [0] * len(block.shape), list(block.shape), 0
+        if rows is not None:
+            start[0], lengths[0] = rows
+            offset = start[0] * math.prod(block.shape[1:]) * block.item_bytes
+        found.append(_place(block, start, lengths, block.address + offset))
     return found
 
 

@@ -5,15 +5,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{CostTree, ModuleCost, Objective, Value, kept_microbatches, partition, table};
+use super::{CostTree, DeviceModel, ModuleCost, Objective, Value, kept_microbatches, partition, table};
 use crate::error::{Error, Result};
-use crate::pipeline::LinkCost;
 use crate::pipeline::operations::{Operations, Output};
 use crate::pipeline::schedule::Schedule;
 
-/// What an operation costs and a transfer takes, roughly: only the proportions count.
-const FLOPS_PER_NANOSECOND: u64 = 10;
-const LINK: LinkCost = LinkCost { latency: 10_000, bytes_per_tick: 10 };
+const DEVICE: DeviceModel = DeviceModel::PROCESSOR;
 
 /// For what a partition is made.
 #[derive(Clone, Copy, Debug)]
@@ -48,7 +45,7 @@ pub fn divide_layers(
     }
     let tree = costs.tree(operations, layers)?;
     let kept = kept_microbatches(wish.partitions, wish.microbatches, wish.active_microbatches, wish.schedule);
-    let objective = Objective::new(wish.memory_weight, kept, LINK)?;
+    let objective = Objective::new(wish.memory_weight, kept, DEVICE.link)?;
     let assignment = partition(&tree, wish.partitions, &objective)?.assignment;
     let table = table(&tree, &assignment, &objective);
     Ok((costs.modules.iter().map(|module| module.map(|module| assignment[module])).collect(), table))
@@ -143,7 +140,7 @@ impl ModuleCosts {
                 // Its gradient, and what Adam keeps.
                 state_bytes: 3 * parameter_bytes[module],
                 activation_bytes: self.kept[module],
-                time: self.flops[module] / FLOPS_PER_NANOSECOND + 1,
+                time: (self.flops[module] as f64 / DEVICE.flops_per_nanosecond) as u64 + 1,
                 first_run: self.first_run[module],
                 follows: None,
             });

@@ -22,6 +22,7 @@
 //!   may be elsewhere.
 
 mod cost;
+mod device_model;
 mod file;
 mod layers;
 mod line;
@@ -33,6 +34,7 @@ mod tests;
 mod tree;
 
 pub use cost::{Objective, StageCost, kept_microbatches, stage_costs};
+pub use device_model::DeviceModel;
 pub use file::{from_json, to_json};
 pub use layers::{PartitionRequest, divide_layers};
 pub use table::table;

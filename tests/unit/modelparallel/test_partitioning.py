@@ -13,8 +13,9 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
+from smdistributed import _core  # noqa: E402
 from smdistributed.modelparallel import partition_file  # noqa: E402
-from smdistributed.modelparallel.torch.partitioning import assignment, cost_model, cost_trace  # noqa: E402
+from smdistributed.modelparallel.torch.partitioning import assignment, cost_trace  # noqa: E402
 
 
 def _config(partitions, **more):
@@ -156,10 +157,10 @@ def test_costs_are_those_of_the_layers():
     assert relu.follows == 1
     assert tree.values == [(1, [3], 4 * 8 * 200)]
     # The loss begins with a softmax.
-    launch = 3 * int(cost_model.OPERATION_NANOSECONDS)
+    launch = 3 * int(_core.operation_nanoseconds(0.0, 0))
     assert (first.time, relu.time, second.time) == (2 * launch, 0, 2 * launch)
     # Three calls.
-    task = cost_model.TASK_NANOSECONDS
+    task = _core.task_nanoseconds()
     assert tree.tasks == [(0, 1, 2 * task), (0, 3, task)]
 
 
@@ -175,7 +176,7 @@ class _Residual(nn.Module):
 def test_a_module_that_is_taken_apart_costs_a_task_for_each_of_its_operations():
     tree = cost_trace.trace(nn.Sequential(_Residual(16), _Residual(16)), (torch.randn(4, 16),), {})
     paths = [part.path for part in tree.modules]
-    counts = {(paths[module], paths[at]): time // cost_model.TASK_NANOSECONDS for module, at, time in tree.tasks}
+    counts = {(paths[module], paths[at]): time // _core.task_nanoseconds() for module, at, time in tree.tasks}
     block = {"0.up": 2, "0.down": 2, "1.up": 2, "1.down": 2}
     assert counts == {("", "0.up"): 1, ("", "1.up"): 1, **{(at[0], at): count for at, count in block.items()}}
 

@@ -13,7 +13,7 @@ from smdistributed.modelparallel import partition_file
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.torch import communication
 from smdistributed.modelparallel.torch.device import current_device
-from smdistributed.modelparallel.torch.partitioning import cost_model, cost_trace
+from smdistributed.modelparallel.torch.partitioning import cost_trace
 from smdistributed.modelparallel.torch.state import state
 
 
@@ -116,8 +116,6 @@ def _automatic(
         microbatches=config.microbatches,
         active_microbatches=config.active_microbatches,
         schedule=config.pipeline,
-        link_nanoseconds=cost_model.LINK_NANOSECONDS,
-        link_bytes_per_nanosecond=cost_model.LINK_BYTES_PER_NANOSECOND,
         memory_bytes=memory_bytes,
     )
     partition_file.log_table(table)

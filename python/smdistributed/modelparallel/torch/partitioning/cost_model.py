@@ -1,9 +1,7 @@
 """The cost model: estimated time and saved memory of operations, from their shapes.
 
-The partitioner and the schedules use it. Only ratios matter. They are about those of a current accelerator that
-computes in bfloat16.
-
-Only ratios matter. They are about those of a current accelerator that computes in bfloat16.
+The partitioner and the schedules use it. Here operations are counted; what they cost a device is the core's to say
+(``rust-core/src/partition/device_model.rs``).
 """
 
 from __future__ import annotations
@@ -20,14 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-FLOPS_PER_NANOSECOND = 400_000.0
-MEMORY_BYTES_PER_NANOSECOND = 3_000.0
-LINK_NANOSECONDS = 10_000
-LINK_BYTES_PER_NANOSECOND = 200
-# No operation takes less: that much its launch costs.
-OPERATION_NANOSECONDS = 2_000.0
-# What a task takes of the host, on the rank that runs it and on those that only record it.
-TASK_NANOSECONDS = 15_000
+from smdistributed import _core
 
 _aten = torch.ops.aten
 
@@ -77,7 +68,7 @@ class OpCost(NamedTuple):
 
 
 #: The cost of a task that could not be traced.
-UNKNOWN_COST = OpCost(*(int(OPERATION_NANOSECONDS),) * 3, kept_bytes=0, waiting_bytes=0)
+UNKNOWN_COST = OpCost(*(int(_core.operation_nanoseconds(0.0, 0)),) * 3, kept_bytes=0, waiting_bytes=0)
 
 
 def nanoseconds(func: Any, args: Any, kwargs: Any, out: Any, moved_bytes: int) -> float:
@@ -86,8 +77,7 @@ def nanoseconds(func: Any, args: Any, kwargs: Any, out: Any, moved_bytes: int) -
         # Memory without numbers.
         return 0.0
     formula = _FLOPS.get(func._overloadpacket)
-    arithmetic = _flops(formula, args, kwargs, out) / FLOPS_PER_NANOSECOND if formula else 0.0
-    return max(arithmetic, moved_bytes / MEMORY_BYTES_PER_NANOSECOND, OPERATION_NANOSECONDS)
+    return _core.operation_nanoseconds(_flops(formula, args, kwargs, out) if formula else 0.0, moved_bytes)
 
 
 def _flops(formula: Any, args: Any, kwargs: Any, out: Any) -> float:

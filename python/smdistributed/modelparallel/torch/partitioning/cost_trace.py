@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from smdistributed import _core
 from smdistributed.modelparallel.torch import pytree as structures
 from smdistributed.modelparallel.torch.nn.module import units
 from smdistributed.modelparallel.torch.partitioning import cost_model
@@ -378,7 +379,7 @@ class _Recorder(TorchDispatchMode):
             # A module with a single owner inside cannot be split.
             if len(inside) > 1:
                 sums[module, owner if owner in inside else inside[0]] += count
-        self.trace.tasks = [(*key, count * cost_model.TASK_NANOSECONDS) for key, count in sorted(sums.items())]
+        self.trace.tasks = [(*key, count * _core.task_nanoseconds()) for key, count in sorted(sums.items())]
 
     def _owner(self, taken: list[_Storage]) -> int | None:
         frame = self.frames[-1].module if self.frames else None

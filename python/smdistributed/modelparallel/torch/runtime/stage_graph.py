@@ -169,10 +169,7 @@ class StageGraph:
         memory_bytes: int | None,
     ) -> list[tuple[str, int, int, int | None]]:
         """Returns a rank's program for ``microbatches`` microbatches like this one."""
-        return self._core.plan(
-            rank, ranks, microbatches, schedule, active_microbatches, memory_bytes,
-            cost_model.LINK_NANOSECONDS, cost_model.LINK_BYTES_PER_NANOSECOND,
-        )  # fmt: skip
+        return self._core.plan(rank, ranks, microbatches, schedule, active_microbatches, memory_bytes)
 
     def _look(self) -> None:
         self.stages = [Stage(*row) for row in self._core.stages()]
