@@ -92,6 +92,21 @@ EQUAL = {
         ["keep.seen.append(h)", "h = net.a(h) + net.b(x) + sum(each.detach() for each in keep.seen[:2])"],
         result="{'loss': loss, 'values': [keep.seen[0], h]}",
     ),
+    "a buffer is sent before a call of its module changes it": _program(
+        2, {"a": "Momentum"}, _TWO, ["t2 = net.a(h)", "h = h + net.a.running", "t3 = net.a(y)", "h = h + t2 + t3"]
+    ),
+    "a parameter is sent before the body changes it": _program(
+        2,
+        {"a": "Mode"},
+        _TWO,
+        ["h = h + net.a.linear.bias", "with torch.no_grad():\n    net.a.linear.bias.mul_(0.5)", "h = h + net.a(y)"],
+    ),
+    "numbers of a buffer after a call that changes it": _program(
+        2, {"a": "Norm"}, _TWO, ["h = net.a(h)", "h = h * 0.01 * net.a.norm.num_batches_tracked.item()"]
+    ),
+    "a call in the same stage keeps what changed since": _program(
+        2, {"a": "Last", "b": "Writer"}, {"begin": 0, "a": 0, "b": 0}, ["t1 = net.a(h)", "t2 = net.b(t1)", "h = net.a(h) + t2"]
+    ),
     "a tensor from outside gets numbers of a partition, in each microbatch": _program(
         2,
         {"a": "Mode"},
@@ -117,6 +132,35 @@ REFUSED = {
     "a write of a partition's numbers through `.data`": (
         _program(2, {"a": "Mode"}, _TWO, ["t1 = net.a(x)", "x.data.copy_(h)", "h = h + t1"]),
         "through `.data` to a tensor that autograd has saved for the backward of `begin`",
+    ),
+    "a write through `.data` after a write to another piece of its storage": (
+        _program(
+            2,
+            {"a": "Norm"},
+            _TWO,
+            ["h = Through.apply(y)", "with torch.no_grad():\n    y[2].clamp_(min=0)", "h = net.a(h)", "x.data.clamp_(-0.5, 0.5)"],
+        ),
+        "`clamp_` writes in place through `.data` to a tensor that autograd has saved for the backward of `begin`",
+    ),
+    "a view of a buffer that a call changes": (
+        _program(2, {"a": "Momentum"}, _TWO, ["t1 = net.a.running[:2]", "t2 = net.a(h)", "h = h + t1.sum() + t2"]),
+        "`a` on partition 1 changed `a.running` in place, and this tensor is a view of it",
+    ),
+    "a tensor that a module keeps changes on another partition": (
+        _program(2, {"a": "Last", "b": "Writer"}, {"begin": 0, "a": 0, "b": 1}, ["t1 = net.a(h)", "t2 = net.b(t1)", "h = net.a(h) + t2"]),
+        "the tensor in `a.last` was changed in place",
+    ),
+    "a tensor that a module keeps changes after another partition has computed": (
+        _program(2, {"a": "Last", "b": "Mode"}, _TWO | {"a": 0, "b": 1}, ["t1 = net.a(h)", "t1.add_(net.b(y))", "h = net.a(h) + t1"]),
+        "the tensor in `a.last` was changed in place",
+    ),
+    "the body reads a count that a call changes": (
+        _program(2, {"a": "Counter"}, _TWO, ["h = net.a(h)", "h = h * 0.01 * net.a.calls"]),
+        "uses the attribute `a.calls`, which a call of its module changes",
+    ),
+    "the body sets a count that a call changes": (
+        _program(2, {"a": "Counter"}, _TWO, ["net.a.calls = 1", "h = net.a(h)"]),
+        "uses the attribute `a.calls`, which a call of its module changes",
     ),
     "the version of a tensor on a partition": (
         _program(2, {"a": "Mode"}, _TWO, ["h = net.a(h) * h._version"]),

@@ -225,8 +225,11 @@ class Pipeline:
     def fetch(self, recording: Recording, value: Value) -> torch.Tensor:
         """The numbers of a value, on every rank."""
         if value.parameter is not None:
-            tensor = self.parameters[value.parameter]
-            return self._broadcast(tensor if value.rank == self.rank else None, value)
+            if any(each.order.changes_state for each in (*recording.earlier, recording)):
+                # Tasks that write to it may not have run.
+                self._flush(recording)
+            tensor = self.parameters[value.parameter] if value.rank == self.rank else None
+            return self._broadcast(tensor, value)
         mb = self._flush(recording)
         held: torch.Tensor | GradientEdge | None = None
         if value.rank == self.rank:

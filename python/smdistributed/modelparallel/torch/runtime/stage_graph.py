@@ -90,6 +90,7 @@ class StageGraph:
                 linked = {result for _, results in self._gradients[-1] for result in results}
                 self.without_graph.update(set(_trained(task.outputs)) - linked)
             self.written.update(source.storage_key for source, _ in task.writes if isinstance(source, Value))
+            self.written.update(task.overwritten)
         return added
 
     def adopt(self, task: int, outputs: Sequence[Value]) -> int:

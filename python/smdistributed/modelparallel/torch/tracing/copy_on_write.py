@@ -1,7 +1,10 @@
 """Copy-on-write of replicated tensors that recorded tasks refer to.
 
-A task runs after the body, with the values that its arguments had at the call (REC-5). Before the body writes to a
-storage that tasks refer to, those tasks get a copy of it.
+A task runs after the body, with the values that its arguments had at the call (REC-5). Before the body writes to memory
+that tasks refer to, those tasks get a copy of it.
+
+What counts is whether tensors overlap, not whether they share a storage: pieces of one batch share a storage on the
+first rank only, because the other ranks receive them apart.
 """
 
 from __future__ import annotations
@@ -33,9 +36,9 @@ class CopyOnWriteTensors:
         self.has_backward = False
         self.before_write: Callable[[], None] | None = None
         #: By the storage, the tasks that hold a tensor of it, with their microbatches.
-        self._tasks: dict[int, list[tuple[int, Task]]] = {}
-        #: By the storage: the attribute that holds it, the tasks of its microbatch, and how many there were before.
-        self._attributes: dict[int, tuple[str, Sequence[Task], int]] = {}
+        self._tasks: dict[int, list[tuple[int, Task, torch.Tensor]]] = {}
+        #: By the storage: attributes that hold tensors of it, the tasks of their microbatch, and how many there were.
+        self._attributes: dict[int, list[tuple[str, Sequence[Task], int, torch.Tensor]]] = {}
         #: Remote tensors of located views of replicated tensors.
         self._views: dict[int, list[tuple[weakref.ref[RemoteTensor], torch.Tensor]]] = {}
 
@@ -43,7 +46,7 @@ class CopyOnWriteTensors:
         """Notes the replicated tensors among the arguments of a task."""
         for tensor in tensors:
             if tensor.layout == torch.strided:
-                self._tasks.setdefault(storage_of(tensor), []).append((microbatch, task))
+                self._tasks.setdefault(storage_of(tensor), []).append((microbatch, task, tensor))
 
     def add_view(self, remote: RemoteTensor, tensor: torch.Tensor) -> None:
         """Notes that a located tensor shares its storage with a replicated one."""
@@ -51,18 +54,23 @@ class CopyOnWriteTensors:
 
     def lose_views(self, tensor: torch.Tensor, reason: str) -> None:
         """Located views of a replicated tensor that changes cannot be followed."""
-        for reference, _ in self._views.pop(storage_of(tensor), ()):
+        kept = []
+        for reference, held in self._views.pop(storage_of(tensor), ()):
             remote = reference()
-            if remote is not None:
+            if remote is not None and not _overlap(held, tensor):
+                kept.append((reference, held))
+            elif remote is not None:
                 remote.value = InvalidatedValue(
                     f"this tensor is a view of another one, and {reason}: use a copy of either"
                 )  # type: ignore[assignment]
+        if kept:
+            self._views[storage_of(tensor)] = kept
 
     def _saved(self, tensors: Sequence[torch.Tensor], microbatch: int) -> list[tuple[torch.Tensor, int, Task]]:
         """Tensors in the storages of ``tensors`` that autograd saves for the backward of tasks, with their versions."""
         found = []
         for storage in {storage_of(tensor) for tensor in tensors}:
-            for number, task in self._tasks.get(storage, ()):
+            for number, task, _ in self._tasks.get(storage, ()):
                 # In one process, the backward of a microbatch before has been.
                 if number == microbatch:
                     found += [
@@ -125,7 +133,7 @@ class CopyOnWriteTensors:
     def hold_attribute(self, tensor: torch.Tensor, path: str, tasks: Sequence[Task]) -> None:
         """Notes that the body has assigned a replicated tensor to an attribute, which tasks from now on read."""
         if tensor.layout == torch.strided:
-            self._attributes[storage_of(tensor)] = (path, tasks, len(tasks))
+            self._attributes.setdefault(storage_of(tensor), []).append((path, tasks, len(tasks), tensor))
 
     def _check_attributes(self, tensors: Sequence[torch.Tensor], func: Any) -> None:
         """Checks that no task reads these tensors, which the body changes in place, from an attribute.
@@ -134,27 +142,36 @@ class CopyOnWriteTensors:
             SMPUsageError: One may.
         """
         for tensor in tensors:
-            path, tasks, count = self._attributes.get(storage_of(tensor), ("", [], 0))
-            if len(tasks) > count:
-                raise SMPUsageError(
-                    f"`{getattr(func, '__name__', func)}` changes the tensor in `{path}` in place, inside of a "
-                    "`smp.step` function, and modules that were called before read it later: assign a changed copy to "
-                    "the attribute"
-                )
+            for path, tasks, count, held in self._attributes.get(storage_of(tensor), ()):
+                if len(tasks) > count and _overlap(held, tensor):
+                    raise SMPUsageError(
+                        f"`{getattr(func, '__name__', func)}` changes the tensor in `{path}` in place, inside of a "
+                        "`smp.step` function, and modules that were called before read it later: assign a changed "
+                        "copy to the attribute"
+                    )
 
     def _holds(self, tensor: torch.Tensor) -> bool:
         storage = storage_of(tensor)
-        return storage in self._tasks or storage in self._views or storage in self._attributes
+        # The last ones first: most often they are those of this microbatch.
+        return any(
+            held is tensor or _overlap(held, tensor)
+            for held in (
+                *(each[-1] for each in reversed(self._tasks.get(storage, ()))),
+                *(each[-1] for each in self._views.get(storage, ())),
+                *(each[-1] for each in self._attributes.get(storage, ())),
+            )
+        )
 
     def _release(self, tensor: torch.Tensor, func: Any) -> None:
-        """Copies the storage of ``tensor`` for the tasks that refer to it."""
+        """Copies what overlaps ``tensor`` for the tasks that refer to it."""
         storage = storage_of(tensor)
+        held = self._tasks.get(storage, [])
         copies: dict[int, torch.Tensor] = {}
 
         def copied(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or isinstance(leaf, UnreadTensor) or leaf.layout != torch.strided:
                 return leaf
-            if storage_of(leaf) != storage:
+            if not _overlap(leaf, tensor):
                 return leaf
             if id(leaf) not in copies:
                 copies[id(leaf)] = leaf.clone()
@@ -162,8 +179,11 @@ class CopyOnWriteTensors:
 
         # A copy that is made in inference mode could not be saved for a backward.
         with torch._C.DisableTorchFunction(), torch.inference_mode(False):
-            for _, task in self._tasks.pop(storage, ()):
-                task.replace_leaves(copied)
+            for entry in held:
+                if _overlap(entry[-1], tensor):
+                    entry[1].replace_leaves(copied)
+        if held:
+            self._tasks[storage] = [entry for entry in held if not _overlap(entry[-1], tensor)]
         self.lose_views(tensor, f"`{getattr(func, '__name__', func)}` changed that in place")
 
 
@@ -187,6 +207,12 @@ class StorageRange(NamedTuple):
             return False
         other = StorageRange.of(tensor)
         return other.begin < self.end and self.begin < other.end
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors share memory."""
+    with torch._C.DisableTorchFunction():
+        return one is other or StorageRange.of(one).overlaps(other)
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -179,6 +179,7 @@ def _noted(original: Callable[..., Any], pipeline: Pipeline) -> Callable[..., An
             else:
                 original(self, name, *value)
             return
+        state.check_use(self, name)
         before = self.__dict__.get(name)
         if value and before is value[0] and name in self.__dict__:
             return
@@ -195,6 +196,19 @@ def _noted(original: Callable[..., Any], pipeline: Pipeline) -> Callable[..., An
             recording.copy_on_write.hold_attribute(value[0], path, recording.tasks)
 
     return change
+
+
+def _reads_watched(pipeline: Pipeline) -> Callable[[nn.Module, str], Any]:
+    """``nn.Module.__getattribute__`` where calls change attributes that the body must not read (MST-4)."""
+    state, changed = pipeline.module_state, pipeline.module_state.changed_by_calls
+    read = object.__getattribute__
+
+    def get(self: nn.Module, name: str) -> Any:
+        if (id(self), name) in changed and active.recording is not None:
+            state.check_use(self, name)
+        return read(self, name)
+
+    return get
 
 
 class _Apply:
@@ -239,10 +253,24 @@ def intercepted(pipeline: Pipeline) -> Iterator[None]:
     function = torch.autograd.Function
     original = vars(function)["apply"]
     replaced.append((function, "apply", original, classmethod(_applied(original.__func__))))
+
+    def watch_reads() -> None:
+        # This makes every access slower, so it is done only where some module changes attributes.
+        owner: Any = nn.Module
+        owner.__getattribute__ = _reads_watched(pipeline)
+
+    state = pipeline.module_state
     try:
         for owner, name, _, replacement in replaced:
             setattr(owner, name, replacement)
+        if state.changed_by_calls:
+            watch_reads()
+        else:
+            state.on_first_change = watch_reads
         yield
     finally:
+        state.on_first_change = None
+        if "__getattribute__" in vars(nn.Module):
+            del nn.Module.__getattribute__
         for owner, name, original, _ in replaced:
             setattr(owner, name, original)

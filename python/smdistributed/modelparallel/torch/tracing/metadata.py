@@ -76,6 +76,10 @@ class OutputSpec:
     observed: bool = False
     saved: tuple[int, ...] = ()
     unversioned: tuple[int, ...] = ()
+    #: Paths, in the called module, of parameters and buffers that it writes to.
+    written_state: tuple[str, ...] = ()
+    #: Attributes that hold no tensors and that the call changes, as (path in the called module, name).
+    plain_attributes: tuple[tuple[str, str], ...] = ()
     #: Whether the result is one tensor of its own, and nothing is changed: so it is of most calls.
     is_single_output: bool = field(init=False, compare=False, default=False)
     #: How many of the tensors are the result's, and not those of attributes.
@@ -157,11 +161,17 @@ class OutputSpecs:
         #: Attributes that modules have been seen to set, by the identity of the called module: to tensors, as (path,
         #: name).
         self._known_attributes: dict[int, list[tuple[str, str]]] = {}
+        #: Other attributes that they have been seen to change, likewise.
+        self._plain_attributes: dict[int, dict[tuple[str, str], None]] = {}
         #: Modules that were seen to change their own attributes.
         self._changing: set[int] = set()
         #: What the module that is being called has set attributes to: path, name, value.
         self._attributes: list[tuple[str, str, Any]] = []
         self._changes_attributes = False
+        #: Paths of parameters and buffers that the module that is being called has written to.
+        self._written_state: tuple[str, ...] = ()
+        #: Other attributes that it has changed, in this call or before.
+        self._changed: tuple[tuple[str, str], ...] = ()
         #: Of a call with made-up numbers, these.
         self._numbers: shape_probe.Numbers | None = None
 
@@ -272,7 +282,7 @@ class OutputSpecs:
     ) -> OutputSpec:
         leaves: list[torch.Tensor] = []
         counter = self._counter = Counter()
-        self._attributes, self._changes_attributes = [], False
+        self._attributes, self._changes_attributes, self._written_state, self._changed = [], False, (), ()
 
         def tensor(leaf: Any) -> torch.Tensor:
             meta = meta_of(leaf)
@@ -330,6 +340,8 @@ class OutputSpecs:
             unread,
             saved=saved,
             unversioned=unversioned,
+            written_state=self._written_state,
+            plain_attributes=self._changed,
         )
 
     def fake(self, meta: TensorMeta, leaf: bool = False) -> torch.Tensor:
@@ -364,6 +376,11 @@ class OutputSpecs:
             with preserved_attributes(module, make_fake) as attributes:
                 result = torch.func.functional_call(caller, tensors, args, kwargs, tie_weights=False)
                 self._look_at_attributes(module, attributes)
+                self._written_state = tuple(
+                    name if caller is module else name.removeprefix("module.")
+                    for name, tensor in tensors.items()
+                    if self._counter.storage(tensor) in self._counter.written
+                )
                 return result
 
         return call
@@ -383,6 +400,9 @@ class OutputSpecs:
         if found:
             self._changing.add(id(module))
         self._changes_attributes = id(module) in self._changing
+        plain = self._plain_attributes.setdefault(id(module), {})
+        plain.update(dict.fromkeys((*found, *attributes.changed_contents())))
+        self._changed = tuple(each for each in plain if each not in known)
         values = {(path, name): getattr(module.get_submodule(path), name, None) for path, name in known}
         self._attributes = [(*name, value) for name, value in values.items() if _is_of_tensors(value)]
 
@@ -453,11 +473,13 @@ class preserved_attributes:  # noqa: N801 - a context
 
     def __enter__(self) -> preserved_attributes:
         self._before = [dict(module.__dict__) for _, module in self._modules]
+        # The dictionaries of plain objects count as contents, too.
         self._contents = [
-            (value, copy.copy(value))
-            for before in self._before
+            (path, name, content, copy.copy(content))
+            for (path, _), before in zip(self._modules, self._before, strict=True)
             for name, value in before.items()
-            if type(value) in (list, dict, set) and name not in _MODULE_INTERNALS
+            if name not in _MODULE_INTERNALS
+            for content in _contents_of(value)
         ]
         for (_, module), before in zip(self._modules, self._before, strict=True):
             for name, value in before.items():
@@ -478,6 +500,18 @@ class preserved_attributes:  # noqa: N801 - a context
                     found[path, name] = value
         return found
 
+    def changed_contents(self) -> list[tuple[str, str]]:
+        """Attributes with lists, dictionaries, sets and objects whose content the call has changed, not only filled."""
+        return [
+            (path, name)
+            for path, name, value, content in self._contents
+            if (
+                any(key not in value or value[key] is not item for key, item in content.items() if item is not None)
+                if isinstance(value, dict)
+                else not _is_same_content(value, content)
+            )
+        ]
+
     def __exit__(self, *_: object) -> None:
         for (_, module), before in zip(self._modules, self._before, strict=True):
             if module.__dict__.keys() != before.keys():
@@ -486,10 +520,25 @@ class preserved_attributes:  # noqa: N801 - a context
             for name, value in before.items():
                 if module.__dict__.get(name) is not value:
                     module.__dict__[name] = value
-        for value, content in self._contents:
-            if value != content if type(value) is set else not _same_items(value, content):
+        for _, _, value, content in self._contents:
+            if not _is_same_content(value, content):
                 value.clear()
                 value.extend(content) if isinstance(value, list) else value.update(content)
+
+
+def _contents_of(value: Any) -> list[Any]:
+    """The mutable content of an attribute: it, or the attributes of a plain object, which may have one as well."""
+    if type(value) in (list, dict, set):
+        return [value]
+    if type(value) in pytree.ATOMS or not object_state.is_object(type(value)):
+        return []
+    own = vars(value) if hasattr(value, "__dict__") else {}
+    inner = [vars(item) for item in own.values() if object_state.is_object(type(item)) and hasattr(item, "__dict__")]
+    return [own, *inner, *(item for item in own.values() if type(item) in (list, dict, set))]
+
+
+def _is_same_content(value: Any, content: Any) -> bool:
+    return value == content if type(value) is set else _same_items(value, content)
 
 
 def _has_remote(value: Any) -> bool:

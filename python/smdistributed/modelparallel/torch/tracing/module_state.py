@@ -8,18 +8,24 @@ snapshot of its call, and the executor restores that snapshot before it runs the
 - MST-2: while the body runs and after the step, attributes have the values that the body gave them.
 - MST-3: an attribute that a module's own forward sets to a tensor is an output of the task. While the body runs, it
   holds the remote tensor; after the task, the task's value.
+- MST-4: an attribute that a module's own forward changes otherwise, such as a count of its calls, has its value on the
+  partition, and only when the task has run. The body cannot use it.
+- MST-5: a module cannot be called any more when the tensor in one of its attributes has been changed in place where its
+  partition does not see it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from smdistributed.modelparallel.exceptions import SMPUsageError
+from smdistributed.modelparallel.torch import pytree
+from smdistributed.modelparallel.torch.tracing.remote_tensor import InvalidatedValue, RemoteTensor
 
 #: Snapshots that are remembered.
 _LIMIT = 1 << 10
@@ -74,6 +80,13 @@ class ModuleState:
         self._known: dict[Any, AttributeSnapshot] = {(): UNCHANGED}
         #: Attributes that hold remote tensors now, with their values before.
         self._outputs: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
+        #: Of these: the remote tensors with their values and recordings at first.
+        self._shown: dict[tuple[int, str], list[tuple[RemoteTensor, Any, Any]]] = {}
+        #: Attributes that hold what earlier steps have changed elsewhere (MST-5).
+        self._lost: set[tuple[int, str]] = set()
+        #: Attributes that calls change (MST-4), and what is called when the first one is found.
+        self.changed_by_calls: set[tuple[int, str]] = set()
+        self.on_first_change: Callable[[], None] | None = None
         self._modules = modules
         #: Lists, dictionaries and plain objects in attributes, as (where, object, description of its content).
         self._contents: list[tuple[str, Any, Any]] | None = None
@@ -87,11 +100,16 @@ class ModuleState:
         if len(self._known) > _LIMIT:
             self._known = {(): UNCHANGED}
 
-    def note_contents(self) -> None:
+    def before_call(self, module: nn.Module) -> None:
         """Notes that the body is about to call a module.
 
         Changes that the body makes to objects before the first call of a step count for all calls.
+
+        Raises:
+            SMPUsageError: The partition does not see a tensor in an attribute as the body does (MST-5).
         """
+        if self._outputs or self._lost:
+            self._check_outputs(module)
         if self._contents is not None:
             return
         found: dict[int, tuple[str, Any, Any]] = {}
@@ -135,6 +153,7 @@ class ModuleState:
     def _note(self, owner: Any, name: str, path: str, before: Any, after: Any) -> None:
         key = (id(owner), name)
         self._outputs.pop(key, None)
+        self._lost.discard(key)
         if key not in self._before:
             self._before[key] = (owner, path, before)
         values = dict(self.current.values)
@@ -156,7 +175,58 @@ class ModuleState:
         key = (id(owner), name)
         before = self._outputs[key][1] if key in self._outputs else _value(owner, name)
         self._outputs[key] = (owner, before, tensors)
+        remote = [leaf for leaf in pytree.tensors_of(tensors) if type(leaf) is RemoteTensor]
+        self._shown[key] = [(leaf, leaf.value, leaf.recording) for leaf in remote]
         owner.__dict__[name] = tensors
+
+    def _check_outputs(self, module: nn.Module) -> None:
+        modules = frozenset(map(id, module.modules()))
+        for key in (*self._outputs, *self._lost):
+            if key[0] in modules and (key in self._lost or self._is_lost(key)):
+                path = self._paths.get(key[0], "")
+                raise SMPUsageError(
+                    f"the tensor in `{f'{path}.{key[1]}'.removeprefix('.')}` was changed in place after a call of the "
+                    "module had set the attribute, by another partition or after another one had computed, so the "
+                    "module would read what was there before: let it keep a copy, or change a copy"
+                )
+
+    def _is_lost(self, key: tuple[int, str]) -> bool:
+        for leaf, value, recording in self._shown.get(key, ()):
+            now = leaf.value
+            if now is value:
+                continue
+            if isinstance(now, InvalidatedValue):
+                return True
+            if leaf.recording is not recording:
+                # A later microbatch has a copy, which may have changed.
+                return not leaf.recording.retained.is_copy(now, recording, value)
+            # Within a stage, the attribute shares its storage with what the body has.
+            if (now.rank, now.level) != (value.rank, value.level):
+                return True
+        return False
+
+    def note_changes(self, module: nn.Module, attributes: Sequence[tuple[str, str]]) -> None:
+        """Notes attributes of a called module, as (path in it, name), that the call changes (MST-4)."""
+        if not attributes:
+            return
+        self.changed_by_calls.update((id(module.get_submodule(path)), name) for path, name in attributes)
+        if self.on_first_change is not None:
+            self.on_first_change()
+            self.on_first_change = None
+
+    def check_use(self, owner: Any, name: str) -> None:
+        """Checks that the body may use an attribute.
+
+        Raises:
+            SMPUsageError: Calls of modules change it (MST-4).
+        """
+        if (id(owner), name) in self.changed_by_calls:
+            path = f"{self._paths.get(id(owner), type(owner).__name__)}.{name}".removeprefix(".")
+            raise SMPUsageError(
+                f"the `smp.step` function uses the attribute `{path}`, which a call of its module changes. The call "
+                "runs on one partition, when the function has returned: let the module return the value as a tensor, "
+                "or change the attribute outside of the module"
+            )
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
@@ -178,7 +248,9 @@ class ModuleState:
     def end_of_bodies(self) -> None:
         """The bodies of all microbatches have run: from now on attributes are as tasks leave them."""
         self._hide()
+        self._lost.update(key for key in self._outputs if self._is_lost(key))
         self._outputs.clear()
+        self._shown.clear()
 
     # Around tasks.
 

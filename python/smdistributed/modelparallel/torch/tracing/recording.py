@@ -284,7 +284,7 @@ class Recording(TorchFunctionMode):
         self, module: nn.Module, path: str, rank: int, args: Any, kwargs: Any, call: Callable[..., Any] | None = None
     ) -> Any:
         """Records a call of a module that is wholly on one partition; ``call`` runs there instead of it, if given."""
-        self.pipeline.module_state.note_contents()
+        self.pipeline.module_state.before_call(module)
         what = call or module
         if self._replay is not None:
             tensors: list[torch.Tensor] = []
@@ -310,6 +310,8 @@ class Recording(TorchFunctionMode):
         self.tasks.append(task)
         self.order.note(task)
         self.digest, self._levels, self._count = call.state_after
+        if call.task.overwritten:
+            self.storages.lose_views_of_state(task)
         if not call.is_plain:
             self.copy_on_write.add(task, [tensor for tensor in tensors if not self.is_located(tensor)], self.microbatch)
         spec = task.known_spec
@@ -352,6 +354,8 @@ class Recording(TorchFunctionMode):
         if spec is not None and spec.attributes and not isinstance(task.call, WithAttributes):
             assert task.module is not None, "attributes are those of a module"
             task.call = WithAttributes(task.call, task.module, spec.attributes)
+        if spec is not None and task.module is not None:
+            self.pipeline.module_state.note_changes(task.module, spec.plain_attributes)
         if spec is not None and spec.unread:
             leave_out(task, spec.unread)
         self._place(task, encoder, spec, rank)
@@ -404,9 +408,9 @@ class Recording(TorchFunctionMode):
         sent: dict[int, Value] = {}
         for value in task.inputs:
             if value.rank != rank and value.parameter is not None and id(value) not in sent:
-                read = Task("parameter", _itself, (value,), {}, [value])
+                read = Task("parameter", _copied, (value,), {}, [value])
                 read.rank, read.context = value.rank, Context(True, ())
-                read.output_spec = OutputSpec(pytree.Slot(0), (value.meta,), (), (0,))
+                read.output_spec = OutputSpec(pytree.Slot(0), (value.meta,), (), (None,))
                 sent[id(value)] = self.add_source(read, ("parameter", value.parameter))
         task.replace_leaves(lambda leaf: sent.get(id(leaf), leaf))
         task.inputs = [sent.get(id(value), value) for value in task.inputs]
@@ -452,6 +456,8 @@ class Recording(TorchFunctionMode):
             if isinstance(other, Value):
                 value.base, value.offset = other.storage, other.offset + shared.offset
                 value.versioned = other.versioned and task.call != DATA
+        if spec.written_state:
+            self.storages.lose_views_of_state(task)
         if spec.mutated:
             self.storages.check_unversioned(task, encoder.leaves)
             self.storages.add_writes(task, encoder.leaves)
@@ -686,5 +692,6 @@ def _is_integer(leaf: Any) -> bool:
     )
 
 
-def _itself(value: Any) -> Any:
-    return value
+def _copied(parameter: torch.Tensor) -> torch.Tensor:
+    """What is sent of a parameter: it leaves with its stage, and a later task of the stage may write to it before."""
+    return parameter.clone()

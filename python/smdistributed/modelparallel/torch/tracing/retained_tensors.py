@@ -116,6 +116,10 @@ class RetainedTensors:
             self.watch(remote)
         return taken
 
+    def is_copy(self, copy: Value, other: Recording, value: Value) -> bool:
+        """Whether a value is the copy of one of an earlier microbatch, unchanged."""
+        return self._taken.get((other, value.index)) is copy
+
     def take_value(self, other: Recording, value: Value) -> Value:
         """The value that stands for one of an earlier microbatch of the same step, without its graph."""
         return self._copy(other, value, is_same_step=True)

@@ -68,6 +68,24 @@ class SharedStorages:
                     view = new(value)
                     view.base, view.offset = new_base, value.offset
 
+    def lose_views_of_state(self, task: Task) -> None:
+        """A module writes to buffers or parameters that it has, of which the body may hold views."""
+        module: Any = getattr(task.module, "_orig_mod", task.module)
+        for path in task.known_spec.written_state:
+            owner, _, name = path.rpartition(".")
+            part = module.get_submodule(owner)
+            tensor = part._buffers.get(name) if name in part._buffers else part._parameters.get(name)
+            value = self._recording.located.get(id(tensor))
+            if value is None or value.storage not in self._views:
+                continue
+            if value.storage_key not in task.overwritten:
+                task.overwritten = (*task.overwritten, value.storage_key)
+            for view in self._remote_tensors_of(value.storage):
+                view.value = InvalidatedValue(
+                    f"`{task.name}` on partition {task.rank} changed `{value.parameter}` in place, and this tensor is "
+                    "a view of it: take the view again after the call, or a copy before it"
+                )  # type: ignore[assignment]
+
     def check_unversioned(self, task: Task, leaves: Sequence[Any]) -> None:
         """Checks that a task does not write through ``.data`` to what autograd has saved before.
 

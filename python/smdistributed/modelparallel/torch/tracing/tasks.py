@@ -141,7 +141,7 @@ class Task:
 
     __slots__ = (
         "args", "call", "context", "digest", "flat", "has_containers", "inputs", "kwargs", "level", "module", "name",
-        "output_spec", "outputs", "rank", "signature", "writes",
+        "output_spec", "outputs", "overwritten", "rank", "signature", "writes",
     )  # fmt: skip
 
     def __init__(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any, inputs: list[Value]) -> None:
@@ -153,6 +153,8 @@ class Task:
         self.outputs: list[Value] = []
         self.writes: list[Write] = []
         self.output_spec: OutputSpec | None = None
+        #: Storages of parameters and buffers that the called module writes to, and of which there are views, by keys.
+        self.overwritten: tuple[int | str, ...] = ()
         #: How the executor runs it, once it has looked.
         self.flat: FlatTask | Literal[False] | None = None
         self.context: Context = None  # type: ignore[assignment]
