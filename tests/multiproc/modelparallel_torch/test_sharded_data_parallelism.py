@@ -313,7 +313,11 @@ def _refusals_body():
     for config, error, text in (
         ({"sharded_data_parallel_degree": 3}, "SMPConfigError", "3 does not divide the data-parallel degree 2"),
         ({"sharded_data_parallel_degree": 2, "ddp": False}, "SMPConfigError", "needs `ddp: true`"),
-        ({"sharded_data_parallel_degree": 2, "partitions": 2}, "SMPConfigError", "does not go with pipeline"),
+        (
+            {"sharded_data_parallel_degree": 2, "partitions": 2},
+            "SMPConfigError",
+            "2 does not divide the data-parallel degree 1",
+        ),
         ({"sharded_data_parallel_degree": 2, "shard_optimizer_state": True}, "SMPConfigError", "does not go with"),
     ):
         with pytest.raises(getattr(smp.exceptions, error), match=text):

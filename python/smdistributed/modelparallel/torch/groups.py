@@ -98,6 +98,12 @@ def _process_groups(cfg: Config, topology: _core.ParallelTopology, rank: int) ->
             group = torch.distributed.new_group(members)
             if rank in members:
                 groups[name] = group
+    if cfg.sharded_data_parallel_degree > 1:
+        for members in topology.groups("dp"):
+            for shards in check_degree(members, cfg.sharded_data_parallel_degree)[0]:
+                group = torch.distributed.new_group(shards)
+                if rank in shards:
+                    groups["sharding"] = group
     return groups
 
 

@@ -110,7 +110,7 @@ class DistributedModel(nn.Module):
         if self._half is not None:
             half_model.cast_module(module, self._half)
         elif cfg.fp16_params:
-            half_model.warn_of_half_parameters()
+            half_model.halve_distributed_modules(module)
         state.end_delay()
         add_documented_aliases(module)
         self._trace_execution_times = trace_execution_times
@@ -237,13 +237,13 @@ class DistributedModel(nn.Module):
             # First: a file that cannot be written leaves the model whole.
             decision = {path: placement.of_path(path) for path, _ in self.module.named_modules()}
             partition_file.write(cfg.partition_file, decision)
+        device, replaced = current_device(), {}
+        if groups.sharding is None or groups.pp_group is not None:
+            replaced = materialize.settle(self.module, placement, groups.rank_in("pp"), device)
         if groups.sharding is not None:
             assert groups.slice_sharding is not None
-            self.sharded, replaced = shard_model(
-                self.module, groups.sharding, groups.slice_sharding, cfg, current_device()
-            )
-        else:
-            replaced = materialize.settle(self.module, placement, groups.rank_in("pp"), current_device())
+            self.sharded, sharded = shard_model(self.module, groups.sharding, groups.slice_sharding, cfg, device)
+            replaced |= sharded
         self._placement = placement
         if state.optimizer is not None:
             state.optimizer._localize(replaced)
@@ -557,6 +557,8 @@ class DistributedModel(nn.Module):
         if self.pipeline is None:
             self.module.cpu()
             return self
+        if self.sharded is not None:
+            raise SMPUnsupportedError("`model.cpu()` of sharded parameters: `model.state_dict()` gathers the model")
         materialize.gather(self.module, communication.allgather(self._content(), CommGroup.PP_GROUP))
         self.pipeline, self._is_whole = None, True
         return self

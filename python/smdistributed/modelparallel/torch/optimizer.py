@@ -245,6 +245,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The master weights of each group behind each other; empty without ``fp16`` and ``bf16``."""
         return [] if self._masters is None else self._masters.flat
 
+    @property
+    def ds_param_shard_group(self) -> Any:
+        """The ``torch.distributed`` group of the ranks that hold one model; ``None`` without sharded parameters."""
+        return None if state.groups.sharding is None else state.groups.process_group("sharding")
+
     def _loss_is_scaled(self) -> None:
         """Begins a step's gradients: ``model.backward`` calls it."""
         self._has_scaled_loss = True

@@ -95,6 +95,25 @@ class State:
         """The factor of losses that the optimizer's 16-bit training asks for."""
         return 1.0 if self.optimizer is None else self.optimizer.loss_scale
 
+    @property
+    def param_index_to_name_tp_group(self) -> list[dict[int, str]]:
+        """For each rank of the tensor-parallel group, names of the optimizer's parameters by their index.
+
+        Indices are those of the optimizer's own ``state_dict``. Without ``shard_optimizer_state`` they are the same on
+        all ranks of the group.
+        """
+        if self.optimizer is None:
+            return []
+        pieces = self.optimizer._pieces()
+        params = [each for group in self.optimizer.optimizer.param_groups for each in group["params"]]
+        names = {index: pieces[id(each)].name for index, each in enumerate(params)}
+        return [dict(names) for _ in self.groups.members["tp"]]
+
+    @property
+    def param_name_to_index_tp_group(self) -> list[dict[str, int]]:
+        """The inverse of :attr:`param_index_to_name_tp_group`."""
+        return [{name: index for index, name in names.items()} for names in self.param_index_to_name_tp_group]
+
     def require_model(self) -> DistributedModel:
         """Return the distributed model.
 

@@ -58,10 +58,18 @@ class StepFunction:
             raise SMPUsageError("a `smp.step` function needs a model: wrap it in `smp.DistributedModel` first")
         if state.model.step_run is not None:
             raise SMPUsageError("a `smp.step` function was called inside of another one")
-        with errors.translated(CLASSES):
-            calls, expectation = self._calls(state.model, args, kwargs, cfg.microbatches)
-        with errors.translated(CLASSES):
-            outputs = self._run(state.model, calls, expectation)
+        model = state.model
+        try:
+            if model.sharded is not None:
+                model.sharded.enter_step()
+            with errors.translated(CLASSES):
+                calls, expectation = self._calls(model, args, kwargs, cfg.microbatches)
+            with errors.translated(CLASSES):
+                outputs = self._run(model, calls, expectation)
+        finally:
+            if model.sharded is not None:
+                model.sharded.leave_step()
+        model._call_post_step_hooks()
         return _merged(outputs)
 
     def _run(self, model: DistributedModel, calls: Sequence[Call], expectation: Expectation | None) -> list[Any]:
@@ -80,7 +88,6 @@ class StepFunction:
             raise
         finally:
             model.step_run = None
-        model._call_post_step_hooks()
         return outputs
 
     def _calls(

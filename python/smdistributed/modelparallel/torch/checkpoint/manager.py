@@ -174,7 +174,14 @@ class CheckpointManager:
         what = f"the checkpoints in `{self.path}` could not be listed"
         return raise_on_all_ranks(look, CommGroup.WORLD, what, lambda newest: newest)
 
-    def load(self, tag: str | None = None, *, strict: bool = True, load_optimizer: bool = True) -> Any:
+    def load(
+        self,
+        tag: str | None = None,
+        *,
+        strict: bool = True,
+        load_optimizer: bool = True,
+        load_sharded_optimizer_state: bool = True,
+    ) -> Any:
         """Load model and optimizer; each rank reads what it holds.
 
         Before the model is partitioned, the load waits for the partition. The saved partition is used if there are as
@@ -184,6 +191,8 @@ class CheckpointManager:
             tag: which checkpoint; by default the newest.
             strict: whether every parameter must be there.
             load_optimizer: whether the optimizer is loaded.
+            load_sharded_optimizer_state: under sharded data parallelism, ``False`` loads of the optimizer only master
+                weights and loss scale.
 
         Returns:
             The user content.
@@ -217,7 +226,8 @@ class CheckpointManager:
         optimizer = state.optimizer if load_optimizer else None
 
         def load() -> None:
-            self._load(reader, found, aliases, model, optimizer, strict)
+            precision_only = not load_sharded_optimizer_state and model.sharded is not None
+            self._load(reader, found, aliases, model, optimizer, strict, precision_only)
 
         def load_on_all_ranks() -> None:
             raise_on_all_ranks(load, CommGroup.WORLD, what)
@@ -235,6 +245,7 @@ class CheckpointManager:
         model: Any,
         optimizer: Any,
         strict: bool,
+        precision_only: bool,
     ) -> None:
         entries = state_dicts.model_entries(model)
         local = {name: tensor for name, tensor in entries.items() if not isinstance(tensor, MetaParameter)}
@@ -263,10 +274,15 @@ class CheckpointManager:
                 text = bytes(self._read(reader, found, [_EXTRA + name])[_EXTRA + name].tolist()).decode()
                 module.set_extra_state(json_codec.decode(text, lambda inner: self._read(reader, found, [inner])[inner]))
         if optimizer is not None:
-            self._load_optimizer(reader, found, model, optimizer)
+            self._load_optimizer(reader, found, model, optimizer, precision_only)
 
     def _load_optimizer(
-        self, reader: Any, found: Mapping[str, tuple[str, list[int]]], model: Any, optimizer: Any
+        self,
+        reader: Any,
+        found: Mapping[str, tuple[str, list[int]]],
+        model: Any,
+        optimizer: Any,
+        precision_only: bool,
     ) -> None:
         groups = json.loads(reader.content).get("groups")
         if groups is None:
@@ -282,7 +298,7 @@ class CheckpointManager:
         for name in found:
             if name.startswith(_OPTIMIZER):
                 parameter, _, key = name.removeprefix(_OPTIMIZER).rpartition("/")
-                if parameter in mine:
+                if parameter in mine and (key == _MASTER or not precision_only):
                     wanted[name] = (parameter, key)
         pieces = {
             name: Piece(name, start, end, tuple(shape), True)
@@ -322,7 +338,7 @@ class CheckpointManager:
             whole |= {optimizer_state.MASTER_WEIGHTS: masters, optimizer_state.LOSS_SCALE: scale}
         if optimizer_state.SHARDS in local:
             whole[optimizer_state.SHARDS] = local[optimizer_state.SHARDS]
-        optimizer_state.load_own_part(model, optimizer, whole)
+        optimizer_state.load_own_part(model, optimizer, whole, precision_only)
 
     def _read_shards(
         self,

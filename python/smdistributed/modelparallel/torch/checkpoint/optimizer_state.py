@@ -155,7 +155,9 @@ def full_optimizer(model: DistributedModel, optimizer: DistributedOptimizer) -> 
     return merge_optimizers(model, gather_on_host(lambda: local_optimizer(model, optimizer), group_of(optimizer)))
 
 
-def load_optimizer(model: DistributedModel, optimizer: DistributedOptimizer, found: Mapping[str, Any]) -> None:
+def load_optimizer(
+    model: DistributedModel, optimizer: DistributedOptimizer, found: Mapping[str, Any], precision_only: bool = False
+) -> None:
     """Loads the state of this rank's parameters from a full state, or from the partial ones of all ranks.
 
     All ranks of a pipeline call it, or of the job if the state is sharded, and reach the same result.
@@ -183,16 +185,18 @@ def load_optimizer(model: DistributedModel, optimizer: DistributedOptimizer, fou
         # One of torch's own, which counts parameters in the order of its groups.
         parts = gather_on_host(lambda: _without_tensors(local_optimizer(model, optimizer)), group)
         counted = merge_optimizers(model, parts)["param_groups"]
-    raise_on_all_ranks(lambda: _load_optimizer(model, optimizer, whole, counted), group, what)
+    raise_on_all_ranks(lambda: _load_optimizer(model, optimizer, whole, counted, precision_only), group, what)
     optimizer._publish()
 
 
-def load_own_part(model: DistributedModel, optimizer: DistributedOptimizer, found: Mapping[str, Any]) -> None:
+def load_own_part(
+    model: DistributedModel, optimizer: DistributedOptimizer, found: Mapping[str, Any], precision_only: bool = False
+) -> None:
     """Loads a state that has all of this rank's parameters, without asking other ranks.
 
     When all ranks have done so, the caller has the optimizer publish its master weights.
     """
-    _load_optimizer(model, optimizer, found, None)
+    _load_optimizer(model, optimizer, found, None, precision_only)
 
 
 def _without_tensors(found: dict[str, Any]) -> dict[str, Any]:
@@ -204,8 +208,9 @@ def _load_optimizer(
     optimizer: DistributedOptimizer,
     found: Mapping[str, Any],
     counted: list[dict[str, Any]] | None,
+    precision_only: bool,
 ) -> None:
-    """Loads the state of this rank's parameters.
+    """Loads the state of this rank's parameters; with ``precision_only``, master weights and loss scale alone.
 
     ``counted`` are the groups of all ranks, if the state identifies parameters by index.
     """
@@ -243,7 +248,8 @@ def _load_optimizer(
     state_here = {
         name: {key: fitted(name, key, value) for key, value in entries[name].items()} for name in own if name in entries
     }
-    inner.load_state_dict({"state": state_here, "param_groups": groups})
+    if not precision_only:
+        inner.load_state_dict({"state": state_here, "param_groups": groups})
     masters = optimizer._masters
     if masters is None:
         return

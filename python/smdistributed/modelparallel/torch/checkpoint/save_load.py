@@ -289,7 +289,8 @@ def resume_from_checkpoint(
         partial: whether a partial or a full one is meant, where both have the name.
         strict: whether every parameter must be there.
         load_optimizer: whether the optimizer is loaded; full checkpoints have none.
-        load_sharded_optimizer_state: ``False`` is ignored with a warning: sharded states are loaded with the others.
+        load_sharded_optimizer_state: under sharded data parallelism, ``False`` loads of the optimizer only what 16-bit
+            training adds: master weights and loss scale. Otherwise it is ignored with a warning.
         translate_function: applied to the dict of a full checkpoint.
         load_optimizer_states: an earlier name of ``load_optimizer``.
         safe_globals: classes and functions that the user content may hold beside those that ``torch.load`` takes by
@@ -303,10 +304,10 @@ def resume_from_checkpoint(
         SMPCheckpointError: files are missing or damaged, do not fit the model, or hold what would have to be executed;
             the same on all ranks.
     """
-    if not load_sharded_optimizer_state:
+    if not load_sharded_optimizer_state and state.groups.sharding is None:
         warnings.warn(
-            "`load_sharded_optimizer_state=False` is ignored: sharded states are loaded with the others; "
-            "`load_optimizer=False` loads none",
+            "`load_sharded_optimizer_state=False` is ignored without `sharded_data_parallel_degree`; "
+            "`load_optimizer=False` loads no state of the optimizer",
             stacklevel=2,
         )
     if load_optimizer_states is not None:
@@ -324,10 +325,16 @@ def resume_from_checkpoint(
 
     if kind == "sharded":
         manager = CheckpointManager(root)
-        found = manager.load(tag, strict=strict, load_optimizer=load_optimizer)
+        found = manager.load(
+            tag,
+            strict=strict,
+            load_optimizer=load_optimizer,
+            load_sharded_optimizer_state=load_sharded_optimizer_state,
+        )
         return {} if found is None else found
     if kind == "partial":
-        return _resume_partial(Path(folder), model, optimizer, strict, what, read_content)
+        precision_only = not load_sharded_optimizer_state and state.groups.sharding is not None
+        return _resume_partial(Path(folder), model, optimizer, strict, precision_only, what, read_content)
 
     def read() -> tuple[Any, Any]:
         with errors.translated(_CLASSES):
@@ -378,7 +385,13 @@ def _find(root: Path, tag: str | None, partial: bool) -> tuple[str, str, str]:
 
 
 def _resume_partial(
-    folder: Path, model: Any, optimizer: Any, strict: bool, what: str, read_content: Callable[[Path], Any]
+    folder: Path,
+    model: Any,
+    optimizer: Any,
+    strict: bool,
+    precision_only: bool,
+    what: str,
+    read_content: Callable[[Path], Any],
 ) -> Any:
     def look() -> tuple[Any, Any]:
         _check_files(folder, ["partition.pt", "user_content.pt"])
@@ -430,6 +443,12 @@ def _resume_partial(
         # Strict about the whole; of one partition's file nothing can be said of the others.
         state_dicts.load_model(model, entries, strict, True)
 
+    def load_part(part: Mapping[str, Any]) -> None:
+        raise_on_all_ranks(
+            lambda: optimizer_state.load_own_part(model, optimizer, part, precision_only), CommGroup.WORLD, what
+        )
+        optimizer._publish()
+
     def load_optimizer() -> None:
         own = f"optimizer_{_rank_info(True) if sharding is None else _shard_info(sharding)}.pt"
         has_own = optimizer.is_sharded and alike and own in optimizers
@@ -440,8 +459,7 @@ def _resume_partial(
         else:
             part, fits = {}, False
         if all(allgather(fits, CommGroup.WORLD)):
-            raise_on_all_ranks(lambda: optimizer_state.load_own_part(model, optimizer, part), CommGroup.WORLD, what)
-            optimizer._publish()
+            load_part(part)
             return
         names = optimizers
         if not by_shards:
@@ -453,11 +471,10 @@ def _resume_partial(
         parts = raise_on_all_ranks(read_parts, CommGroup.WORLD, what)
         if optimizer.is_sharded and alike:
             # A rank holds the whole of its own partition, and others hold theirs.
-            merged = optimizer_state.merge_optimizers(model, parts, degree)
-            raise_on_all_ranks(lambda: optimizer_state.load_own_part(model, optimizer, merged), CommGroup.WORLD, what)
-            optimizer._publish()
+            load_part(optimizer_state.merge_optimizers(model, parts, degree))
         else:
-            optimizer_state.load_optimizer(model, optimizer, optimizer_state.merge_optimizers(model, parts, degree))
+            merged = optimizer_state.merge_optimizers(model, parts, degree)
+            optimizer_state.load_optimizer(model, optimizer, merged, precision_only)
 
     model._when_partitioned(lambda: raise_on_all_ranks(load, CommGroup.WORLD, what))
     if optimizers:

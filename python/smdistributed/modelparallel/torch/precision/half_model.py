@@ -7,7 +7,6 @@ as the frequencies of rotary embeddings, keep their type.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 
 from smdistributed.modelparallel.config import Config
 from smdistributed.modelparallel.torch import pytree
+from smdistributed.modelparallel.torch.nn.module import DistributedModule
 
 
 def model_dtype(cfg: Config) -> torch.dtype | None:
@@ -51,11 +51,30 @@ def cast_outputs(value: Any, dtype: torch.dtype) -> Any:
     return pytree.transform(value, lambda tensor: tensor.float() if tensor.dtype == dtype else tensor)
 
 
-@functools.cache
-def warn_of_half_parameters() -> None:
-    """Warns once a process that ``fp16_params`` changes nothing."""
-    warnings.warn(
-        "`fp16_params` is ignored: modules that tensor parallelism divides keep their types; set `fp16`, which makes "
-        "the whole model 16-bit and keeps float32 master weights",
-        stacklevel=4,
-    )
+def halve_distributed_modules(root: nn.Module) -> None:
+    """Gives the modules that tensor parallelism divides float16 parameters, for the key ``fp16_params``.
+
+    What goes into the outermost of them is cast to float16, and what comes out to float32. There are no master weights.
+    """
+    outermost: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in root.modules():
+        if isinstance(module, DistributedModule) and id(module) not in inside:
+            outermost.append(module)
+            inside |= {id(each) for each in module.modules()}
+    if not outermost:
+        warnings.warn("`fp16_params` changes nothing: the model has no distributed modules", stacklevel=3)
+    for module in outermost:
+        cast_module(module, torch.float16)
+        module.register_forward_pre_hook(_to_half, with_kwargs=True)
+        module.register_forward_hook(_from_half)
+
+
+def _to_half(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    del module
+    return cast_inputs((args, kwargs), torch.float16)
+
+
+def _from_half(module: nn.Module, args: Any, output: Any) -> Any:
+    del module, args
+    return cast_outputs(output, torch.float16)

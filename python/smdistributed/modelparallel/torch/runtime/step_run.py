@@ -172,6 +172,9 @@ class StepRun:
                 pipeline = model.pipeline
                 assert pipeline is not None
                 if not recordings:
+                    if model.sharded is not None:
+                        # Sharded inside of this step.
+                        model.sharded.enter_step()
                     if self._expectation is None:
                         pipeline.refresh()
                     pipeline.module_state.begin()

@@ -12,9 +12,11 @@ from smdistributed.modelparallel.config import Config
 from smdistributed.modelparallel.exceptions import CLASSES
 from smdistributed.modelparallel.torch.nn.module import reduced_over_rdp, shards
 from smdistributed.modelparallel.torch.partitioning import materialize
+from smdistributed.modelparallel.torch.sharding.pipeline_shards import PipelineShards
 from smdistributed.modelparallel.torch.sharding.sharded_model import ShardedModel
 from smdistributed.modelparallel.torch.sharding.sharding_groups import ShardingGroups
 from smdistributed.modelparallel.torch.sharding.unit import ShardedParameter, Slot, Unit
+from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
 
 #: Parameters and buffers that were replaced, by identity: themselves and what is in their place.
 Replaced = dict[int, tuple[torch.Tensor, torch.Tensor]]
@@ -26,7 +28,8 @@ def shard_model(
     """Shards the parameters of a model with the values of the first rank that has them.
 
     Args:
-        root: The model. Parameters that are smaller than ``sdp_param_persistence_threshold`` stay whole.
+        root: The model, with the parameters of this rank's partition. Parameters that are smaller than
+            ``sdp_param_persistence_threshold`` stay whole.
         groups: The groups of sharded data parallelism.
         slice_groups: The groups of parameters whose gradients are averaged over ``RDP_GROUP``.
         cfg: The configuration.
@@ -38,20 +41,22 @@ def shard_model(
     Raises:
         SMPPartitionError: Nobody knows the values that a delayed tensor starts with.
     """
-    sharded = ShardedModel(groups, slice_groups, cfg)
+    is_pipelined = cfg.pipeline_parallel_degree > 1
+    sharded = (PipelineShards if is_pipelined else ShardedModel)(groups, slice_groups, cfg)
     roots = _unit_roots(root, cfg.sdp_max_live_parameters)
     slots: dict[int, list[Slot]] = {}
     rows: dict[nn.Module, list[int]] = {}
     for module in root.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is not None and not isinstance(parameter, MetaParameter):
                 if id(parameter) not in slots:
                     rows.setdefault(roots[module], []).append(id(parameter))
                 slots.setdefault(id(parameter), []).append((module, name))
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     divided, of_slices = set(shards(root)), reduced_over_rdp(root)
     owner = {each: unit_root for unit_root, row in rows.items() for each in row}
-    replaced: Replaced = materialize.move_buffers(root, device)
+    # Otherwise the partition is on its device already.
+    replaced: Replaced = {} if is_pipelined else materialize.move_buffers(root, device)
     units: dict[int, Unit] = {}
     for row in rows.values():
         replaced |= materialize.materialize_parameters(root, {each: (names[each], slots[each]) for each in row}, device)

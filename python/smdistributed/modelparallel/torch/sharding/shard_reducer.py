@@ -47,7 +47,9 @@ class ShardReducer:
         """Does nothing: gradients are reduced at the end of the step."""
 
     def finish(self) -> None:
-        """Reduces gradients, unless this step only accumulates them."""
+        """Reduces gradients over replicas, unless this step only accumulates them."""
+        if state.model is not None and state.model.sharded is not None:
+            state.model.sharded.finish_backward()
         self._steps += 1
         if self._steps % self._passes == 0:
             _target().reduce_gradients()

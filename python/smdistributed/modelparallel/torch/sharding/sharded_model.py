@@ -342,6 +342,12 @@ class ShardedModel:
             each.add_gradient(shard[begin : begin + each.elems])
             begin += each.elems
 
+    def enter_step(self) -> None:
+        """Does nothing: units are gathered when their modules run."""
+
+    def leave_step(self) -> None:
+        """Does nothing: units are freed when their modules have run."""
+
     def begin_step(self) -> None:
         """Begins a step: gradients that the script has kept after a reduction count."""
         if self._is_reduced:

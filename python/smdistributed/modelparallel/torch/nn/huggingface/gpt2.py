@@ -54,6 +54,7 @@ def _arguments(module: nn.Module, config: Any) -> dict[str, Any]:
 
 
 translate_state_dict_to_hf_gpt2, translate_hf_state_dict_to_smdistributed_gpt2 = translations(NAMES)
+translate_state_dict_to_hf = translate_state_dict_to_hf_gpt2
 translate_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed = (
     translate_hf_state_dict_to_smdistributed_gpt2
 )

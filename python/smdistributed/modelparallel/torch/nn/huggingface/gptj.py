@@ -60,6 +60,7 @@ def _arguments(module: nn.Module, config: Any) -> dict[str, Any]:
 
 
 translate_state_dict_to_hf_gptj, translate_hf_gptj_state_dict_to_smdistributed_gptj = translations(NAMES)
+translate_state_dict_to_hf = translate_state_dict_to_hf_gptj
 translate_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed = (
     translate_hf_gptj_state_dict_to_smdistributed_gptj
 )

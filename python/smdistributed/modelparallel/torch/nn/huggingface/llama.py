@@ -78,6 +78,7 @@ def _arguments(module: nn.Module, config: Any) -> dict[str, Any]:
 
 
 translate_state_dict_to_hf_llama, translate_hf_state_dict_to_smdistributed_llama = translations(NAMES)
+translate_state_dict_to_hf = translate_state_dict_to_hf_llama
 translate_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed = (
     translate_hf_state_dict_to_smdistributed_llama
 )

@@ -18,6 +18,7 @@ def _arguments(module: nn.Module, config: Any) -> dict[str, Any]:
 
 
 translate_state_dict_to_hf_qwen2, translate_hf_state_dict_to_smdistributed_qwen2 = translations(NAMES)
+translate_state_dict_to_hf = translate_state_dict_to_hf_qwen2
 translate_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed = (
     translate_hf_state_dict_to_smdistributed_qwen2
 )
