@@ -142,16 +142,16 @@ def states(step, replica, batch=4, length=LENGTH):
 CLIP = 0.05
 
 
-def gpt_between_layers(dropout=0.0, layers=2, **more):
+def gpt_between_layers(**more):
     """A GPT whose layers tensor parallelism divides, between layers that it does not."""
 
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
             self.body = smp.nn.DistributedTransformerLMHead(
-                num_layers=layers, num_attention_heads=4, attention_head_size=4, hidden_size=16, intermediate_size=24,
-                vocab_size=53, num_positions=8, attention_dropout_prob=dropout, hidden_dropout_prob=dropout,
-                causal_mask_size=8, pre_layernorm=True, post_layernorm=False, **more,
+                **{"num_positions": 8, **more}, num_layers=2, num_attention_heads=4, attention_head_size=4, hidden_size=16,
+                intermediate_size=24, vocab_size=53, attention_dropout_prob=0.0, hidden_dropout_prob=0.0,
+                causal_mask_size=8, pre_layernorm=True, post_layernorm=False,
             )  # fmt: skip
             self.head = nn.Linear(53, 7)
             self.norm = nn.LayerNorm(7)
@@ -164,12 +164,12 @@ def gpt_between_layers(dropout=0.0, layers=2, **more):
     return Model()
 
 
-def start(settings, seed=0, make=gpt_between_layers, optimizer=torch.optim.AdamW, **scales):
+def start(settings, seed=0, make=gpt_between_layers, passes=1, **scales):
     """A wrapped model and its optimizer, and the function of a step."""
     smp.init(settings)
     torch.manual_seed(seed)
-    model = smp.DistributedModel(make())
-    wrapped = smp.DistributedOptimizer(optimizer(model.parameters(), 1e-2), **scales)
+    model = smp.DistributedModel(make(), backward_passes_per_step=passes)
+    wrapped = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), 1e-2), **scales)
 
     @smp.step
     def step(model, ids):
@@ -180,15 +180,15 @@ def start(settings, seed=0, make=gpt_between_layers, optimizer=torch.optim.AdamW
     return model, wrapped, step
 
 
-def batch_of(step, prescaled=False, batch=4):
+def batch_of(step, prescaled=False):
     """The tokens of this rank in a step."""
     if not prescaled:
-        return tokens(step, smp.dp_rank(), batch)
+        return tokens(step, smp.dp_rank())
     tp = smp.tp_size()
-    return torch.cat([tokens(step, smp.rdp_rank() * tp + at, batch) for at in range(tp)])
+    return torch.cat([tokens(step, smp.rdp_rank() * tp + at) for at in range(tp)])
 
 
-def reference_states(dp, steps, make=gpt_between_layers, batch=4):
+def reference_states(dp, steps, passes, make):
     """Losses, norms, parameters and states of one process."""
     smp.init({})
     torch.manual_seed(0)
@@ -198,32 +198,36 @@ def reference_states(dp, steps, make=gpt_between_layers, batch=4):
     losses, norms = [], []
     for step in range(steps):
         optimizer.zero_grad()
-        loss = torch.stack([model(tokens(step, replica, batch)) for replica in range(dp)]).mean()
-        loss.backward()
+        for part in range(passes):
+            loss = torch.stack([model(tokens(step * passes + part, replica)) for replica in range(dp)]).mean()
+            loss.backward()
+            losses.append(loss.item())
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
         optimizer.step()
-        losses.append(loss.item())
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     states = {names[id(each)]: content for each, content in optimizer.state.items()}
     return losses, norms, model.state_dict(), states
 
 
-def compare_sharded(tp, pp, rdp, *, steps=3, tolerance=1e-10, prescaled=False, optimize="memory", recompute=False, make=gpt_between_layers,
-            **more):  # fmt: skip
+def compare_sharded(
+    tp, pp, rdp, *, steps=3, passes=1, tolerance=1e-10, dtype=None, prescaled=False, optimize="memory",
+    recompute=False, make=gpt_between_layers, **more,
+):  # fmt: skip
     """Trains in one process and with sharded states, and compares losses, norms, parameters and states."""
-    torch.set_default_dtype(torch.float64)
-    losses, norms, weights, states = reference_states(tp * rdp, steps, make)
+    torch.set_default_dtype(dtype or torch.float64)
+    losses, norms, weights, states = reference_states(tp * rdp, steps, passes, make)
     settings = config(tp, pp, prescaled, optimize, sdp_param_persistence_threshold=9, sdp_gradient_clipping=CLIP,
                       **more)  # fmt: skip
-    model, optimizer, step = start(settings, make=make)
+    model, optimizer, step = start(settings, make=make, passes=passes)
     if recompute:
         for layer in model.module.body.transformer.seq_layers:
             smp.set_activation_checkpointing(layer)
     for number in range(steps):
         optimizer.zero_grad()
-        loss = step(model, batch_of(number, prescaled)).reduce_mean()
-        mean = torch.stack(smp.allgather(loss, smp.DP_GROUP)).mean().item()
-        assert abs(mean - losses[number]) <= tolerance * abs(losses[number]), (number, mean, losses[number])
+        for at in range(number * passes, (number + 1) * passes):
+            loss = step(model, batch_of(at, prescaled)).reduce_mean()
+            mean = torch.stack(smp.allgather(loss, smp.DP_GROUP)).mean().item()
+            assert abs(mean - losses[at]) <= tolerance * abs(losses[at]), (at, mean, losses[at])
         if model.sharded is None:
             clip = smp.clip_grad_norm_ if number % 2 else torch.nn.utils.clip_grad_norm_
             norm = clip(model.parameters(), CLIP)
@@ -240,4 +244,3 @@ def compare_sharded(tp, pp, rdp, *, steps=3, tolerance=1e-10, prescaled=False, o
         for key, value in content.items():
             if value.dim():
                 close(found[name][key], value, tolerance * 100, f"{key} of {name}")
-    return model, optimizer, step
