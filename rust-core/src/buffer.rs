@@ -1,4 +1,4 @@
-//! The borrowed description of a tensor, which is the only tensor type inside the core, its element types and reductions.
+//! The borrowed description of a tensor, its element types and reductions. The core has no other tensor type.
 
 use crate::error::{Error, Result};
 
@@ -112,11 +112,11 @@ pub enum Device {
     Cuda(u16),
 }
 
-/// A contiguous tensor that somebody else owns.
+/// A contiguous tensor in memory that the core does not own.
 ///
-/// The creator promises that `ptr` is valid for reads and writes of `elems * dtype.size()` bytes, and that nobody
-/// else touches them, until the operation that got the view has completed. The promise is made once, in the
-/// `unsafe` constructor; everything behind it relies on it.
+/// The creator promises that `ptr` is valid for reads and writes of `elems * dtype.size()` bytes, and that no other
+/// code accesses them, until the operation that got the view has completed. The promise is made once, in the `unsafe`
+/// constructor; all code that uses the view relies on it.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorView {
     ptr: *mut u8,
@@ -144,7 +144,7 @@ impl TensorView {
         if elems > 0 && ptr.is_null() {
             return Err(Error::InvalidArgument(format!("a tensor of {elems} {dtype} elements has no memory")));
         }
-        // A complex number is a pair, aligned as one of its parts.
+        // A complex number is a pair, aligned like one of its components.
         let align = match dtype {
             DType::Complex64 => 4,
             DType::Complex128 => 8,

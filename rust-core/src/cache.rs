@@ -1,11 +1,11 @@
-//! The folder for libraries that are built once and then loaded: shims for frameworks and the plug-in for MPI.
+//! The folder for libraries that are compiled on this host and then loaded: framework shims and the MPI plug-in.
 //!
-//! - CCH-1: what is loaded runs as this user, so only this user and root may have written it. The file and every folder on the
-//!   way to it belong to one of them and are writable by nobody else; a folder in which the sticky bit keeps users from each
-//!   other's entries (`/tmp`) is fine.
-//! - CCH-2: a folder that breaks this is left alone, and so is one that cannot be made or from which nothing can be loaded.
-//!   Libraries are built in a folder of this user's among the temporary files instead, which is held to the same, and one
-//!   process of a host says why.
+//! - CCH-1: a loaded library runs with this user's rights, so only this user and root may be able to write it. The
+//!   file and every folder on its path belong to one of them and are not writable by other users. A folder with the
+//!   sticky bit (`/tmp`) is accepted, because there users cannot replace each other's entries.
+//! - CCH-2: a configured folder that violates CCH-1 is not used, nor is one that cannot be created or from which no
+//!   library can be loaded. Libraries are built in a folder of this user below the temporary directory instead, which
+//!   is checked in the same way. One process of each host logs the reason.
 
 use std::ffi::CStr;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -17,16 +17,17 @@ use crate::config;
 use crate::error::{Error, Result};
 use crate::world::env;
 
-/// Where libraries are kept.
+/// The folder for libraries, and why it is not the configured one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CacheFolder {
-    /// The folder, which exists.
+    /// An existing folder that satisfies CCH-1.
     pub path: PathBuf,
-    /// Why it is not the one that the settings name, if it is not; for one process of a host only, to be shown.
+    /// Why this is not the configured folder; `None` if it is, and in all processes of a host except one, so that the
+    /// reason is shown once.
     pub warning: Option<String>,
 }
 
-/// The folder `name` in that of the settings, made if need be, or the one that stands in for it (CCH-2).
+/// Returns the folder `name` inside the configured cache folder, created if necessary, or its replacement (CCH-2).
 ///
 /// # Errors
 /// [`Error::Unsupported`] if neither may be used.
@@ -38,7 +39,7 @@ pub fn folder(name: &str) -> Result<CacheFolder> {
     choose(configured, temporary.join(name), speaks())
 }
 
-/// `configured` is none without a home folder.
+/// `configured` is `None` if the user has no home folder.
 fn choose(configured: Option<PathBuf>, temporary: PathBuf, speaks: bool) -> Result<CacheFolder> {
     let why = match &configured {
         None => "this user has no home folder".to_owned(),
@@ -62,7 +63,7 @@ fn choose(configured: Option<PathBuf>, temporary: PathBuf, speaks: bool) -> Resu
     Ok(CacheFolder { path: temporary, warning: speaks.then_some(warning) })
 }
 
-/// Why libraries cannot be kept in a folder, which is made if need be.
+/// Returns why libraries cannot be built in and loaded from `folder`, which is created if necessary.
 fn unusable(folder: &Path) -> Option<String> {
     let shown = folder.display();
     if let Err(error) = make(folder) {
@@ -80,12 +81,12 @@ fn unusable(folder: &Path) -> Option<String> {
     }
 }
 
-/// Whether this is the process of its host that says what concerns all of them.
+/// Whether this process logs on behalf of all processes of its host.
 fn speaks() -> bool {
     env::detect(&env::variables()).map_or(true, |launch| launch.local.map_or(launch.rank, |(rank, _)| rank) == 0)
 }
 
-/// The folder with a leading `~` as the shell understands it.
+/// Expands a leading `~` as the shell does.
 fn in_home(folder: &str, home: Option<PathBuf>) -> Option<PathBuf> {
     match Path::new(folder).strip_prefix("~") {
         Ok(inside) => home.map(|home| home.join(inside)),
@@ -97,10 +98,10 @@ fn make(folder: &Path) -> std::io::Result<()> {
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)
 }
 
-/// Why somebody other than this user and root may have written the file or folder; none if nobody may have (CCH-1).
+/// Returns why a user other than this one and root may have written `path`; `None` if no other user can have (CCH-1).
 pub fn untrusted(path: &Path) -> Option<String> {
     let trust = TrustedOwners::of_this_process();
-    // As it is written, with the links that lead there, and where it is.
+    // The path as written, whose links other users may own, and the resolved path.
     let found = std::path::absolute(path).and_then(|written| Ok([written, std::fs::canonicalize(path)?]));
     let ways = match found {
         Ok(ways) => ways,
@@ -109,11 +110,11 @@ pub fn untrusted(path: &Path) -> Option<String> {
     ways.iter().flat_map(|way| way.ancestors()).find_map(|part| trust.objection(part))
 }
 
-/// Whom this process trusts.
+/// The users that this process trusts.
 struct TrustedOwners {
     user: u32,
-    /// Owner of files whose user has no name in this process's user namespace, where root has none either: root's are among
-    /// them.
+    /// The owner id that the kernel shows for users without a mapping in this process's user namespace. Inside such a
+    /// namespace, root's files may have it too.
     nameless: Option<u32>,
 }
 
@@ -124,7 +125,7 @@ impl TrustedOwners {
         let has_root = maps.is_empty()
             || maps.lines().any(|line| {
                 let mut words = line.split_whitespace();
-                // The first user of the range outside, where root is 0.
+                // The first id of the range outside of the namespace, where root is 0.
                 words.next().is_some() && number(words.next()) == Some(0)
             });
         let overflow = || number(Some(std::fs::read_to_string("/proc/sys/kernel/overflowuid").ok()?.trim()));
@@ -132,7 +133,7 @@ impl TrustedOwners {
         Self { user: rustix::process::geteuid().as_raw(), nameless }
     }
 
-    /// What is wrong with one part of a way.
+    /// Returns what is wrong with one component of a path.
     fn objection(&self, part: &Path) -> Option<String> {
         let shown = part.display();
         let data = match std::fs::symlink_metadata(part) {
@@ -146,7 +147,7 @@ impl TrustedOwners {
             return Some(format!("`{shown}` belongs to user {owner}, not to user {} or root", self.user));
         }
         let mode = data.mode() & 0o7777;
-        // A link's mode means nothing.
+        // The mode of a symbolic link has no meaning.
         let by_others = !data.is_symlink() && mode & 0o002 != 0;
         let by_group = !data.is_symlink() && mode & 0o020 != 0 && !is_private_group(data.gid(), self.user);
         let is_sticky = is_folder && mode & 0o1000 != 0;
@@ -158,14 +159,14 @@ impl TrustedOwners {
     }
 }
 
-/// Whether a group has the user's name and no other member, as many systems make one for each user.
+/// Whether the group has this user's name and no other member. Many systems create such a group for each user.
 fn is_private_group(group: u32, user: u32) -> bool {
     const ROOM: usize = 1 << 14;
     let mut text = vec![0; ROOM];
-    // SAFETY: the structures consist of pointers and numbers, for which zero is a value.
+    // SAFETY: the structures consist of pointers and numbers, for which all-zero bytes are valid.
     let (mut found_user, mut found_group): (libc::passwd, libc::group) = unsafe { std::mem::zeroed() };
     let mut end = std::ptr::null_mut();
-    // SAFETY: all pointers are to live memory of the announced size; what is found points into `text`.
+    // SAFETY: all pointers are to live memory of the given size; the results point into `text`.
     let outcome = unsafe { libc::getpwuid_r(user, &mut found_user, text.as_mut_ptr(), ROOM, &mut end) };
     if outcome != 0 || end.is_null() {
         return false;
@@ -239,7 +240,7 @@ mod tests {
         scratch.folder("wide", 0o777);
         let inside = untrusted(&scratch.file("wide/inside.so", 0o700)).unwrap();
         assert!(inside.contains("/wide` can be written by all users"), "{inside}");
-        // Others may add to it, but cannot touch what is there.
+        // Other users may add entries, but cannot change existing ones.
         scratch.folder("shared", 0o1777);
         assert_eq!(untrusted(&scratch.file("shared/inside.so", 0o700)), None);
         let link = scratch.0.join("link.so");
@@ -256,7 +257,7 @@ mod tests {
         let file = scratch.file("theirs.so", 0o755);
         let user = rustix::process::geteuid().as_raw();
         let other = TrustedOwners { user: user + 1, nameless: None };
-        // To another user, this one's files are a stranger's, unless this is root.
+        // For another user, files of this user are not trusted, unless the owner is root.
         assert_eq!(other.objection(&file).is_none(), user == 0);
         if user == 0 {
             std::os::unix::fs::chown(&file, Some(65_534), None).unwrap();

@@ -18,7 +18,7 @@ fn since_1970() -> Duration {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
 }
 
-/// A time at this place, as `strftime` writes it.
+/// The current local time, formatted by `strftime`.
 fn local(time: Duration, form: &CStr) -> String {
     let mut text = [0u8; 64];
     let seconds = time.as_secs() as libc::time_t;

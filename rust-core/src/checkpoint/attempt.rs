@@ -1,10 +1,11 @@
-//! One attempt to save a checkpoint: a hidden folder that only its ranks write into, until what is in it gets its name.
+//! One attempt to save a checkpoint: a hidden folder into which only its ranks write, until its content is
+//! renamed to the checkpoint.
 //!
 //! ```text
-//!   DIR/.step-110.91c0....smd-attempt/rank-00003.status     how far rank 3 has come
-//!   DIR/.step-110.91c0....smd-attempt/rank-00003.json       what it wrote
-//!   DIR/.step-110.91c0....smd-attempt/data/                 what becomes DIR/step-110
-//!   DIR/.step-110.91c0....smd-attempt/old/                  what it replaces, until that can go
+//!   DIR/.step-110.91c0....smd-attempt/rank-00003.status     the progress of rank 3
+//!   DIR/.step-110.91c0....smd-attempt/rank-00003.json       the files that rank 3 wrote
+//!   DIR/.step-110.91c0....smd-attempt/data/                 the content of DIR/step-110
+//!   DIR/.step-110.91c0....smd-attempt/old/                  the checkpoint that it replaces, until that is removed
 //! ```
 
 use std::fs::{self, File};
@@ -20,33 +21,34 @@ use super::write::WrittenFiles;
 use super::{commit, damaged, failed, place};
 use crate::error::{Error, Limit, Result};
 
-/// The folder of what becomes the checkpoint.
+/// The folder with the content of the new checkpoint.
 pub(super) const DATA: &str = "data";
-/// The folder of what the checkpoint replaces.
+/// The folder for the checkpoint that is replaced.
 pub(super) const OLD: &str = "old";
-/// The ending of attempts' names.
+/// The suffix of the names of attempts' folders.
 const ENDING: &str = ".smd-attempt";
-/// How long a rank sleeps between two looks at what others have written: a share of the time it has waited, within bounds.
+/// How long a rank sleeps between two polls of other ranks' files: a fraction of the time it has waited, within
+/// bounds.
 const LOOKS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(50));
 
-/// What an attempt saves, and who takes part in it. All ranks have the same, but for `rank`.
+/// What an attempt saves, and which ranks take part. All fields except `rank` are equal on all ranks.
 #[derive(Clone, Debug)]
 pub struct SaveSpec {
-    /// Where checkpoints are.
+    /// The directory of checkpoints.
     pub directory: PathBuf,
     /// The checkpoint's name.
     pub tag: String,
-    /// What it consists of.
+    /// The kind of checkpoint.
     pub kind: CheckpointKind,
-    /// The attempt's number, which no two saves share (CKPT-2).
+    /// The id of the attempt, which no two saves share (CKPT-2).
     pub number: u64,
     /// This rank.
     pub rank: usize,
-    /// Ranks that save.
+    /// Number of ranks that save.
     pub world: usize,
-    /// Whether a checkpoint is on the disk before it gets its name.
+    /// Whether the checkpoint is synced to the disk before it is renamed.
     pub durable: bool,
-    /// Whether the file system's exchange of two names may be used, if it has one.
+    /// Whether `renameat2` may exchange two names, where the file system supports it.
     pub exchange: bool,
 }
 
@@ -56,13 +58,13 @@ impl SaveSpec {
         self.directory.join(format!(".{}.{:016x}{ENDING}", self.tag, self.number))
     }
 
-    /// For errors.
+    /// The name for error messages.
     fn during(&self) -> String {
         format!("saving checkpoint `{}`", self.tag)
     }
 }
 
-/// A folder of an attempt, and what its name says.
+/// The folder of an attempt, and the fields of its name.
 #[derive(Debug)]
 pub(super) struct AttemptFolder {
     pub(super) folder: PathBuf,
@@ -94,12 +96,12 @@ pub struct SaveAttempt {
 }
 
 impl SaveAttempt {
-    /// Rank 0 looks whether the checkpoint may get its name, takes away what broken attempts have left, and makes the folder; the others
-    /// wait for that, and join.
+    /// Opens the attempt. Rank 0 checks that the checkpoint may be replaced, removes the remains of interrupted
+    /// attempts, and creates the folder. The other ranks wait for the folder, and join.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if something that a save does not replace lies in the checkpoint's place; [`Error::Timeout`] if rank 0 does not
-    /// make the folder in time; or `look`'s.
+    /// [`Error::InvalidArgument`] if a file or folder that a save must not replace has the checkpoint's name;
+    /// [`Error::Timeout`] if rank 0 does not create the folder in time; or the error of `look`.
     pub fn open(setting: SaveSpec, timeout: Duration, look: &mut dyn FnMut() -> Result<()>) -> Result<Self> {
         let folder = setting.folder();
         if setting.rank > 0 {
@@ -110,7 +112,7 @@ impl SaveAttempt {
                 missing: vec![0],
                 limit: Limit::Checkpoint,
             };
-            // An NFS client may have kept that it was not there; opening a folder asks the server.
+            // An NFS client may have cached that the folder did not exist; opening it asks the server.
             let is_there = || Ok(File::open(folder.join(DATA)).is_ok());
             wait_until(timeout, look, is_there, expired)?;
             let status = StatusFile::create(&folder, setting.rank)?;
@@ -132,17 +134,17 @@ impl SaveAttempt {
         }
     }
 
-    /// What it saves.
+    /// The options of the attempt.
     pub fn setting(&self) -> &SaveSpec {
         &self.setting
     }
 
-    /// Its folder.
+    /// The attempt's folder.
     pub(super) fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// The folder of what becomes the checkpoint.
+    /// The folder with the content of the new checkpoint.
     pub fn data(&self) -> PathBuf {
         self.folder.join(DATA)
     }
@@ -154,10 +156,10 @@ impl SaveAttempt {
         self.status.set(&Status::Written)
     }
 
-    /// As [`SaveAttempt::report`], of files that the caller wrote into [`SaveAttempt::data`].
+    /// As [`SaveAttempt::report`], for files that the caller wrote into [`SaveAttempt::data`].
     ///
     /// # Errors
-    /// If one of them cannot be read.
+    /// If one of the files cannot be read.
     pub fn report_files(&self, names: &[String]) -> Result<()> {
         let mut note = WrittenFiles::default();
         for name in names {
@@ -173,10 +175,11 @@ impl SaveAttempt {
         self.report(&note)
     }
 
-    /// Rank 0: gives what all ranks have reported its name. Of this kind, `keep` checkpoints stay.
+    /// On rank 0: renames the complete attempt to the checkpoint's name, and removes all but `keep` checkpoints of
+    /// this kind.
     ///
     /// # Errors
-    /// If a report is missing, or the folder cannot get its name: what was there before then stays.
+    /// If a report is missing, or the folder cannot be renamed. The previous checkpoint then stays.
     pub fn commit(&self, step: Option<u64>, keep: Option<usize>) -> Result<()> {
         let SaveSpec { directory, kind, .. } = &self.setting;
         match kind {
@@ -195,7 +198,7 @@ impl SaveAttempt {
         keep.map_or(Ok(()), |keep| commit::retain(self, keep))
     }
 
-    /// A manifest without files yet.
+    /// Creates a manifest without files.
     pub(super) fn manifest(&self, step: u64, layout: serde_json::Value, content: serde_json::Value) -> Manifest {
         Manifest {
             format: Manifest::FORMAT.to_owned(),
@@ -216,7 +219,7 @@ impl SaveAttempt {
         serde_json::from_slice(&bytes).map_err(|error| damaged(&path, error.to_string()))
     }
 
-    /// Rank 0: waits until all ranks have reported, and returns what.
+    /// On rank 0: waits until all ranks have reported, and returns the reports.
     pub(super) fn gather(&self, timeout: Duration, look: &mut dyn FnMut() -> Result<()>) -> Result<Vec<WrittenFiles>> {
         let world = self.setting.world;
         let (mut missing, mut seen) = ((0..world).collect::<Vec<_>>(), vec![false; world]);
@@ -231,7 +234,7 @@ impl SaveAttempt {
                     seen[rank] = true;
                     status != Status::Written
                 }
-                // Its disk did not even take the reason.
+                // Not even the reason could be written to that rank's disk.
                 None if seen[rank] && !status::exists(&self.folder, rank) => {
                     failure.get_or_insert_with(|| format!("rank {rank}: it gave up, and could not write why"));
                     true
@@ -260,12 +263,12 @@ impl SaveAttempt {
         (0..world).map(|rank| self.note(rank)).collect()
     }
 
-    /// Rank 0: tells the others that the checkpoint has its name.
+    /// On rank 0: reports to the other ranks that the checkpoint is complete under its name.
     pub(super) fn announce(&self) -> Result<()> {
         self.status.set(&Status::Committed)
     }
 
-    /// All others: waits until rank 0 has given the checkpoint its name.
+    /// On the other ranks: waits until rank 0 has renamed the checkpoint.
     pub(super) fn follow(&self, timeout: Duration, look: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         let ready = || match status::read(&self.folder, 0) {
             Some(Status::Committed) => Ok(true),
@@ -285,7 +288,7 @@ impl SaveAttempt {
         wait_until(timeout, look, ready, expired)
     }
 
-    /// Ends an attempt that this rank cannot complete: makes room on the disk, and tells the others why.
+    /// Fails an attempt that this rank cannot complete: frees disk space, and reports the reason to the other ranks.
     pub(super) fn fail(&self, error: &Error) {
         let ours = format!("rank-{:05}-", self.setting.rank);
         for entry in fs::read_dir(self.data()).into_iter().flatten().flatten() {
@@ -294,7 +297,7 @@ impl SaveAttempt {
             }
         }
         let text = error.text();
-        // Rank 0 passes on what another rank told it.
+        // Rank 0 forwards the reason of another rank.
         let own = format!("rank {}: ", self.setting.rank);
         let during = format!("{}: rank ", self.setting.during());
         let why = if text.starts_with(&during) { text[during.len() - "rank ".len()..].to_owned() } else { own + &text };
@@ -303,7 +306,7 @@ impl SaveAttempt {
         }
     }
 
-    /// Ends an attempt that is complete. The last rank takes its folder away.
+    /// Closes a complete attempt. The last rank removes its folder.
     pub fn leave(self) {
         if self.setting.rank > 0 {
             self.status.remove();
@@ -314,10 +317,11 @@ impl SaveAttempt {
         }
     }
 
-    /// Ends an attempt that all ranks know has failed: rank 0 takes its folder away, and what it had moved comes back to its place.
+    /// Closes an attempt that all ranks know to have failed. Rank 0 moves the replaced checkpoint back and removes
+    /// the attempt's folder.
     ///
     /// # Errors
-    /// If something cannot be moved or removed.
+    /// If a file cannot be moved or removed.
     pub fn discard(self) -> Result<()> {
         discard(&self.setting)
     }
@@ -326,7 +330,7 @@ impl SaveAttempt {
 /// As [`SaveAttempt::discard`].
 ///
 /// # Errors
-/// As there.
+/// As [`SaveAttempt::discard`].
 pub(super) fn discard(setting: &SaveSpec) -> Result<()> {
     if setting.rank > 0 {
         return Ok(());
@@ -334,12 +338,12 @@ pub(super) fn discard(setting: &SaveSpec) -> Result<()> {
     settle_and_remove(&setting.directory, &setting.tag, setting.number, &setting.folder())
 }
 
-/// The name of a rank's note.
+/// The name of the file in which a rank reports the files that it wrote.
 pub(super) fn note_name(rank: usize) -> String {
     format!("rank-{rank:05}.json")
 }
 
-/// The folder `path` has all its names on the disk, with `durable`.
+/// With `durable`, syncs the folder `path`, so that the names in it are on the disk.
 pub(super) fn sync_if(durable: bool, path: &Path) -> Result<()> {
     if durable { sync_folder(path) } else { Ok(()) }
 }

@@ -1,4 +1,4 @@
-//! Gives a checkpoint its name, in one step, and takes old ones away.
+//! Renames a complete attempt to its checkpoint, in one step, and removes old checkpoints.
 
 use std::fs;
 use std::path::Path;
@@ -13,7 +13,7 @@ use super::write::WrittenFiles;
 use super::{MANIFEST, failed};
 use crate::error::{Error, Result};
 
-/// Puts the notes of all ranks together and gives the folder its name (CKPT-1).
+/// Merges the reports of all ranks into the manifest and renames the folder (CKPT-1).
 pub(super) fn commit(attempt: &SaveAttempt, mut manifest: Manifest, notes: Vec<WrittenFiles>) -> Result<()> {
     let SaveSpec { directory, tag, durable, .. } = attempt.setting();
     for note in notes {
@@ -24,7 +24,7 @@ pub(super) fn commit(attempt: &SaveAttempt, mut manifest: Manifest, notes: Vec<W
             manifest.tensors.push(tensor);
         }
     }
-    // Slices of one tensor come from several ranks.
+    // Slices of one tensor may come from several ranks.
     manifest.tensors.sort_by(|a, b| a.name.cmp(&b.name));
     let mut tensors: Vec<super::TensorEntry> = Vec::with_capacity(manifest.tensors.len());
     for tensor in manifest.tensors {
@@ -47,9 +47,9 @@ pub(super) fn commit(attempt: &SaveAttempt, mut manifest: Manifest, notes: Vec<W
     let data = attempt.data();
     put(attempt.folder(), &data, MANIFEST, manifest.to_text().as_bytes(), *durable)?;
     sync_if(*durable, &data)?;
-    // Again: writing may have taken long.
+    // Checked again, because writing may have taken long.
     place::check(directory, tag, manifest.kind)?;
-    // Before anything moves: what is left to do needs no room on the disk.
+    // Before any rename: the remaining steps need no disk space.
     put(attempt.folder(), attempt.folder(), NEWEST, tag.as_bytes(), *durable)?;
     take_place(attempt, &data, &directory.join(tag))?;
     let newest = attempt.folder().join(NEWEST);
@@ -57,13 +57,13 @@ pub(super) fn commit(attempt: &SaveAttempt, mut manifest: Manifest, notes: Vec<W
     sync_if(*durable, directory)
 }
 
-/// Gives the folder `data` the name `place`; what was there is in the attempt's folder then.
+/// Renames the folder `data` to `place`. A previous folder of that name is in the attempt's folder afterwards.
 fn take_place(attempt: &SaveAttempt, data: &Path, place: &Path) -> Result<()> {
     let SaveSpec { directory, tag, durable, exchange: may_exchange, .. } = attempt.setting();
     if look(place)?.is_none() {
         move_to_free(data, place)?;
     } else if !*may_exchange || !exchange(data, place)? {
-        // In two steps; who reads between them, or is started after a kill between them, finds the old one (CKPT-7).
+        // Two renames. A reader between them, or after a kill between them, finds the previous checkpoint (CKPT-7).
         let old = attempt.folder().join(OLD);
         make_old(&old)?;
         fs::rename(place, old.join(tag)).map_err(failed("renaming", place))?;
@@ -84,8 +84,9 @@ fn make_old(old: &Path) -> Result<()> {
     }
 }
 
-/// Gives the files of a full checkpoint their names. The content's comes first and the model's is the end: until then, the old content is
-/// kept, and belongs to the old model's file by the attempt that both name.
+/// Renames the files of a full checkpoint, the content file first and the model file last; the second rename
+/// completes the checkpoint. Until then, the old content file is kept. The attempt id that both files carry says
+/// which content belongs to which model.
 pub(super) fn commit_full(attempt: &SaveAttempt) -> Result<()> {
     let SaveSpec { directory, tag, kind, number, durable, .. } = attempt.setting();
     let (data, old) = (attempt.data(), attempt.folder().join(OLD));
@@ -96,7 +97,7 @@ pub(super) fn commit_full(attempt: &SaveAttempt) -> Result<()> {
         Mark::put(&model, FileRole::Model, *number, *durable)?;
     }
     if look(&content)?.is_some() {
-        // Without a model's file of its own, it belongs to the one that is there.
+        // Without a model file in this attempt, the content belongs to the existing one.
         let belongs = if has_model { None } else { place::attempt_of(&model_place) };
         Mark::put(&content, FileRole::UserContent, belongs.unwrap_or(*number), *durable)?;
     }
@@ -114,7 +115,8 @@ pub(super) fn commit_full(attempt: &SaveAttempt) -> Result<()> {
     sync_if(*durable, directory)
 }
 
-/// Removes the checkpoints of the lowest steps but `keep`, never the one that was just saved, nor one in whose folder something else lies.
+/// Removes the checkpoints of the lowest steps except `keep`. Never removes the checkpoint that was just saved, nor
+/// one whose folder contains files that no save wrote.
 pub(super) fn retain(attempt: &SaveAttempt, keep: usize) -> Result<()> {
     let SaveSpec { directory, tag, kind, .. } = attempt.setting();
     let mut others: Vec<(u64, String)> =
@@ -127,7 +129,7 @@ pub(super) fn retain(attempt: &SaveAttempt, keep: usize) -> Result<()> {
             tracing::warn!("`{}` stays: it holds more than its checkpoint", place.display());
             continue;
         }
-        // Hidden first: half of a checkpoint must not be taken for one.
+        // Renamed to a hidden name first, so that a partly removed checkpoint is not taken for a complete one.
         make_old(&old)?;
         fs::rename(&place, old.join(&other)).map_err(failed("renaming", &place))?;
         remove_checkpoint(&old.join(&other))?;

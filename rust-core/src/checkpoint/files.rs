@@ -1,4 +1,5 @@
-//! Steps on the file system that a power cut cannot tear apart: folders, small files, and the exchange of two names.
+//! File system operations that are atomic across a power failure: folders, small files, and the exchange of two
+//! names.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
@@ -10,7 +11,7 @@ use rustix::io::Errno;
 use super::failed;
 use crate::error::{Error, Result};
 
-/// Makes `path` and the parents that it lacks. With `durable`, each new folder is on the disk under its name.
+/// Creates `path` and its missing parents. With `durable`, each new folder's name is synced to the disk.
 pub(super) fn make_folders(path: &Path, durable: bool) -> Result<()> {
     if path.is_dir() {
         return Ok(());
@@ -20,14 +21,14 @@ pub(super) fn make_folders(path: &Path, durable: bool) -> Result<()> {
         make_folders(parent, durable)?;
     }
     match fs::create_dir(path) {
-        // Another process was faster.
+        // Another process created it first.
         Err(_) if path.is_dir() => {}
         made => made.map_err(failed("creating", path))?,
     }
     if durable { sync_folder(parent.unwrap_or(Path::new("."))) } else { Ok(()) }
 }
 
-/// The names in a folder are on the disk.
+/// Syncs a folder, so that the names in it are on the disk.
 pub(super) fn sync_folder(path: &Path) -> Result<()> {
     File::open(path).and_then(|folder| folder.sync_all()).map_err(failed("syncing", path))
 }
@@ -37,8 +38,8 @@ pub(super) fn temporary_name(name: &str) -> String {
     format!(".{name}.new")
 }
 
-/// Writes `folder/name` by way of a temporary file in `by`, so that it is there completely or not at all. `by` is a folder that only this
-/// process writes this name into, on the same file system.
+/// Writes `folder/name` through a temporary file in `by`, so that the file exists completely or not at all. `by` is
+/// on the same file system, and no other process writes this name into it.
 pub(super) fn put(by: &Path, folder: &Path, name: &str, text: &[u8], durable: bool) -> Result<()> {
     let (beside, path) = (by.join(temporary_name(name)), folder.join(name));
     let result = OpenOptions::new()
@@ -57,12 +58,12 @@ pub(super) fn put(by: &Path, folder: &Path, name: &str, text: &[u8], durable: bo
     result
 }
 
-/// Whether the file system does not know a flag of `renameat2`; NFS, for one, knows none.
+/// Whether the error means that the file system lacks a flag of `renameat2`, as NFS does.
 fn is_unknown(error: Errno) -> bool {
     matches!(error, Errno::INVAL | Errno::NOSYS | Errno::NOTSUP)
 }
 
-/// Exchanges two names in one step; returns whether the file system can.
+/// Exchanges two names atomically; returns false if the file system cannot.
 pub(super) fn exchange(one: &Path, other: &Path) -> Result<bool> {
     match renameat_with(CWD, one, CWD, other, RenameFlags::EXCHANGE) {
         Ok(()) => Ok(true),
@@ -71,7 +72,7 @@ pub(super) fn exchange(one: &Path, other: &Path) -> Result<bool> {
     }
 }
 
-/// Gives `from` the name `to`, which is free. A rename alone would replace an empty folder.
+/// Renames `from` to `to`, which must not exist. A plain rename would replace an empty folder.
 pub(super) fn move_to_free(from: &Path, to: &Path) -> Result<()> {
     let context = || format!("renaming `{}` to `{}`", from.display(), to.display());
     match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {

@@ -1,4 +1,4 @@
-//! The list of what a checkpoint holds. It is read from a disk, so every number is looked at before it is used.
+//! The manifest of a checkpoint. It is read from a disk, so every number is validated before it is used.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -42,12 +42,12 @@ impl StoredDType {
         Self::ALL.into_iter().find(|element| element.name == name)
     }
 
-    /// Bytes of one.
+    /// Bytes of one element.
     pub fn bytes(self) -> u64 {
         self.bytes
     }
 
-    /// Its name.
+    /// Its name in safetensors.
     pub fn name(self) -> &'static str {
         self.name
     }
@@ -72,7 +72,7 @@ impl fmt::Display for StoredDType {
     }
 }
 
-/// What a checkpoint consists of. A save replaces and removes checkpoints of its own kind only.
+/// The kinds of checkpoints. A save replaces and removes checkpoints of its own kind only.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CheckpointKind {
@@ -81,9 +81,11 @@ pub enum CheckpointKind {
     Sharded,
     /// A folder with the files of `torch.save` of each rank.
     Partial,
-    /// One file of `torch.save` with the whole model, and one with the user content; their marks stand for a manifest.
+    /// One `torch.save` file with the whole model, and one with the user content. Marks in the files replace the
+    /// manifest.
     Full,
-    /// Files of TensorFlow's own format, which TensorFlow names and replaces; the attempt is where they are written.
+    /// Files of TensorFlow's checkpoint format, which TensorFlow names and replaces. They are written into the
+    /// attempt's folder.
     Tensorflow,
 }
 
@@ -110,16 +112,16 @@ impl fmt::Display for CheckpointKind {
     }
 }
 
-/// A file of the checkpoint.
+/// One file of the checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileEntry {
-    /// In the checkpoint's folder.
+    /// File name, relative to the checkpoint's folder.
     pub name: String,
-    /// All of it.
+    /// Size of the file in bytes.
     pub bytes: u64,
-    /// What stands before the tensors; in a file of `torch.save`, all of it.
+    /// Bytes of the header before the tensors; for a `torch.save` file, the size of the whole file.
     pub header_bytes: u64,
-    /// Checksum of that.
+    /// Checksum of those bytes.
     pub header_crc: u32,
 }
 
@@ -128,35 +130,35 @@ pub struct FileEntry {
 pub struct Piece {
     /// Index of the file.
     pub file: usize,
-    /// Where in the file it begins.
+    /// Offset of its first byte in the file.
     pub offset: u64,
-    /// Which slice it is.
+    /// The slice of the tensor that it holds.
     #[serde(flatten)]
     pub slice: Slice,
-    /// For each chunk its checksum.
+    /// Checksums of its chunks.
     pub crc: Vec<u32>,
 }
 
 /// A tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TensorEntry {
-    /// Unique in the checkpoint.
+    /// Name, unique in the checkpoint.
     pub name: String,
-    /// Type of its elements.
+    /// Element type.
     pub dtype: StoredDType,
-    /// Of the whole tensor.
+    /// Shape of the whole tensor.
     pub shape: Vec<u64>,
-    /// Slices that make it up.
+    /// Slices that together make up the tensor.
     pub pieces: Vec<Piece>,
 }
 
 impl TensorEntry {
-    /// Size of the whole tensor.
+    /// Bytes of the whole tensor.
     pub fn bytes(&self) -> u64 {
         self.shape.iter().product::<u64>() * self.dtype.bytes()
     }
 
-    /// Size of one piece.
+    /// Bytes of one slice.
     pub fn piece_bytes(&self, piece: &Piece) -> u64 {
         piece.slice.shape.iter().product::<u64>() * self.dtype.bytes()
     }
@@ -165,20 +167,20 @@ impl TensorEntry {
 /// The manifest of a checkpoint: its kind, its files, and the slices of tensors in them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// [`Manifest::FORMAT`].
+    /// Version of the format: [`Manifest::FORMAT`].
     pub format: String,
-    /// What the checkpoint consists of.
+    /// Kind of the checkpoint.
     #[serde(default)]
     pub kind: CheckpointKind,
     /// Number of the training step.
     pub step: u64,
-    /// Which attempt to save wrote it.
+    /// Id of the attempt that wrote it.
     pub attempt: u64,
-    /// Ranks that wrote it.
+    /// Number of ranks that wrote it.
     pub world: usize,
-    /// How ranks were laid out; the core does not look into it.
+    /// Description of the ranks' layout, as JSON that the core does not interpret.
     pub layout: serde_json::Value,
-    /// What the script saved beside tensors; the core does not look into it.
+    /// User content that the script saved beside the tensors; the core does not interpret it.
     pub content: serde_json::Value,
     /// All files.
     pub files: Vec<FileEntry>,
@@ -194,20 +196,20 @@ struct Envelope<'a> {
 }
 
 impl Manifest {
-    /// Of this version.
+    /// The version of the format that this code writes.
     pub const FORMAT: &'static str = "smd-checkpoint 1";
 
-    /// The file's text, with its checksum.
+    /// Serializes the manifest, with its checksum.
     pub fn to_text(&self) -> String {
         let manifest = serde_json::value::to_raw_value(self).expect("names and numbers are JSON");
         let envelope = Envelope { crc: crc32fast::hash(manifest.get().as_bytes()), manifest: &manifest };
         serde_json::to_string(&envelope).expect("names and numbers are JSON")
     }
 
-    /// The manifest in a file's bytes.
+    /// Parses a manifest.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if it was altered, or describes what cannot be.
+    /// [`Error::InvalidArgument`] if the checksum does not match, or a value is out of range.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let no_manifest =
             |error: serde_json::Error| Error::InvalidArgument(format!("no manifest of a checkpoint: {error}"));
@@ -224,16 +226,16 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// The tensor of this name.
+    /// Returns the tensor with this name.
     pub fn tensor(&self, name: &str) -> Option<&TensorEntry> {
         let at = self.tensors.binary_search_by(|tensor| tensor.name.as_str().cmp(name)).ok()?;
         Some(&self.tensors[at])
     }
 
-    /// Whether all numbers fit together.
+    /// Checks that all numbers are consistent.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] naming the first that does not.
+    /// [`Error::InvalidArgument`] naming the first inconsistency.
     pub fn check(&self) -> Result<()> {
         let bad = |text: String| Err(Error::InvalidArgument(text));
         if self.format != Self::FORMAT {
@@ -270,7 +272,7 @@ impl Manifest {
             if !piece.slice.lies_in(&tensor.shape) {
                 return bad(format!("slice {:?} of {:?} does not lie in it", piece.slice, tensor.shape));
             }
-            // It lies in the whole, whose size is a number.
+            // The slice lies inside the tensor, whose size does not overflow.
             let elems = elems(&piece.slice).expect("a part is no larger than the whole");
             let bytes = elems * tensor.dtype.bytes();
             covered = covered.saturating_add(elems);
@@ -285,7 +287,7 @@ impl Manifest {
         if covered != whole {
             return bad(format!("its pieces have {covered} elements, and it has {whole}"));
         }
-        // As many elements as the whole, and no two alike: then all.
+        // The slices have as many elements as the tensor and none twice, so they cover it.
         let mut pieces: Vec<&Slice> =
             tensor.pieces.iter().map(|piece| &piece.slice).filter(|s| s.elems() != Some(0)).collect();
         pieces.sort_unstable_by(|a, b| a.start.cmp(&b.start));

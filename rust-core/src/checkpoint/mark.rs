@@ -1,5 +1,6 @@
-//! Files of `torch.save` that stand alone carry a mark: the comment at the end of a zip archive, which readers of archives pass over. It says
-//! that this library wrote the file, in which attempt, and what the checksum of everything before it is.
+//! Marks of `torch.save` files that have no manifest. A mark is the comment at the end of the zip archive, which zip
+//! readers ignore. It records that this library wrote the file, in which attempt, and the checksum of all bytes
+//! before the mark.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
@@ -10,35 +11,35 @@ use serde::{Deserialize, Serialize};
 use super::{damaged, failed};
 use crate::error::{Error, Result};
 
-/// Signature of a zip archive's last record, which ends in the length of the comment.
+/// Signature of the end record of a zip archive, whose last field is the length of the comment.
 const SIGNATURE: &[u8] = b"PK\x05\x06";
-/// Size of that record without the comment.
+/// Size of the end record without the comment.
 const RECORD_BYTES: usize = 22;
-/// A mark has at most so many bytes.
+/// Largest size of a mark in bytes.
 const MARK_BYTES: usize = 512;
-/// Bytes that are summed at a time.
+/// Bytes that are read and added to the checksum at a time.
 const BLOCK_BYTES: usize = 1 << 20;
 
-/// What a file is.
+/// The content of a marked file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum FileRole {
     /// The state of a whole model.
     Model,
-    /// What the script saved beside it.
+    /// The user content that the script saved beside the model.
     UserContent,
 }
 
-/// The mark at the end of a file that `torch.save` wrote through this library.
+/// The mark of a `torch.save` file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Mark {
-    /// [`Mark::FORMAT`].
+    /// Version of the format: [`Mark::FORMAT`].
     format: String,
-    /// What the file is.
+    /// Content of the file.
     pub(super) role: FileRole,
-    /// The attempt that wrote the model's file; the content's file names the same one.
+    /// Id of the attempt that wrote the model file. The content file carries the same id.
     pub(super) attempt: u64,
-    /// Bytes before the mark, and their checksum.
+    /// Number of bytes before the mark, and their checksum.
     bytes: u64,
     crc: u32,
 }
@@ -46,10 +47,10 @@ pub(super) struct Mark {
 impl Mark {
     const FORMAT: &'static str = "smd-checkpoint-file 1";
 
-    /// Marks a file that `torch.save` has written.
+    /// Adds a mark to a `torch.save` file.
     ///
     /// # Errors
-    /// If it is no zip archive, has a comment already, or cannot be written.
+    /// If the file is not a zip archive, has a comment already, or cannot be written.
     pub(super) fn put(path: &Path, role: FileRole, attempt: u64, durable: bool) -> Result<()> {
         let file = OpenOptions::new().read(true).write(true).open(path).map_err(failed("opening", path))?;
         let bytes = file.metadata().map_err(failed("reading", path))?.len();
@@ -60,7 +61,7 @@ impl Mark {
         if !record.starts_with(SIGNATURE) || record[RECORD_BYTES - 2..] != [0, 0] {
             return Err(Error::InvalidArgument(format!("`{}` is not a file of `torch.save`", path.display())));
         }
-        // Without the comment's length, which is about to change.
+        // Excluding the length of the comment, which is about to change.
         let crc = sum(&file, bytes - 2).map_err(failed("reading", path))?;
         let mark = Self { format: Self::FORMAT.into(), role, attempt, bytes: bytes - 2, crc };
         let text = serde_json::to_vec(&mark).expect("names and numbers are JSON");
@@ -70,7 +71,7 @@ impl Mark {
         if durable { file.sync_all().map_err(failed("syncing", path)) } else { Ok(()) }
     }
 
-    /// The mark of a file, if it has one.
+    /// Returns the mark of a file, if it has one.
     pub(super) fn read(path: &Path) -> Option<Self> {
         let file = File::open(path).ok()?;
         let bytes = file.metadata().ok().filter(std::fs::Metadata::is_file)?.len();
@@ -85,10 +86,10 @@ impl Mark {
         fits.then_some(mark)
     }
 
-    /// Compares a file that has a mark with the checksum in it; a file without one has nothing to compare with.
+    /// Verifies the checksum of a marked file. A file without a mark is not checked.
     ///
     /// # Errors
-    /// [`Error::Io`] if the file is not as it was written, or cannot be read.
+    /// [`Error::Io`] if the checksum does not match, or the file cannot be read.
     pub(super) fn verify(path: &Path) -> Result<()> {
         let Some(mark) = Self::read(path) else { return Ok(()) };
         let file = File::open(path).map_err(failed("opening", path))?;

@@ -1,4 +1,4 @@
-//! A checkpoint as text, and as one file for other tools.
+//! Prints a checkpoint's content, and merges it into one file for other tools.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -9,11 +9,11 @@ use super::slices::Slice;
 use super::write::{FileWriter, SourceSlice};
 use crate::error::{Error, Result};
 
-/// Reads rows of tensors of at most so many bytes at a time.
+/// Largest number of bytes of a tensor that are read at a time.
 const BUFFER_BYTES: u64 = 256 << 20;
 
-/// Writes the tensors whose names begin with `prefix` to one safetensors file, without the prefix, and again for each of the
-/// other names that `aliases` of the layout gives them. The file is there completely or not at all.
+/// Writes the tensors whose names begin with `prefix` to one safetensors file, with the prefix removed. A tensor with
+/// `aliases` in the layout is written once under each name. The file exists completely or not at all.
 ///
 /// # Errors
 /// If there is no such tensor, the checkpoint is damaged, or the file cannot be written.
@@ -26,7 +26,7 @@ pub fn merge(checkpoint: &Checkpoint, prefix: &str, out: &Path, threads: usize) 
             checkpoint.tag()
         )));
     }
-    // Other names of a shared parameter: tools that load the file expect each name.
+    // Other names of a shared parameter, because tools that load the file expect each of them.
     let aliases = checkpoint.manifest().layout.get("aliases").and_then(serde_json::Value::as_object);
     let mut named: Vec<(String, &TensorEntry)> =
         chosen.into_iter().map(|tensor| (tensor.name[prefix.len()..].to_owned(), tensor)).collect();
@@ -66,7 +66,7 @@ pub fn merge(checkpoint: &Checkpoint, prefix: &str, out: &Path, threads: usize) 
             let bytes = count * row_bytes;
             buffer.resize(bytes as usize, 0);
             let target = Target { name: tensor.name.clone(), slice, address: buffer.as_mut_ptr(), bytes };
-            // SAFETY: the buffer has as many bytes, and is used by nobody else.
+            // SAFETY: the buffer has that many bytes, and no other code uses it.
             unsafe { checkpoint.read(&[target], threads)? };
             file.put(&beside, &buffer, offset + row * row_bytes)?;
             row += count;

@@ -1,4 +1,4 @@
-//! What lies where a checkpoint is to be, and whether a save may replace it (CKPT-6).
+//! Finds checkpoints in a directory, and decides whether a save may replace an existing path (CKPT-6).
 
 use std::collections::HashSet;
 use std::fs::{self, Metadata};
@@ -12,13 +12,15 @@ use crate::error::{Error, Result};
 
 /// The file that names the newest checkpoint.
 pub(super) const NEWEST: &str = "newest";
-/// The longest tag: with what names of files add to it, it stays below the 255 bytes of file systems.
+/// The longest tag. With the prefixes and suffixes of file names, it stays below the 255 bytes that file systems
+/// allow.
 const TAG_BYTES: usize = 200;
 
-/// Whether `tag` can be a checkpoint's name: one component of a path, so that it lies in the folder of checkpoints. Hidden names are ours.
+/// Checks that `tag` is a valid checkpoint name: a single path component, so that it stays inside the directory, and
+/// not a hidden name, because those are reserved.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] if it cannot.
+/// [`Error::InvalidArgument`] if it is not.
 pub fn check_tag(tag: &str) -> Result<()> {
     let why = if tag.is_empty() {
         "it is empty"
@@ -43,11 +45,11 @@ pub(super) fn content_name(tag: &str) -> String {
     format!("user_content_{tag}")
 }
 
-/// Whether a save of this kind may put its checkpoint at `directory/tag`: nothing is there, or a checkpoint of the same kind that this library
-/// wrote, with nothing else in it (CKPT-6).
+/// Checks whether a save of this kind may write `directory/tag`: the path is free, or holds a checkpoint of the same
+/// kind that this library wrote and no other files (CKPT-6).
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] naming what is there, and [`Error::Io`] if it cannot be read.
+/// [`Error::InvalidArgument`] naming the path in the way, and [`Error::Io`] if it cannot be read.
 pub(super) fn check(directory: &Path, tag: &str, kind: CheckpointKind) -> Result<()> {
     check_tag(tag)?;
     if let Some(found) = look(directory)?.filter(|found| !found.is_dir() && !found.is_symlink()) {
@@ -90,7 +92,7 @@ fn check_file(path: &Path, role: FileRole) -> Result<()> {
     }
 }
 
-/// The file `newest` holds a tag; it is empty where the power went while it was written without `durable`.
+/// Reads the tag in the file `newest`. The file is empty if the power failed while it was written without `durable`.
 fn check_newest(path: &Path) -> Result<()> {
     let Some(found) = look(path)? else { return Ok(()) };
     let is_ours = found.is_file()
@@ -106,7 +108,7 @@ fn foreign(path: &Path, what: &str) -> Error {
     ))
 }
 
-/// What is at a path, links not followed.
+/// The file type at a path, without following links.
 pub(super) fn look(path: &Path) -> Result<Option<Metadata>> {
     match path.symlink_metadata() {
         Ok(found) => Ok(Some(found)),
@@ -127,7 +129,7 @@ fn own_manifest(place: &Path) -> Result<Manifest> {
     Manifest::parse(&bytes).map_err(|error| foreign(place, &format!("has a damaged `{MANIFEST}` ({})", error.text())))
 }
 
-/// A name in a checkpoint's folder that its manifest does not list.
+/// Returns a name in a checkpoint's folder that its manifest does not list.
 pub(super) fn foreign_file(place: &Path, manifest: &Manifest) -> Result<Option<String>> {
     let known: HashSet<&str> = manifest.files.iter().map(|file| file.name.as_str()).chain([MANIFEST]).collect();
     for entry in fs::read_dir(place).map_err(failed("reading", place))? {
@@ -139,12 +141,12 @@ pub(super) fn foreign_file(place: &Path, manifest: &Manifest) -> Result<Option<S
     Ok(None)
 }
 
-/// The manifest of a folder, if it is one of ours.
+/// Returns the manifest of a folder, if this library wrote it.
 pub(super) fn manifest_of(place: &Path) -> Option<Manifest> {
     Manifest::parse(&fs::read(place.join(MANIFEST)).ok()?).ok()
 }
 
-/// The attempt that wrote what is at `place`, if this library did.
+/// Returns the id of the attempt that wrote the checkpoint at `place`, if this library did.
 pub(super) fn attempt_of(place: &Path) -> Option<u64> {
     if place.is_dir() {
         return manifest_of(place).map(|manifest| manifest.attempt);
@@ -152,8 +154,8 @@ pub(super) fn attempt_of(place: &Path) -> Option<u64> {
     Mark::read(place).map(|mark| mark.attempt)
 }
 
-/// The folder of the checkpoint `tag`: where its name says, or where a save that was interrupted while it replaced the checkpoint has left the one
-/// before.
+/// Returns the folder of the checkpoint `tag`: `directory/tag`, or the attempt's folder to which an interrupted save
+/// moved the previous checkpoint.
 pub fn locate(directory: &Path, tag: &str) -> PathBuf {
     let place = directory.join(tag);
     if place.join(MANIFEST).exists() {
@@ -166,11 +168,11 @@ pub fn locate(directory: &Path, tag: &str) -> PathBuf {
         .unwrap_or(place)
 }
 
-/// The user content that was saved with the full checkpoint `tag`, if there was one.
+/// Returns the user content that was saved with the full checkpoint `tag`, if there was any.
 pub fn content_of(directory: &Path, tag: &str) -> Option<PathBuf> {
     let (place, name) = (directory.join(tag), content_name(tag));
     let Some(model) = Mark::read(&place) else {
-        // Not ours: whatever has the name belongs to it.
+        // A model file that this library did not write: any content file of that name belongs to it.
         return Some(directory.join(name)).filter(|path| path.is_file());
     };
     let belongs = |path: &PathBuf| path.is_file() && Mark::read(path).is_none_or(|mark| mark.attempt == model.attempt);
@@ -179,7 +181,7 @@ pub fn content_of(directory: &Path, tag: &str) -> Option<PathBuf> {
     [directory.join(&name)].into_iter().chain(olds).find(belongs)
 }
 
-/// Complete checkpoints of a kind in `directory` with their steps, the newest step last.
+/// Lists complete checkpoints of a kind in `directory` with their steps, in ascending order of steps.
 ///
 /// # Errors
 /// If the directory cannot be read.
@@ -199,15 +201,15 @@ pub fn list(directory: &Path, kind: CheckpointKind) -> Result<Vec<(u64, String)>
     Ok(found)
 }
 
-/// The name of the newest complete sharded checkpoint: what `newest` says, or if that is lost or names one of another kind, the one of the highest
-/// step. `None` if there is none.
+/// Returns the tag of the newest complete sharded checkpoint: the one in `newest`, or if that file is missing or
+/// names another kind, the one of the highest step. `None` if there is none.
 ///
 /// # Errors
 /// If the directory cannot be read.
 pub fn newest(directory: &Path) -> Result<Option<String>> {
     if let Ok(text) = fs::read_to_string(directory.join(NEWEST)) {
         let tag = text.trim();
-        // One that is damaged is still the newest: whoever loads it is told.
+        // A damaged checkpoint still counts as the newest, so that loading it reports the damage.
         let is_other =
             || manifest_of(&locate(directory, tag)).is_some_and(|manifest| manifest.kind != CheckpointKind::Sharded);
         if check_tag(tag).is_ok() && locate(directory, tag).join(MANIFEST).exists() && !is_other() {
@@ -220,10 +222,10 @@ pub fn newest(directory: &Path) -> Result<Option<String>> {
     Ok(list(directory, CheckpointKind::Sharded)?.pop().map(|(_, tag)| tag))
 }
 
-/// As [`newest`].
+/// As [`newest`], with an error if there is no checkpoint.
 ///
 /// # Errors
-/// If there is none, too.
+/// As [`newest`]; also if there is no checkpoint.
 pub(super) fn required_newest(directory: &Path) -> Result<String> {
     newest(directory)?.ok_or_else(|| damaged(directory, "there is no complete checkpoint in it"))
 }

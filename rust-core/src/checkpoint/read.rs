@@ -1,4 +1,4 @@
-//! Reads slices of tensors, whoever wrote them in whichever pieces (CKPT-4).
+//! Reads slices of tensors, independent of which ranks wrote them in which slices (CKPT-4).
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -22,39 +22,39 @@ pub struct Checkpoint {
     manifest: Manifest,
 }
 
-/// Memory that a slice of a tensor is read into, dense, last index fastest.
+/// Memory for a slice of a tensor, dense, in row-major order.
 #[derive(Clone, Debug)]
 pub struct Target {
     /// The tensor's name.
     pub name: String,
-    /// Which slice.
+    /// The slice to read.
     pub slice: Slice,
-    /// Where to.
+    /// Address of the memory.
     pub address: *mut u8,
-    /// Room there.
+    /// Bytes of the memory.
     pub bytes: u64,
 }
 
-// SAFETY: a target is a description; who reads promises that the memory is there and nobody else's meanwhile.
+// SAFETY: a target is a description. The caller of `read` promises that the memory is valid and not used meanwhile.
 unsafe impl Send for Target {}
-// SAFETY: as above; parts that are written at once are apart.
+// SAFETY: as above; parts that are written at the same time do not overlap.
 unsafe impl Sync for Target {}
 
-/// One chunk of a piece, and what of it is wanted.
+/// One chunk of a stored slice, and the parts of it that are needed.
 struct Read<'a> {
     tensor: &'a TensorEntry,
     piece: &'a Piece,
     chunk: u64,
-    /// In offsets of the piece; none if it is only to be verified.
+    /// Offsets in the stored slice; none if the chunk is only verified.
     runs: &'a [ContiguousBytes],
     address: usize,
 }
 
 impl Checkpoint {
-    /// The checkpoint `tag` in `directory`, or the newest sharded one.
+    /// Opens the checkpoint `tag` in `directory`, or the newest sharded one.
     ///
     /// # Errors
-    /// If it is not there, or its manifest is damaged.
+    /// If it does not exist, or its manifest is damaged.
     pub fn open(directory: &Path, tag: Option<&str>) -> Result<Self> {
         let tag = match tag {
             Some(tag) => tag.to_owned(),
@@ -64,7 +64,7 @@ impl Checkpoint {
         Self::open_folder(&locate(directory, &tag), tag)
     }
 
-    /// The checkpoint whose folder this is.
+    /// Opens the checkpoint in this folder.
     ///
     /// # Errors
     /// As [`Checkpoint::open`].
@@ -80,19 +80,19 @@ impl Checkpoint {
         &self.tag
     }
 
-    /// What it holds.
+    /// Its manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
 
-    /// Fills all targets, by `threads` threads, reading no chunk without need.
+    /// Fills all targets with `threads` threads. Reads only chunks that a target needs.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if there is no such tensor or slice; [`Error::Io`] if a file is damaged or cannot be read. Targets
     /// then have unspecified contents.
     ///
     /// # Safety
-    /// Each target's memory is writable, and nobody else uses it meanwhile; no two targets overlap.
+    /// Each target's memory is writable, and no other code uses it meanwhile; no two targets overlap.
     pub unsafe fn read(&self, targets: &[Target], threads: usize) -> Result<()> {
         let mut wanted = Vec::new();
         for target in targets {
@@ -136,7 +136,7 @@ impl Checkpoint {
         unsafe { self.perform(&reads, threads) }
     }
 
-    /// Compares files that hold no tensors of ours, such as those of a partial checkpoint, with their checksums.
+    /// Verifies the checksums of files without tensors, such as those of a partial checkpoint.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if there is no such file, and [`Error::Io`] if it is damaged.
@@ -151,20 +151,20 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// What it consists of.
+    /// Its kind.
     pub fn kind(&self) -> CheckpointKind {
         self.manifest.kind
     }
 
-    /// Where its files are.
+    /// Its folder.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// Reads everything and compares all checksums.
+    /// Reads all files and verifies all checksums.
     ///
     /// # Errors
-    /// [`Error::Io`] naming the first file and tensor that is damaged.
+    /// [`Error::Io`] naming the first damaged file and tensor.
     pub fn verify(&self, threads: usize) -> Result<()> {
         for index in 0..self.manifest.files.len() {
             self.check_header(index)?;
@@ -181,7 +181,7 @@ impl Checkpoint {
                 }));
             }
         }
-        // SAFETY: reads without runs write to no target.
+        // SAFETY: reads without parts to copy write to no target.
         unsafe { self.perform(&reads, threads) }
     }
 
@@ -211,7 +211,7 @@ impl Checkpoint {
     }
 
     /// # Safety
-    /// Where reads have runs, the caller's promise of [`Checkpoint::read`].
+    /// Where reads have parts to copy, the caller's promise of [`Checkpoint::read`].
     unsafe fn perform(&self, reads: &[Read<'_>], threads: usize) -> Result<()> {
         let files: Vec<Mutex<Option<std::sync::Arc<File>>>> =
             self.manifest.files.iter().map(|_| Mutex::default()).collect();
@@ -290,7 +290,8 @@ impl Checkpoint {
     }
 }
 
-/// Compares a file of a full checkpoint with the checksum of its mark. A file without a mark, which another program wrote, has none.
+/// Verifies a file of a full checkpoint against the checksum of its mark. A file without a mark, which another
+/// program wrote, is not checked.
 ///
 /// # Errors
 /// [`Error::Io`] if it is damaged or cannot be read.

@@ -1,6 +1,6 @@
-//! Takes away what broken attempts have left, and brings back what they had moved (CKPT-7).
+//! Removes the remains of interrupted attempts, and moves back the checkpoints that they were replacing (CKPT-7).
 //!
-//! Only names that saves give are removed, one by one: what else lies in such a folder stays, and the folder with it.
+//! Only files with names that saves write are removed, one by one. If a folder contains any other file, both stay.
 
 use std::fs;
 use std::path::Path;
@@ -13,10 +13,10 @@ use super::place::{attempt_of, content_name, foreign_file, look, manifest_of};
 use super::{MANIFEST, failed, status};
 use crate::error::{Error, Result};
 
-/// A folder without a status file is left alone for so long: rank 0 may be about to write its own.
+/// How long a folder without a status file is left alone: its rank 0 may be about to write one.
 const YOUNG: Duration = Duration::from_secs(60);
 
-/// Whether a save gives files such a name.
+/// Whether a save writes files with this name.
 fn is_known(name: &str) -> bool {
     let name = name.strip_prefix('.').and_then(|rest| rest.strip_suffix(".new")).unwrap_or(name);
     let is_part =
@@ -25,20 +25,22 @@ fn is_known(name: &str) -> bool {
         || is_part("rank-", &[".safetensors", ".json", ".status"])
         || is_part("model_", &[".pt"])
         || is_part("optimizer_", &[".pt"])
-        // TensorFlow adds endings of its own, also while it writes.
+        // TensorFlow appends its own suffixes, also to temporary names.
         || ["part-", "merged."].iter().any(|start| name.starts_with(start))
 }
 
-/// Makes a folder of checkpoints and its parents, as far as they are not there, and removes what broken attempts have left in it.
+/// Creates a directory of checkpoints and its parents, if necessary, and removes the remains of interrupted attempts
+/// in it.
 ///
 /// # Errors
-/// If it cannot be made, or something cannot be moved or removed.
+/// If the directory cannot be created, or a file cannot be moved or removed.
 pub fn prepare(directory: &Path, durable: bool) -> Result<()> {
     make_folders(directory, durable)?;
     clean(directory)
 }
 
-/// Removes what broken attempts have left in `directory`; not what another process holds that is saving, where the file system has locks.
+/// Removes the remains of interrupted attempts in `directory`, except of attempts that a running process holds a lock
+/// on (where the file system has locks).
 ///
 /// # Errors
 /// If something cannot be moved or removed.
@@ -57,7 +59,8 @@ pub fn clean(directory: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Ends an attempt: brings back what it had moved if it did not come to its end, and removes its folder.
+/// Closes an attempt: moves a replaced checkpoint back if the new one is incomplete, and removes the attempt's
+/// folder.
 ///
 /// # Errors
 /// If something cannot be moved or removed.
@@ -67,7 +70,7 @@ pub(super) fn settle_and_remove(directory: &Path, tag: &str, number: u64, folder
         bring_back(directory, tag, number, folder)?;
     }
     for entry in fs::read_dir(folder.join(OLD)).into_iter().flatten().flatten() {
-        // What could not come back, since something else has its name now, stays where it is.
+        // A file that could not be moved back, because its name is in use again, stays here.
         if is_complete || attempt_of(&directory.join(entry.file_name())).is_some() {
             remove_checkpoint(&entry.path())?;
         }
@@ -78,9 +81,9 @@ pub(super) fn settle_and_remove(directory: &Path, tag: &str, number: u64, folder
     remove_checkpoint(folder)
 }
 
-/// The attempt did not come to its end: what it had moved out of the way gets its name again.
+/// The attempt is incomplete: renames what it had moved away to its old name.
 fn bring_back(directory: &Path, tag: &str, number: u64, folder: &Path) -> Result<()> {
-    // The content of a full checkpoint comes before the model's file, whose rename is the end.
+    // The content file of a full checkpoint was renamed before the model file, whose rename completes the checkpoint.
     let content = directory.join(content_name(tag));
     let is_unfinished = content.is_file() && attempt_of(&content) == Some(number);
     let kept = folder.join(OLD).join(content_name(tag));
@@ -98,8 +101,8 @@ fn bring_back(directory: &Path, tag: &str, number: u64, folder: &Path) -> Result
     Ok(())
 }
 
-/// Removes a checkpoint's file, or of its folder what a save has written, and then the folder if nothing else is in it. Another
-/// rank may do so at once.
+/// Removes a checkpoint: its file, or the files in its folder that a save wrote, and then the folder if it is empty.
+/// Another rank may do the same concurrently.
 pub(super) fn remove_checkpoint(place: &Path) -> Result<()> {
     let gone = |error: &std::io::Error| error.kind() == std::io::ErrorKind::NotFound;
     let Some(found) = look(place)? else { return Ok(()) };
@@ -134,7 +137,7 @@ pub(super) fn remove_checkpoint(place: &Path) -> Result<()> {
     }
 }
 
-/// Whether the folder at `place` may be retired: a checkpoint of this kind, with nothing else in it.
+/// Whether the folder at `place` may be removed: a checkpoint of this kind without other files.
 pub(super) fn is_whole_and_ours(place: &Path, kind: CheckpointKind) -> Result<bool, Error> {
     match manifest_of(place).filter(|manifest| manifest.kind == kind) {
         Some(manifest) => Ok(foreign_file(place, &manifest)?.is_none()),

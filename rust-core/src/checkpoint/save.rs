@@ -1,4 +1,5 @@
-//! One rank's part in saving checkpoints: copies, writes, meets the others, and lets the training go on meanwhile.
+//! One rank's part in saving checkpoints: copies tensors, writes files, and synchronizes with the other ranks in
+//! the background.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -13,33 +14,33 @@ use super::staging::Staging;
 use super::write::{RankSave, write};
 use crate::error::{Error, Result};
 
-/// How long a caller sleeps between two looks at a save under way.
+/// How long a caller sleeps between two polls of a running save.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// What all saves of a [`Saver`] have in common.
+/// Options that are common to all saves of a [`Saver`].
 #[derive(Clone, Debug)]
 pub struct SaveOptions {
-    /// Where checkpoints are.
+    /// The directory of checkpoints.
     pub directory: PathBuf,
     /// This rank.
     pub rank: usize,
-    /// Ranks that save.
+    /// Number of ranks that save.
     pub world: usize,
-    /// Files, and threads, of this rank.
+    /// Number of files that this rank writes, each in its own thread.
     pub threads: usize,
-    /// Whether a checkpoint is on the disk before it gets its name.
+    /// Whether a checkpoint is synced to the disk before it is renamed.
     pub durable: bool,
-    /// How many checkpoints are kept; `None`: all.
+    /// How many checkpoints are kept; `None` for all.
     pub keep: Option<usize>,
     /// How long a rank waits for others.
     pub timeout: Duration,
-    /// Whether the file system's exchange of two names may be used, if it has one.
+    /// Whether `renameat2` may exchange two names, where the file system supports it.
     pub exchange: bool,
-    /// Called now and then while a save in the background waits for other ranks; an error ends it.
+    /// Called periodically while a background save waits for other ranks; an error ends the wait.
     pub watch: fn() -> Result<()>,
 }
 
-/// Which checkpoint is saved.
+/// The checkpoint that is saved.
 #[derive(Clone, Debug)]
 struct Content {
     step: u64,
@@ -47,28 +48,28 @@ struct Content {
     content: serde_json::Value,
 }
 
-/// Saves checkpoints of one rank, asynchronously. One save is in flight at a time.
+/// Saves checkpoints of one rank, asynchronously. At most one save is in progress.
 #[derive(Debug)]
 pub struct Saver {
     options: SaveOptions,
     staging: Arc<Mutex<Staging>>,
     outcome: Arc<SaveOutcome>,
-    /// The attempt that [`Saver::open`] has begun.
+    /// The attempt that [`Saver::open`] created and [`Saver::save`] has not used yet.
     opened: Mutex<Option<SaveAttempt>>,
-    /// The attempt that was begun last.
+    /// The attempt of the last save.
     last: Mutex<Option<SaveSpec>>,
 }
 
 #[derive(Debug, Default)]
 struct SaveOutcome {
-    /// Whether a thread writes.
+    /// Whether a background thread is writing.
     busy: Mutex<bool>,
     done: Condvar,
     error: Mutex<Option<Error>>,
 }
 
 impl Saver {
-    /// For saves with these options.
+    /// Creates a saver with these options.
     pub fn new(options: SaveOptions) -> Self {
         Self {
             options,
@@ -79,33 +80,36 @@ impl Saver {
         }
     }
 
-    /// Begins a save before there is anything to write: a rank that cannot save the checkpoint `tag` learns it here. Rank 0 comes first, the
-    /// others wait for it. [`Saver::save`] of the same `tag` and `attempt` goes on.
+    /// Opens a save before there is anything to write, so that a rank that cannot save the checkpoint `tag` fails
+    /// here. Rank 0 comes first, the other ranks wait for it. [`Saver::save`] with the same `tag` and `attempt`
+    /// continues.
     ///
     /// # Errors
-    /// As [`SaveAttempt::open`]; or what went wrong in the save before that nobody waited for.
+    /// As [`SaveAttempt::open`]; or the error of the previous background save, if no call has returned it yet.
     pub fn open(&self, tag: &str, attempt: u64, look: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         self.wait(look)?;
         let SaveOptions { directory, rank, world, durable, exchange, timeout, .. } = self.options.clone();
         let kind = CheckpointKind::Sharded;
         let setting =
             SaveSpec { directory, tag: tag.to_owned(), kind, number: attempt, rank, world, durable, exchange };
-        // Its lock goes first.
+        // Releases the lock of the previous attempt first.
         *self.opened.lock() = None;
         *self.last.lock() = Some(setting.clone());
         *self.opened.lock() = Some(SaveAttempt::open(setting, timeout, look)?);
         Ok(())
     }
 
-    /// Saves this rank's part of a checkpoint, and returns when the checkpoint has its name; with `asynchronous`, when the
-    /// state has been copied. Every rank calls it with the same `tag`, `step` and `attempt`; layout and content are rank 0's.
+    /// Saves this rank's part of a checkpoint. Returns when the checkpoint is complete; with `asynchronous`, when the
+    /// state has been copied. Every rank calls it with the same `tag`, `step` and `attempt`; layout and content are
+    /// those of rank 0.
     ///
     /// # Errors
-    /// What went wrong, here or on another rank, in this save or in the one before that nobody waited for.
+    /// The error of this save, on this rank or another, or of the previous background save if no call has returned it
+    /// yet.
     ///
     /// # Safety
-    /// The sources' memory is readable, and written by nobody until the call returns; that of sources which the job's owner holds, until
-    /// the owner is dropped.
+    /// The sources' memory is readable and not written until the call returns; for sources that the job's owner
+    /// holds, until the owner is dropped.
     #[expect(clippy::too_many_arguments, reason = "each is one word about the same checkpoint")]
     pub unsafe fn save(
         &self,
@@ -137,7 +141,7 @@ impl Saver {
         }
         *self.outcome.busy.lock() = true;
         let (options, outcome) = (self.options.clone(), Arc::clone(&self.outcome));
-        // Held, so that the copies outlive a saver that is dropped.
+        // Keeps the copies alive if the saver is dropped.
         let staging = Arc::clone(&self.staging);
         let spawned = std::thread::Builder::new().name("smd-checkpoint".into()).spawn(move || {
             let watch = options.watch;
@@ -155,10 +159,10 @@ impl Saver {
         Ok(())
     }
 
-    /// Waits for the save under way, if there is one; `look` is called now and then and may end the wait.
+    /// Waits for the save in progress, if there is one; `look` is called periodically and its error ends the wait.
     ///
     /// # Errors
-    /// As [`Saver::save`]; or `look`'s.
+    /// As [`Saver::save`]; or the error of `look`.
     pub fn wait(&self, look: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         let mut busy = self.outcome.busy.lock();
         while *busy {
@@ -170,16 +174,16 @@ impl Saver {
         self.outcome.error.lock().take().map_or(Ok(()), Err)
     }
 
-    /// Whether a save is under way.
+    /// Whether a save is in progress.
     pub fn is_busy(&self) -> bool {
         *self.outcome.busy.lock()
     }
 
-    /// Ends the attempt that was begun last, of which all ranks know that it has failed: rank 0 takes its files away. Without this, the next
-    /// save does.
+    /// Closes the attempt that was opened last, if all ranks know that it has failed: rank 0 removes its files. If
+    /// this is not called, the next save removes them.
     ///
     /// # Errors
-    /// If something cannot be moved or removed.
+    /// If a file cannot be moved or removed.
     pub fn discard(&self) -> Result<()> {
         *self.opened.lock() = None;
         self.last.lock().take().map_or(Ok(()), |setting| attempt::discard(&setting))
@@ -206,7 +210,7 @@ fn run(
     result
 }
 
-/// Rank 0: when all have reported, the checkpoint gets its name.
+/// On rank 0: renames the checkpoint when all ranks have reported.
 fn finish(
     options: &SaveOptions,
     attempt: &SaveAttempt,

@@ -1,6 +1,6 @@
-//! Boxes in a tensor's index space, and how the bytes of one lie in another.
+//! Slices of a tensor's index space, and how the bytes of one slice map to those of another.
 
-/// A box: where it starts in the whole tensor, and its lengths.
+/// A slice: its start in the whole tensor, and its lengths.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Slice {
     /// First index in each dimension.
@@ -9,36 +9,36 @@ pub struct Slice {
     pub shape: Vec<u64>,
 }
 
-/// Bytes that lie in a row in both boxes.
+/// Bytes that are contiguous in both slices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ContiguousBytes {
-    /// Offset in the first box.
+    /// Offset in the first slice.
     pub(super) from: u64,
-    /// Offset in the second.
+    /// Offset in the second slice.
     pub(super) to: u64,
-    /// Length.
+    /// Length in bytes.
     pub(super) bytes: u64,
 }
 
 impl Slice {
-    /// All of a tensor.
+    /// The slice that covers a whole tensor.
     pub fn whole(shape: &[u64]) -> Self {
         Self { start: vec![0; shape.len()], shape: shape.to_vec() }
     }
 
-    /// Elements, or `None` if there are more than fit a number.
+    /// Number of elements; `None` on overflow.
     pub fn elems(&self) -> Option<u64> {
         self.shape.iter().try_fold(1_u64, |product, &length| product.checked_mul(length))
     }
 
-    /// Whether it lies inside a tensor of this shape.
+    /// Whether the slice lies inside a tensor of this shape.
     pub fn lies_in(&self, shape: &[u64]) -> bool {
         self.start.len() == shape.len()
             && self.shape.len() == shape.len()
             && (0..shape.len()).all(|at| self.start[at].checked_add(self.shape[at]).is_some_and(|end| end <= shape[at]))
     }
 
-    /// What both have in common.
+    /// The intersection of two slices.
     pub(super) fn intersection(&self, other: &Self) -> Option<Self> {
         let (mut start, mut shape) = (Vec::new(), Vec::new());
         for at in 0..self.shape.len() {
@@ -53,12 +53,12 @@ impl Slice {
         Some(Self { start, shape })
     }
 
-    /// The bytes that `self` and `other` have in common, each box stored by itself, last index fastest; in the order in
-    /// which they lie in `self`.
+    /// The contiguous byte ranges that `self` and `other` have in common, if each is stored densely in row-major
+    /// order; sorted by their offset in `self`.
     pub(super) fn runs(&self, other: &Self, element: u64) -> Vec<ContiguousBytes> {
         let Some(common) = self.intersection(other) else { return Vec::new() };
         let rank = common.shape.len();
-        // Trailing dimensions that are whole in both boxes run on into the dimension before them.
+        // Trailing dimensions that are whole in both slices are contiguous with the dimension before them.
         let mut row = rank;
         let mut length = element;
         while row > 0 {
@@ -76,7 +76,7 @@ impl Slice {
         let mut runs = Vec::new();
         loop {
             runs.push(ContiguousBytes { from: offset(self, &index), to: offset(other, &index), bytes: length });
-            // The next row, as an odometer counts.
+            // Advances to the next row: increments the last index and carries.
             let Some(at) = (0..row).rev().find(|&at| index[at] + 1 < common.shape[at]) else { return runs };
             index[at] += 1;
             index[at + 1..].fill(0);

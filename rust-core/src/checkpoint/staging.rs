@@ -1,5 +1,5 @@
-//! Memory that a copy of the state waits in until it is written. It is kept from one save to the next: fresh memory would
-//! cost a page fault for every 4 KiB, which is more than the copy.
+//! Memory for the copy of the state that a background save writes. It is reused by the next save, because page faults
+//! of fresh memory would cost more than the copy.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -9,9 +9,9 @@ use super::write::SourceSlice;
 use crate::error::{Error, Result};
 use crate::streaming_copy::stream;
 
-/// What one thread copies at a time.
+/// Bytes that one thread copies at a time.
 const PART_BYTES: usize = 8 << 20;
-/// Where a tensor begins.
+/// Alignment of tensors in the buffer, in bytes.
 const ALIGN: usize = 64;
 
 /// A host buffer that holds the copy of one save's tensors.
@@ -27,16 +27,16 @@ struct CopyRange {
     bytes: usize,
 }
 
-// SAFETY: parts are of memory that the caller holds, and no two of them are written alike.
+// SAFETY: sources are memory that the caller holds, and no two destinations overlap.
 unsafe impl Send for CopyRange {}
-// SAFETY: as above; a part itself is only read.
+// SAFETY: as above; a source is only read.
 unsafe impl Sync for CopyRange {}
 
 impl Staging {
-    /// Makes room for so much.
+    /// Grows the buffer to `bytes` bytes.
     pub(super) fn reserve(&mut self, bytes: usize) -> Result<()> {
         if self.memory.as_ref().is_none_or(|memory| memory.len() < bytes) {
-            // The old one first: both at once might not fit.
+            // Frees the old buffer first, because both at once might not fit.
             self.memory = None;
             let memory = MmapOptions::new().len(bytes.max(1)).populate().map_anon().map_err(|error| {
                 Error::io(format!("getting {bytes} bytes of memory for a copy of the state"), error)
@@ -46,10 +46,11 @@ impl Staging {
         Ok(())
     }
 
-    /// Copies all sources that nobody holds, by `threads` threads, and points them at the copies. Returns how many bytes that were.
+    /// Copies all sources that the job's owner does not hold, with `threads` threads, and points them at the copies.
+    /// Returns the number of copied bytes.
     ///
     /// # Safety
-    /// The sources' memory is readable, and written by nobody meanwhile. The copies are valid until the next call.
+    /// The sources' memory is readable and not written meanwhile. The copies are valid until the next call.
     pub(super) unsafe fn take(&mut self, sources: &mut [SourceSlice], threads: usize) -> Result<usize> {
         let mut sources: Vec<&mut SourceSlice> = sources.iter_mut().filter(|source| !source.held).collect();
         let mut end = 0;
@@ -78,7 +79,8 @@ impl Staging {
         let next = AtomicUsize::new(0);
         let work = || {
             while let Some(part) = parts.get(next.fetch_add(1, Ordering::Relaxed)) {
-                // SAFETY: the caller's promise for what is read; what is written is ours, and apart from every other part.
+                // SAFETY: the caller's promise for the source; the destination is in this buffer and does not overlap
+                // any other.
                 unsafe { stream(part.from, part.to, part.bytes) };
             }
         };

@@ -1,5 +1,6 @@
-//! How far a rank has come with its part of a checkpoint, told in a file that has its room on the disk from the beginning: a rank whose disk
-//! is full can still say so. Its process holds a lock on the file, which is gone when the process is, however that ends.
+//! The status of a rank in an attempt, in a file whose disk space is allocated at the start, so that a rank with a
+//! full disk can still report. The rank's process holds a lock on the file, which the system releases when the
+//! process ends.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::FileExt;
@@ -11,23 +12,23 @@ use rustix::io::Errno;
 use super::failed;
 use crate::error::Result;
 
-/// The file's size: a block of the usual file systems.
+/// Size of the file: one block of common file systems.
 const BYTES: usize = 4096;
-/// What a text may have, with room for the word and the checksum before it.
+/// Longest text, which leaves space for the state and the checksum before it.
 const TEXT_BYTES: usize = BYTES - 64;
-/// The ending of such files' names.
+/// The suffix of status files.
 const ENDING: &str = ".status";
 
-/// What a rank tells the others.
+/// What a rank reports to the others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Status {
-    /// It has not come to the end of its part.
+    /// The rank is still writing.
     Writing,
-    /// Its part and its note are complete.
+    /// The rank's files and its report are complete.
     Written,
-    /// Of rank 0: the checkpoint has its name.
+    /// From rank 0: the checkpoint is complete under its name.
     Committed,
-    /// It gave up, for this reason.
+    /// The rank failed, for this reason.
     Failed(String),
 }
 
@@ -76,23 +77,24 @@ pub(super) struct StatusFile {
 }
 
 impl StatusFile {
-    /// Makes it, in an attempt's folder.
+    /// Creates the file in an attempt's folder.
     pub(super) fn create(folder: &Path, rank: usize) -> Result<Self> {
         let path = folder.join(name(rank));
         let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path);
         let file = file.map_err(failed("creating", &path))?;
-        // Where a file system has no locks, only the rule that one job at a time saves into a folder is left.
+        // On a file system without locks, the only protection is the rule that one job at a time saves into a
+        // directory.
         let _ = flock(&file, FlockOperation::NonBlockingLockExclusive);
         file.write_all_at(&Status::Writing.to_bytes(), 0).map_err(failed("writing", &path))?;
         Ok(Self { file, path })
     }
 
-    /// Tells the others.
+    /// Writes the status for the other ranks.
     pub(super) fn set(&self, status: &Status) -> Result<()> {
         self.file.write_all_at(&status.to_bytes(), 0).map_err(failed("writing", &self.path))
     }
 
-    /// Takes the file away. Others see that the rank has ended.
+    /// Removes the file, which tells other ranks that this one has finished.
     pub(super) fn remove(&self) {
         let _ = fs::remove_file(&self.path);
     }
@@ -100,12 +102,12 @@ impl StatusFile {
 
 impl Drop for StatusFile {
     fn drop(&mut self) {
-        // A child that was forked meanwhile has the file as well, and would keep it locked.
+        // A child that was forked meanwhile inherited the descriptor and would keep the lock.
         let _ = flock(&self.file, FlockOperation::Unlock);
     }
 }
 
-/// What `rank` tells; `None` if it has no file, or is writing it right now.
+/// Returns the status of `rank`; `None` if it has no file, or is writing it at this moment.
 pub(super) fn read(folder: &Path, rank: usize) -> Option<Status> {
     Status::parse(&fs::read(folder.join(name(rank))).ok()?)
 }
@@ -121,7 +123,7 @@ pub(super) fn all(folder: &Path) -> Vec<PathBuf> {
     entries.map(|entry| entry.path()).filter(|path| path.to_string_lossy().ends_with(ENDING)).collect()
 }
 
-/// Whether no process is known to hold one of these files.
+/// Whether no running process holds a lock on these files.
 pub(super) fn are_free(files: &[PathBuf]) -> bool {
     files.iter().all(|path| {
         let Ok(file) = OpenOptions::new().read(true).write(true).open(path) else { return true };

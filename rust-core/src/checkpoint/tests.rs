@@ -1,4 +1,4 @@
-//! Any layout into any other, bitwise; and whatever happens to files is found and named.
+//! Saves and loads between any two layouts, bitwise; damaged files are detected and named.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ mod destroys_nothing;
 
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
-/// A folder that goes with its test.
+/// A temporary folder that is removed with its test.
 struct TestFolder(PathBuf);
 
 impl TestFolder {
@@ -32,7 +32,7 @@ impl Drop for TestFolder {
     }
 }
 
-/// A tensor whose bytes say where they belong.
+/// A tensor whose bytes encode their position.
 #[derive(Clone, Debug)]
 struct TestTensor {
     name: String,
@@ -50,7 +50,7 @@ fn tensor(name: &str, dtype: &str, shape: &[u64]) -> TestTensor {
 }
 
 impl TestTensor {
-    /// The bytes of a slice, the slow and obvious way.
+    /// The bytes of a slice, computed element by element as the reference.
     fn cut(&self, slice: &Slice) -> Vec<u8> {
         let size = self.dtype.bytes();
         let mut out = Vec::new();
@@ -67,7 +67,7 @@ impl TestTensor {
     }
 }
 
-/// What a rank holds: slices with their bytes.
+/// The slices of a rank with their bytes.
 type HeldSlices = Vec<(TestTensor, Slice, Vec<u8>)>;
 
 fn held(parts: &[(&TestTensor, Slice)]) -> HeldSlices {
@@ -109,7 +109,7 @@ fn save_one(saver: &Saver, tag: &str, step: u64, attempt: u64, held: &HeldSlices
     unsafe { saver.save(tag, step, attempt, "layout".into(), step.into(), job(held), asynchronous, &mut || Ok(())) }
 }
 
-/// All ranks save, as threads.
+/// Saves on all ranks, one thread each.
 fn save(folder: &Path, tag: &str, step: u64, ranks: &[HeldSlices]) -> Result<()> {
     let attempt = NEXT.fetch_add(1, Ordering::Relaxed);
     let results: Vec<Result<()>> = std::thread::scope(|scope| {
@@ -126,7 +126,7 @@ fn save(folder: &Path, tag: &str, step: u64, ranks: &[HeldSlices]) -> Result<()>
     results.into_iter().collect()
 }
 
-/// What lies in a folder, hidden or not.
+/// The names in a folder, also hidden ones.
 fn names(folder: &Path) -> Vec<String> {
     let mut names: Vec<String> =
         fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
@@ -314,13 +314,13 @@ fn a_broken_attempt_leaves_what_was_there() {
         error.text()
     );
     check(&folder.0, None, &tensors);
-    // The rank that comes late learns why.
+    // The late rank gets the reason.
     let late = Saver::new(options(&folder.0, 1, 2));
     let error = save_one(&late, "one", 2, 77, &whole(&tensors[1..]), false).unwrap_err();
     assert!(error.text().contains("rank 0: saving checkpoint `one` timed out"), "{}", error.text());
     clean(&folder.0).unwrap();
     assert_eq!(fs::read_dir(&folder.0).unwrap().count(), 2);
-    // Its name serves again, and an interrupted wait ends.
+    // The tag can be used again, and an interrupted wait ends.
     let mut stop = || Err(crate::Error::Interrupted { during: "a test".into() });
     let held = whole(&tensors);
     // SAFETY: the vectors live until the call returns.
@@ -338,7 +338,7 @@ fn what_somebody_writes_is_no_leftover() {
     let leftover = folder.0.join(format!(".two.{:016x}.smd-attempt", 6));
     fs::create_dir(&leftover).unwrap();
     fs::write(leftover.join("rank-00003.status"), "").unwrap();
-    // One whose first rank may be about to say that it is there.
+    // An attempt whose rank 0 may be about to write its status file.
     let begun = folder.0.join(format!(".two.{:016x}.smd-attempt", 7));
     fs::create_dir(&begun).unwrap();
     std::thread::scope(|scope| {
@@ -365,7 +365,7 @@ fn a_first_rank_that_cannot_say_what_is_newest_tells_the_others() {
     let savers =
         [0, 1].map(|rank| Saver::new(SaveOptions { timeout: Duration::from_secs(600), ..options(&folder.0, rank, 2) }));
     savers.iter().for_each(|saver| saver.open("one", 9, &mut || Ok(())).unwrap());
-    // A folder in its place: it cannot be replaced.
+    // A folder at the path of the file, which therefore cannot be replaced.
     fs::create_dir_all(folder.0.join("newest/old")).unwrap();
     let saving = |rank: usize| save_one(&savers[rank], "one", 1, 9, &parts[rank], false).unwrap_err().text();
     let (first, second) = std::thread::scope(|scope| {
@@ -394,7 +394,7 @@ fn asynchronous_saves_hold_what_was_there_at_the_call() {
     let names: Vec<String> =
         list(&folder.0, CheckpointKind::Sharded).unwrap().into_iter().map(|(_, tag)| tag).collect();
     assert_eq!(names, ["step-4", "step-5"]);
-    // What went wrong in the background is told at the next call.
+    // An error of the background save is returned by the next call.
     save_one(
         &saver,
         "newer",

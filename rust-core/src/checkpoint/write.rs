@@ -10,35 +10,37 @@ use super::slices::Slice;
 use super::{CHUNK_BYTES, failed};
 use crate::error::{Error, Result};
 
-/// Bytes that are summed and then written: they stay in the core's cache between the two.
+/// Bytes that are added to the checksum and then written, so that they are still in the processor's cache when they
+/// are written.
 const BLOCK_BYTES: u64 = 256 << 10;
-/// Where tensors begin in a file: a multiple of a page, so that it can be mapped.
+/// Alignment of tensors in a file: a page, so that the file can be mapped.
 const ALIGN: usize = 4096;
 
-/// A slice of a tensor in memory, dense, last index fastest.
+/// A slice of a tensor in memory, dense, in row-major order.
 #[derive(Clone, Debug)]
 pub struct SourceSlice {
     /// The tensor's name.
     pub name: String,
-    /// Its type.
+    /// Element type.
     pub dtype: StoredDType,
-    /// Of the whole tensor.
+    /// Shape of the whole tensor.
     pub shape: Vec<u64>,
-    /// What is here.
+    /// The slice that is in this memory.
     pub slice: Slice,
-    /// Where it is.
+    /// Its address.
     pub address: *const u8,
-    /// Whether the job's owner keeps the memory as it is until the checkpoint is complete: it needs no copy then.
+    /// Whether the job's owner keeps the memory unchanged until the checkpoint is complete, so that it need not be
+    /// copied.
     pub held: bool,
 }
 
-// SAFETY: a source is a description; who makes a job promises that the memory is readable until it is done.
+// SAFETY: a source is a description; the creator of a job promises that the memory is readable until the job is done.
 unsafe impl Send for SourceSlice {}
 // SAFETY: as above; the memory is only read.
 unsafe impl Sync for SourceSlice {}
 
 impl SourceSlice {
-    /// Size of what is here.
+    /// Bytes of the slice.
     pub fn bytes(&self) -> u64 {
         self.slice.shape.iter().product::<u64>() * self.dtype.bytes()
     }
@@ -66,18 +68,18 @@ impl SourceSlice {
 pub struct RankSave {
     /// Its tensors.
     pub sources: Vec<SourceSlice>,
-    /// Dropped when the save is complete or has failed: what keeps the memory of sources that are held.
+    /// Keeps the memory of held sources alive; dropped when the save has completed or failed.
     pub owner: Option<Box<dyn Send>>,
 }
 
-/// What a rank's files hold; files are numbered from 0 on.
+/// The entries of the manifest for a rank's files, which are numbered from 0.
 #[derive(Clone, Debug, Default, serde::Serialize, serde::Deserialize)]
 pub(super) struct WrittenFiles {
     pub(super) files: Vec<FileEntry>,
     pub(super) tensors: Vec<TensorEntry>,
 }
 
-/// Writes `sources` into `count` files in `folder`, each by a thread of its own.
+/// Writes `sources` into `count` files in `folder`, one thread for each file.
 pub(super) fn write(
     folder: &Path,
     rank: usize,
@@ -90,7 +92,8 @@ pub(super) fn write(
     if let Some(source) = sources.iter().find(|source| !names.insert(&source.name)) {
         return Err(Error::InvalidArgument(format!("tensor `{}` is saved twice by one rank", source.name)));
     }
-    // The largest first, each to the file that has least; then the order within a file, by size of element, keeps all aligned.
+    // The largest first, each to the file with the fewest bytes. Inside a file, ordering by element size keeps all
+    // tensors aligned.
     let mut order: Vec<usize> = (0..sources.len()).collect();
     order.sort_by_key(|&at| std::cmp::Reverse(sources[at].bytes()));
     let count = count.clamp(1, sources.len().max(1));
@@ -152,7 +155,7 @@ fn write_file(folder: &Path, name: String, sources: &[&SourceSlice], durable: bo
     Ok(WrittenFiles { files: vec![entry], tensors })
 }
 
-/// Returns the checksums of its chunks (CKPT-3).
+/// Writes a source and returns the checksums of its chunks (CKPT-3).
 fn write_tensor(file: &File, offset: u64, source: &SourceSlice) -> std::io::Result<Vec<u32>> {
     let bytes = source.bytes();
     let mut sums = Vec::with_capacity(bytes.div_ceil(CHUNK_BYTES) as usize);
@@ -171,7 +174,7 @@ fn write_tensor(file: &File, offset: u64, source: &SourceSlice) -> std::io::Resu
     Ok(sums)
 }
 
-/// A safetensors header for tensors that lie one behind the other.
+/// A safetensors header for tensors that follow one another in the file.
 fn header(sources: &[&SourceSlice]) -> Vec<u8> {
     let mut table = serde_json::Map::new();
     let mut at = 0;
@@ -190,14 +193,14 @@ fn header(sources: &[&SourceSlice]) -> Vec<u8> {
     header
 }
 
-/// Writes whole tensors to one file as they come, each in parts: for [`super::merge`].
+/// Writes whole tensors to one file, in parts as they arrive; used by [`super::merge`].
 pub(super) struct FileWriter {
     file: File,
     header_bytes: u64,
 }
 
 impl FileWriter {
-    /// A file for these tensors; their addresses are not looked at.
+    /// Creates a file for these tensors; their addresses are not used.
     pub(super) fn create(path: &Path, sources: &[SourceSlice]) -> Result<(Self, Vec<u64>)> {
         let header = header(&sources.iter().collect::<Vec<_>>());
         let file = File::create(path).map_err(failed("creating", path))?;
@@ -211,13 +214,13 @@ impl FileWriter {
         Ok((Self { file, header_bytes: header.len() as u64 }, offsets))
     }
 
-    /// Puts bytes at a place in the file.
+    /// Writes bytes at an offset of the file.
     pub(super) fn put(&self, path: &Path, bytes: &[u8], offset: u64) -> Result<()> {
         debug_assert!(offset >= self.header_bytes);
         self.file.write_all_at(bytes, offset).map_err(failed("writing", path))
     }
 
-    /// Everything is on the disk.
+    /// Syncs the file to the disk.
     pub(super) fn sync(&self, path: &Path) -> Result<()> {
         self.file.sync_all().map_err(failed("syncing", path))
     }

@@ -10,7 +10,8 @@ use crate::transport::shm::SharedMemory;
 use crate::transport::shm::layout::{ARENA_BYTES, CALL_WORDS, MESSAGE_BYTES};
 use crate::transport::{Message, Tag, wait_all};
 
-/// Tags of the messages inside collectives; those of [`super::Request::Send`] have 32 bits, so they never meet.
+/// Tags of the messages inside collectives. Tags of [`super::Request::Send`] have 32 bits, so the two ranges are
+/// disjoint.
 pub(crate) const TAG_CALL: Tag = 1 << 40;
 pub(crate) const TAG_DATA: Tag = 2 << 40;
 
@@ -24,7 +25,7 @@ fn judge(agreement: CallAgreement, call: &Call, group: &Group<'_>) -> Result<()>
     }
     match agreement {
         CallAgreement::Agreed => Ok(()),
-        // The same text on every member, so it cannot say what this one called.
+        // The text is the same on every member, so it cannot name the operation that this one called.
         CallAgreement::Mismatch(detail) => Err(Error::Mismatch { during: group.title(), detail }),
         CallAgreement::Poisoned(rank, message) => Err(Error::PeerFailed {
             rank: group.members.ranks[rank],
@@ -85,8 +86,8 @@ fn words_at(memory: &SharedMemory, rank: usize, phase: u32) -> [u64; CALL_WORDS]
     unsafe { memory.call(rank, phase).read_volatile() }
 }
 
-/// Where the range of `rank`, which arrived with its call at `phase`, starts in its window. A member validates its own
-/// offset; its word for it is not enough to touch memory there (TRA-2), so it is checked here.
+/// The offset of the range of `rank` in its window, for a member that arrived with its call at `phase`. Each member
+/// has validated its own offset, but memory is accessed only after a check on this side (TRA-2).
 pub(crate) fn offset_bytes(
     memory: &SharedMemory,
     rank: usize,
@@ -104,7 +105,7 @@ pub(crate) fn offset_bytes(
     Ok(offset)
 }
 
-/// The common case without an allocation: the whole description is the same.
+/// The common case, without an allocation: the encoded calls are equal.
 fn is_equal(memory: &SharedMemory, rank: usize, call: &Call) -> bool {
     let own = words(memory, memory.me());
     let other = words(memory, rank);
@@ -164,7 +165,7 @@ fn read(memory: &SharedMemory, rank: usize) -> Call {
     }
 }
 
-/// The same for groups without memory that all members see.
+/// As above, for groups without memory that all members share.
 pub(crate) fn agree_without_memory(call: &Call, group: &Group<'_>) -> Result<()> {
     match group.hosts {
         Some(hosts) => agree_on_hosts(hosts, call, group),
@@ -177,13 +178,13 @@ pub(crate) fn agree_without_memory(call: &Call, group: &Group<'_>) -> Result<()>
     }
 }
 
-/// Members meet in the memory of their host first; one of each host speaks for them. Where a member's range of a window
-/// starts stays readable there, at the phase before the current one, until the next arrival.
+/// Members of a host compare their calls in shared memory first, and one of them represents the host. The offset of a
+/// member's window range stays readable there, at the phase before the current one, until the next arrival.
 fn agree_on_hosts(hosts: &Hosts, call: &Call, group: &Group<'_>) -> Result<()> {
     let Hosts { map, memory } = hosts;
     let here = map.members_of(map.host_of(group.members.me));
     publish(memory, call);
-    // The rows of the memory have places for this host's members only.
+    // The shared memory has rows for the members of this host only.
     put(memory, NOTE_CALL, &encode(call)?);
     memory.sync(&group.wait)?;
     if memory.me() == 0 {
@@ -199,9 +200,9 @@ fn agree_on_hosts(hosts: &Hosts, call: &Call, group: &Group<'_>) -> Result<()> {
     judge(result, call, group)
 }
 
-/// Notes lie in the results, which nothing else uses in a group on several hosts. A member's call is written before the
-/// first arrival of an operation and read before the second one; the speaker's verdict is written between these two and
-/// read before the next operation's first one.
+/// The calls and results of the comparison lie in the results area, which a group on several hosts does not use
+/// otherwise. A member's call is written before the first arrival of an operation and read before the second one. The
+/// result is written between these two and read before the first arrival of the next operation.
 const NOTE_CALL: usize = 0;
 const NOTE_RESULT: usize = NOTE_BYTES;
 const NOTE_BYTES: usize = ARENA_BYTES / 2;
@@ -227,9 +228,9 @@ fn get(memory: &SharedMemory, rank: usize, note: usize) -> Vec<u8> {
     }
 }
 
-/// Over messages: calls go up a binomial tree of `nodes` to the first one, the verdict comes down. Each node, of which
-/// this member is the one at `me`, receives from and sends to at most log2(n) others. `calls` are those that it speaks
-/// for, with their members.
+/// Compares by messages: calls go up a binomial tree of `nodes` to the first one, and the result comes back down.
+/// Each node receives from and sends to at most log2(n) others. This member is the node at `me`; `calls` are those of
+/// the members that it represents.
 fn agree_in_tree(
     nodes: &[usize],
     me: usize,
@@ -274,7 +275,7 @@ fn decode<T: serde::de::DeserializeOwned>(bytes: &[u8], group: &Group<'_>, from:
     })
 }
 
-/// Length first, then the bytes: the receiver does not know how long a call is.
+/// Sends the length first, because the receiver does not know how long a call is.
 fn send(group: &Group<'_>, to: usize, bytes: &[u8]) -> Result<()> {
     let length = (bytes.len() as u64).to_le_bytes();
     // SAFETY: both live until `wait_all` has returned, which ends the messages.
@@ -293,7 +294,7 @@ fn receive(group: &Group<'_>, from: usize) -> Result<Vec<u8>> {
     let message = unsafe { group.transport.post_recv(Some(from), TAG_CALL, length.as_mut_ptr(), length.len()) };
     wait_all(group.transport, &[message], &group.wait)?;
     let length = u64::from_le_bytes(length);
-    // A call has a few words a member, and comes with those of its subtree.
+    // A call has a few words for each member, and is sent together with those of its subtree.
     let limit = (1 << 16) + 64 * (group.members.size() * group.members.size()) as u64;
     if length > limit {
         return Err(Error::Internal(format!(

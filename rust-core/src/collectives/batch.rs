@@ -1,5 +1,5 @@
-//! Several collectives in one go. What a small one costs is the meeting of the members, not its bytes, so small
-//! neighbours of one kind are packed into one:
+//! Several collectives in one batch. The cost of a small collective is the synchronisation of the members, not its
+//! bytes, so adjacent small collectives of one kind are packed into one:
 //!
 //! ```text
 //! all_reduce a  -+
@@ -7,9 +7,9 @@
 //! all_reduce c  -+
 //! ```
 //!
-//! - BAT-1: what is packed follows from what members that agree know of each other's calls, so they pack alike.
-//!   Members that disagree meet with different calls, and that is what the error says.
-//! - BAT-2: each element is reduced as it would be alone (COL-1), so packing does not change a bit of the result.
+//! - BAT-1: the packing depends only on values that all members compare, so all members pack alike. If their calls
+//!   differ, the packed calls differ too, and the error reports that difference.
+//! - BAT-2: each element is reduced as it would be alone (COL-1), so packing does not change any bit of the result.
 
 use std::ops::Range;
 
@@ -18,38 +18,38 @@ use super::call::Call;
 use crate::buffer::{Device, TensorView};
 use crate::error::Error;
 
-/// Collectives of at most this many bytes are packed: twice the copy costs less than a meeting.
+/// Collectives of at most this many bytes are packed: copying them twice costs less than a synchronisation.
 const SMALL_BYTES: usize = 32 << 10;
-/// Bytes that travel together at most.
+/// Largest number of bytes of a pack.
 const TOGETHER_BYTES: usize = 1 << 20;
 
-/// What becomes of collectives of a batch.
+/// The phases of the collectives of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BatchPhase {
-    /// They are copied to where they lie side by side.
+    /// Inputs are copied into the pack.
     CopyIn,
-    /// The members meet.
+    /// The members run the packed collective.
     Run,
-    /// Results are copied to where they belong.
+    /// Results are copied out of the pack.
     CopyOut,
-    /// They are complete, or have failed.
+    /// The collectives are complete, or have failed.
     Over,
 }
 
-/// Hears of the phases of a batch when they begin.
+/// Gets called when a phase of a batch begins.
 pub trait PhaseListener: Send + Sync {
-    /// This one begins, of the collectives at these places.
+    /// A phase begins for the collectives at these positions of the batch.
     fn enters(&self, phase: BatchPhase, places: &Range<usize>);
 }
 
-/// What to run next, as places in the batch.
+/// A step of the batch, with positions in the batch.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum BatchStep {
     One(usize),
     Together(Range<usize>),
 }
 
-/// How member `me` of `size` runs a batch.
+/// The steps in which member `me` of `size` runs a batch.
 pub(super) fn plan(requests: &[Request], me: usize, size: usize) -> Vec<BatchStep> {
     let calls: Vec<Option<(Call, usize)>> = requests.iter().map(|request| small(request, me, size)).collect();
     let mut steps = Vec::new();
@@ -74,8 +74,8 @@ pub(super) fn plan(requests: &[Request], me: usize, size: usize) -> Vec<BatchSte
     steps
 }
 
-/// The call, and the bytes that all members count for it, if it may be packed. One that is not acceptable goes alone,
-/// so that its error is its own.
+/// The call, and its size in bytes as all members count it, if it may be packed. An invalid call runs alone, so that
+/// only it fails.
 fn small(request: &Request, me: usize, size: usize) -> Option<(Call, usize)> {
     let bytes = match request {
         Request::AllReduce { input, .. } => input.bytes(),
@@ -92,7 +92,7 @@ fn small(request: &Request, me: usize, size: usize) -> Option<(Call, usize)> {
     Call::of(request, me, size).ok().flatten().map(|call| (call, bytes))
 }
 
-/// What a packed collective reads and writes.
+/// The input and output of a packed collective.
 fn places(request: &Request) -> (Vec<TensorView>, Vec<TensorView>) {
     match request {
         Request::AllReduce { input, output, .. } => (vec![*input], vec![*output]),
@@ -103,19 +103,19 @@ fn places(request: &Request) -> (Vec<TensorView>, Vec<TensorView>) {
     }
 }
 
-/// Collectives of one kind, packed.
+/// Several collectives of one kind, packed into one.
 pub(super) struct PackedCollective {
     request: Request,
-    /// How many it stands for.
+    /// Number of packed collectives.
     packed: usize,
-    /// What each one writes, and where it lies in the pack.
+    /// The output of each collective, and its offset in the pack.
     results: Vec<(TensorView, TensorView)>,
-    /// What `request` works on. Words, so that every element type is aligned.
+    /// Memory of the pack, which `request` reads and writes. Words, so that every element type is aligned.
     _memory: Vec<u64>,
 }
 
 impl PackedCollective {
-    /// Packs `requests`, which [`plan`] has found to be alike.
+    /// Packs `requests`, which [`plan`] has found to be of one kind.
     pub(super) fn new(requests: &[Request]) -> Self {
         let places: Vec<_> = requests.iter().map(places).collect();
         let in_place = matches!(requests[0], Request::AllReduce { .. } | Request::Broadcast { .. });
@@ -124,7 +124,7 @@ impl PackedCollective {
             places.iter().map(|(inputs, outputs)| bytes(inputs) + if in_place { 0 } else { bytes(outputs) }).sum();
         let mut memory = vec![0u64; all.div_ceil(8)];
         let mut free: *mut u8 = memory.as_mut_ptr().cast();
-        // One block of the pack, and the part of it that stands for each view.
+        // A block of the pack, and the part of it for each view.
         let mut pack = |views: &[TensorView]| -> (TensorView, Vec<TensorView>) {
             let elems = views.iter().map(TensorView::elems).sum();
             // SAFETY: all blocks together have `all` bytes, and each starts behind the one before it, at a multiple of
@@ -145,7 +145,7 @@ impl PackedCollective {
             let views: Vec<_> = places.iter().map(|(inputs, _)| inputs[block]).collect();
             let (packed, parts) = pack(&views);
             for (view, part) in views.iter().zip(&parts) {
-                // SAFETY: the view's promise for the one, memory of this pack that nobody else uses for the other.
+                // SAFETY: the view's promise for one side; on the other, memory of this pack that no other code uses.
                 unsafe { part.as_bytes_mut().copy_from_slice(view.as_bytes()) };
             }
             if in_place {
@@ -171,7 +171,7 @@ impl PackedCollective {
         Self { request, packed: requests.len(), results, _memory: memory }
     }
 
-    /// The one that stands for all.
+    /// The packed request.
     pub(super) fn request(&self) -> &Request {
         &self.request
     }
@@ -186,10 +186,10 @@ impl PackedCollective {
         }
     }
 
-    /// Copies the results to where they belong.
+    /// Copies the results to the outputs.
     pub(super) fn hand_out(&self) {
         for (result, part) in &self.results {
-            // SAFETY: the view's promise for the one, memory of this pack that nobody else uses any more for the other.
+            // SAFETY: the view's promise for one side; on the other, memory of this pack that is not used any more.
             unsafe { result.as_bytes_mut().copy_from_slice(part.as_bytes()) };
         }
     }
@@ -204,7 +204,7 @@ mod tests {
     fn small_neighbours_of_one_kind_go_together() {
         let mut words = vec![0u64; SMALL_BYTES];
         let mut view = |elems, dtype| {
-            // SAFETY: the words are longer than any view here.
+            // SAFETY: the array of words is longer than any view here.
             unsafe { TensorView::new(words.as_mut_ptr().cast(), elems, dtype, Device::Cpu, 0) }.expect("it is aligned")
         };
         let mut sum = |elems, dtype| {

@@ -1,4 +1,5 @@
-//! What a member calls, as a value that can be validated, compared with the other members' calls and printed.
+//! A member's call of an operation, as a value that can be validated, compared with the other members' calls, and
+//! printed.
 
 use std::fmt;
 
@@ -23,13 +24,13 @@ pub(crate) enum Kind {
     Barrier = 10,
     /// The collective creation of a window.
     Window = 11,
-    /// The member takes part by failing.
+    /// The member fails the operation instead of taking part.
     Poison = 12,
-    /// The first part of an operation on rows: who has how many.
+    /// The first part of an operation on rows: exchanges the numbers of rows.
     AllGatherRows = 13,
     AllToAllRows = 14,
     Adasum = 15,
-    /// By name only, and nothing runs: which gradients a step has.
+    /// Compared by name only, without data: which gradients a step has.
     Presence = 16,
 }
 
@@ -72,36 +73,36 @@ impl Kind {
         }
     }
 
-    /// `Allgather`: as users of Horovod know it.
+    /// The operation's name in Horovod's errors, such as `Allgather`.
     pub(crate) fn title(self) -> String {
         let name = if self == Kind::Adasum { "allreduce".into() } else { self.name().replace('_', "") };
         name[..1].to_uppercase() + &name[1..]
     }
 
-    /// `ALLGATHER`.
+    /// The same in upper case, such as `ALLGATHER`.
     pub(crate) fn capitals(self) -> String {
         self.title().to_uppercase()
     }
 }
 
-/// A member's call. What is not used by its kind is zero or empty.
+/// A member's call. Fields that its kind does not use are zero or empty.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Call {
     pub(crate) kind: Kind,
     pub(crate) dtype: DType,
     pub(crate) op: ReduceOp,
-    /// Of operations on rows: elements of one row.
+    /// For operations on rows: number of elements of one row.
     pub(crate) root: usize,
-    /// Elements of this member's own block, or of the whole where there are no blocks; bytes of a window. Of operations
-    /// on rows, this and the next are in rows.
+    /// Number of elements of this member's block, or of the whole tensor if the kind has no blocks; for a window, its
+    /// bytes. For operations on rows, this and the next field count rows.
     pub(crate) elems: usize,
-    /// The window's number.
+    /// Number of the window.
     pub(crate) window: u64,
-    /// Where this member's range starts in its window. Not compared.
+    /// Offset of this member's range in its window. Not compared.
     pub(crate) offset_bytes: usize,
-    /// Elements of the blocks for each member.
+    /// Elements of the block for each member.
     pub(crate) sent: Vec<usize>,
-    /// Elements of the blocks from each member.
+    /// Elements of the block from each member.
     pub(crate) received: Vec<usize>,
     /// Why the member fails ([`Kind::Poison`]).
     pub(crate) message: String,
@@ -123,8 +124,8 @@ impl Call {
         }
     }
 
-    /// What `request`, on tensors in CPU memory, calls, if member `me` of `size` may call it; `None` for messages between
-    /// pairs.
+    /// The call of `request`, on tensors in CPU memory, by member `me` of `size`, if it is valid; `None` for
+    /// point-to-point messages.
     pub(crate) fn of(request: &Request, me: usize, size: usize) -> Result<Option<Self>> {
         for view in views(request) {
             on_cpu(&view)?;
@@ -132,7 +133,7 @@ impl Call {
         Self::describe(request, me, size)
     }
 
-    /// As [`Call::of`], on tensors wherever they are.
+    /// As [`Call::of`], for tensors on any device.
     pub(crate) fn describe(request: &Request, me: usize, size: usize) -> Result<Option<Self>> {
         let call = match request {
             Request::AllReduce { input, output, op } => {
@@ -244,7 +245,7 @@ impl Call {
         Ok(Some(call))
     }
 
-    /// Whether values of different members are combined.
+    /// Whether the operation combines values of different members.
     pub(crate) fn reduces(&self) -> bool {
         matches!(self.kind, Kind::AllReduce | Kind::AllReduceWindow | Kind::Reduce | Kind::ReduceScatter)
     }
@@ -254,13 +255,13 @@ impl Call {
         self.elems * self.dtype.size()
     }
 
-    /// What all members must agree on.
+    /// The fields on which all members must agree.
     fn common(&self) -> (Kind, DType, ReduceOp, usize, u64) {
         (self.kind, self.dtype, self.op, self.root, self.window)
     }
 }
 
-/// Every view of a request.
+/// All views of a request.
 pub(crate) fn views(request: &Request) -> Vec<TensorView> {
     match request {
         Request::AllReduce { input, output, .. }
@@ -281,7 +282,7 @@ pub(crate) fn views(request: &Request) -> Vec<TensorView> {
     }
 }
 
-/// The same request, in another stream.
+/// The same request in another stream.
 pub(super) fn on_stream(request: &Request, stream: usize) -> Request {
     let mut moved = request.clone();
     let each = |view: &mut TensorView| *view = view.on_stream(stream);
@@ -389,7 +390,7 @@ impl fmt::Display for Call {
     }
 }
 
-/// `3 blocks of 5`, or the sizes where they differ; the first few of many.
+/// Formats block sizes: `3 blocks of 5`, or the first few sizes where they differ.
 fn list(counts: &[usize]) -> String {
     match counts {
         [first, rest @ ..] if rest.iter().all(|count| count == first) => format!("{} blocks of {first}", counts.len()),
@@ -401,15 +402,16 @@ fn list(counts: &[usize]) -> String {
 /// The result of comparing the members' calls.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) enum CallAgreement {
-    /// All agree.
+    /// All calls agree.
     Agreed,
-    /// The member at this position fails.
+    /// The member at this position fails the operation.
     Poisoned(usize, String),
-    /// Two members' calls do not fit; the text names both.
+    /// The calls of two members differ; the text names both.
     Mismatch(String),
 }
 
-/// Compares the calls of all members (COL-3). Pure, so that every member that sees the same calls says the same.
+/// Compares the calls of all members (COL-3). A pure function, so that members with the same calls get the same
+/// result.
 pub(crate) fn compare(calls: &[Call], ranks: &[usize]) -> CallAgreement {
     if let Some(rank) = calls.iter().position(|call| call.kind == Kind::Poison) {
         return CallAgreement::Poisoned(rank, calls[rank].message.clone());
@@ -425,7 +427,7 @@ pub(crate) fn compare(calls: &[Call], ranks: &[usize]) -> CallAgreement {
         let same = match call.kind {
             Kind::AllGather => call.received == first.received,
             Kind::ReduceScatter => call.sent == first.sent,
-            // Looked at below, or told to each other.
+            // Compared below, or exchanged by the members.
             Kind::Gather | Kind::Scatter | Kind::AllToAll | Kind::AllGatherRows | Kind::AllToAllRows => true,
             _ => call.elems == first.elems,
         };

@@ -1,4 +1,5 @@
-//! Saves replace and remove what saves wrote (CKPT-6), bring back what a broken one had moved (CKPT-7), and leave nothing behind.
+//! Saves replace and remove only what saves wrote (CKPT-6), move back what an interrupted one had moved (CKPT-7),
+//! and leave no temporary files.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::symlink;
@@ -43,7 +44,7 @@ fn open(folder: &Path, tag: &str, kind: CheckpointKind) -> Result<SaveAttempt> {
     SaveAttempt::open(setting(folder, tag, kind, number), Duration::from_secs(1), &mut || Ok(()))
 }
 
-/// The bytes of a zip archive without entries: what a file of `torch.save` ends in.
+/// The bytes of an empty zip archive, with which a `torch.save` file ends.
 fn archive(content: &str) -> Vec<u8> {
     let mut bytes = content.as_bytes().to_vec();
     bytes.extend_from_slice(b"PK\x05\x06");
@@ -155,7 +156,7 @@ fn without_an_exchange_of_names_checkpoints_are_replaced_as_well() {
         check(&folder.0, None, &tensors);
         assert_eq!(names(&folder.0), ["again", "newest"]);
     }
-    // Killed between the two steps: what was there is found, and comes back.
+    // Killed between the two renames: the previous checkpoint is found and moved back.
     let attempt = folder.0.join(format!(".again.{:016x}.smd-attempt", 99));
     fs::create_dir_all(attempt.join("old")).unwrap();
     fs::write(attempt.join("rank-00000.status"), "").unwrap();
@@ -165,7 +166,7 @@ fn without_an_exchange_of_names_checkpoints_are_replaced_as_well() {
     clean(&folder.0).unwrap();
     assert_eq!(names(&folder.0), ["again", "newest"]);
     check(&folder.0, Some("again"), &tensors);
-    // Something else has got its name meanwhile: both stay.
+    // Another file has taken the name meanwhile: both stay.
     fs::create_dir_all(attempt.join("old")).unwrap();
     fs::write(attempt.join("rank-00000.status"), "").unwrap();
     fs::rename(folder.0.join("again"), attempt.join("old/again")).unwrap();
@@ -183,7 +184,7 @@ fn the_content_of_a_full_checkpoint_is_that_of_its_model() {
     let content = || content_of(&folder.0, "t").map(|path| fs::read(path).unwrap());
     let begins = |text: &str| content().is_some_and(|bytes| bytes.starts_with(text.as_bytes()));
     assert!(begins("content of one"));
-    // Killed after each of the steps in which the second one gets its names.
+    // Killed after each of the renames of the second checkpoint.
     for steps in 0..3 {
         let attempt = open(&folder.0, "t", CheckpointKind::Full).unwrap();
         let (number, hidden) = (attempt.setting().number, attempt.folder().to_owned());
@@ -208,7 +209,7 @@ fn the_content_of_a_full_checkpoint_is_that_of_its_model() {
     assert!(begins("content of three"));
     save_full(&folder.0, "t", "four", None).unwrap();
     assert_eq!((content(), names(&folder.0)), (None, vec!["t".to_owned()]));
-    // A flipped bit is found.
+    // A flipped bit is detected.
     verify_file(&folder.0.join("t")).unwrap();
     let mut bytes = fs::read(folder.0.join("t")).unwrap();
     bytes[1] ^= 1;
@@ -225,7 +226,7 @@ fn partial_checkpoints_are_kept_by_their_order_and_checked() {
     assert_eq!(names(&folder.0), ["a_partial", "b_partial", "newest"]);
     assert_eq!(fs::read_to_string(folder.0.join("newest")).unwrap(), "a_partial");
     assert_eq!(newest(&folder.0).unwrap(), None, "it is of another kind");
-    // One with a stranger's file stays, with all that is in it.
+    // A folder with a file that no save wrote stays complete.
     fs::write(folder.0.join("b_partial/notes.txt"), "by hand").unwrap();
     for tag in ["d_partial", "e_partial", "f_partial"] {
         save_partial(&folder.0, tag, tag, Some(2)).unwrap();

@@ -1,5 +1,5 @@
-//! Adasum by recursive doubling: in step k, members whose numbers differ in bit k exchange what they have, and both combine
-//! it. Both come to the same bits: nothing in the formula depends on which vector is one's own.
+//! Adasum by recursive doubling: in step k, members whose numbers differ in bit k exchange their vectors, and both
+//! combine them. Both get the same bits, because the formula is symmetric in the two vectors.
 
 use half::{bf16, f16};
 
@@ -34,10 +34,10 @@ impl Algorithm for Adasum {
             }
             None => agreement::agree_without_memory(call, group)?,
         }
-        // SAFETY: validation made them equally long; they are the same memory or do not overlap.
+        // SAFETY: validation ensured equal lengths; they are the same memory or do not overlap.
         unsafe { copy(input.ptr(), output.ptr(), input.bytes()) };
         let (me, size) = (group.members.me, group.members.size());
-        // Words, so that every element is aligned.
+        // A vector of words, so that every element type is aligned.
         let mut theirs = vec![0u64; output.bytes().div_ceil(8)];
         let mut distance = 1;
         while distance < size {
@@ -51,7 +51,7 @@ impl Algorithm for Adasum {
     }
 }
 
-/// `output` becomes its combination with as many elements at `theirs`.
+/// Replaces `output` by its combination with as many elements at `theirs`.
 fn combine(output: &TensorView, theirs: *const u8) {
     macro_rules! each {
         ($type:ty, $widen:expr, $narrow:expr) => {{

@@ -1,5 +1,6 @@
-//! Everything that moves values without combining them: broadcast, all-gather, gather, scatter, all-to-all; and the
-//! barrier, which moves nothing. Who has something to give publishes it chunk by chunk, who wants it takes it.
+//! The collectives that move values without combining them: broadcast, all-gather, gather, scatter, all-to-all; and
+//! the barrier, which moves nothing. Sending members publish their blocks chunk by chunk in their shared memory, and
+//! receiving members copy them from there.
 
 use super::{Algorithm, SyncSteps, copy};
 use crate::buffer::TensorView;
@@ -13,16 +14,16 @@ pub(super) struct Exchange;
 
 /// Bytes that a member publishes in one step.
 const CHUNK_BYTES: usize = 256 << 10;
-/// A member that gets at least as much writes it past its caches, which could not keep it.
+/// From this size on, a member writes what it receives past its caches, which could not hold it.
 const STREAM_BYTES: usize = 8 << 20;
 
-/// A member's part.
+/// What one member sends and receives.
 struct ExchangePlan<'a> {
-    /// What it gives: one block for all, or one for each member.
+    /// The blocks that it sends: one for all members, or one for each.
     gives: ExchangeInput<'a>,
-    /// Its own block, from and to.
+    /// Its own block: source and destination.
     own: Option<(TensorView, TensorView)>,
-    /// What it takes from each member: a block of the same size as the giver's.
+    /// The destination of the block from each member, which has the size of the sender's block.
     takes: Vec<Option<TensorView>>,
 }
 
@@ -45,7 +46,7 @@ impl Algorithm for Exchange {
         let memory = group.shared();
         let (me, size) = (memory.me(), memory.size());
         let plan = plan(request, me, size);
-        // Each member reads its own channel, where the giver has one for each.
+        // If the sender has one channel for each member, each reads its own.
         let each = matches!(call.kind, Kind::Scatter | Kind::AllToAll);
         let chunk = CHUNK_BYTES.min(memory.region_limit());
         let channel = if each { (chunk / size) & !63 } else { chunk };
@@ -79,7 +80,7 @@ impl Algorithm for Exchange {
             if let Some((from, to)) = plan.own {
                 let length = from.bytes().saturating_sub(start).min(channel);
                 let (from, to) = (from.ptr().wrapping_add(start), to.ptr().wrapping_add(start));
-                // SAFETY: validation made both equally long; they are the same memory or do not overlap.
+                // SAFETY: validation ensured equal lengths; they are the same memory or do not overlap.
                 unsafe { take(from, to, length) };
             }
             for from in (1..size).map(|distance| (me + distance) % size) {
@@ -98,8 +99,8 @@ impl Algorithm for Exchange {
     }
 }
 
-/// Bytes of the longest block that anybody gives: all members must make the same number of steps. `calls` is empty
-/// if all calls are equal.
+/// Bytes of the longest block that any member sends, because all members must make the same number of steps. `calls`
+/// is empty if all calls are equal.
 fn longest_block(call: &Call, calls: &[Call]) -> usize {
     let elems = match call.kind {
         Kind::Barrier | Kind::Window => 0,
@@ -124,7 +125,7 @@ unsafe fn stream_unless_same(from: *const u8, to: *mut u8, bytes: usize) {
     }
 }
 
-/// What this member gives and takes.
+/// The blocks that this member sends and receives.
 fn plan(request: &Request, me: usize, size: usize) -> ExchangePlan<'_> {
     let takes_all = |outputs: &[TensorView]| outputs.iter().copied().map(Some).collect();
     let takes_one = |root: usize, output| (0..size).map(|rank| (rank == root).then_some(output)).collect();

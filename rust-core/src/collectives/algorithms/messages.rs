@@ -1,5 +1,5 @@
-//! Every operation over messages between pairs, for transports without shared memory: all exchanges of a step are
-//! under way at once, and folds happen where the values meet.
+//! All operations over point-to-point messages, for transports without shared memory. All messages of a step are in
+//! flight at the same time; each reduction runs on the member that receives the values.
 
 use super::{Algorithm, copy};
 use crate::buffer::{ReduceOp, TensorView};
@@ -54,7 +54,7 @@ impl Algorithm for MessageAlgorithm {
             }
             Request::Broadcast { data, root } => broadcast(group, data, *root),
             Request::AllGather { input, outputs } => {
-                // SAFETY: validation made them equally long; they are the same memory or do not overlap.
+                // SAFETY: validation ensured equal lengths; they are the same memory or do not overlap.
                 unsafe { copy(input.ptr(), outputs[me].ptr(), input.bytes()) };
                 let sends: Vec<_> = others().map(|rank| (rank, input.ptr().cast_const(), input.bytes())).collect();
                 let recvs: Vec<_> = others().map(|rank| (rank, outputs[rank].ptr(), outputs[rank].bytes())).collect();
@@ -105,8 +105,8 @@ pub(super) fn exchange(
     recvs: &[(usize, *mut u8, usize)],
 ) -> Result<()> {
     let mut messages = Vec::with_capacity(sends.len() + recvs.len());
-    // SAFETY: the callers pass memory that lives and is theirs until this function returns, and `wait_all` ends every
-    // message before that.
+    // SAFETY: the callers pass memory that no other code uses until this function returns, and `wait_all` completes
+    // or cancels every message before that.
     unsafe {
         for (from, data, bytes) in recvs {
             messages.push(group.transport.post_recv(Some(*from), TAG_DATA, *data, *bytes));
@@ -118,7 +118,7 @@ pub(super) fn exchange(
     wait_all(group.transport, &messages, &group.wait)
 }
 
-/// Start and length, in elements, of the part that each member folds.
+/// Start and length, in elements, of the part that each member reduces.
 fn shards(elems: usize, size: usize) -> Vec<(usize, usize)> {
     let part = elems.div_ceil(size);
     (0..size).map(|rank| ((rank * part).min(elems), part.min(elems - (rank * part).min(elems)))).collect()
@@ -138,7 +138,7 @@ fn all_reduce(group: &Group<'_>, input: &TensorView, output: &TensorView, op: Re
     exchange(group, &sends, &recvs)
 }
 
-/// Folds this member's shard of everybody's `input` into `own`.
+/// Reduces this member's shard of all members' `input` into `own`.
 fn fold_shard(group: &Group<'_>, input: &TensorView, own: &mut [u8], op: ReduceOp) -> Result<()> {
     let size = group.members.size();
     let view = |(start, elems): &(usize, usize)| {
@@ -150,7 +150,7 @@ fn fold_shard(group: &Group<'_>, input: &TensorView, own: &mut [u8], op: ReduceO
     fold_blocks(group, &blocks, own.as_mut_ptr(), &call, op)
 }
 
-/// Block i of everybody goes to member i, which folds what it gets into `output`.
+/// Sends block i of each member to member i, which reduces the received blocks into `output`.
 fn fold_blocks(
     group: &Group<'_>,
     blocks: &[(*const u8, usize)],
@@ -187,10 +187,10 @@ fn fold_blocks(
     Ok(())
 }
 
-/// Down a binomial tree, so that no member sends to more than log2(n) others.
+/// Broadcasts along a binomial tree, so that no member sends to more than log2(n) others.
 fn broadcast(group: &Group<'_>, data: &TensorView, root: usize) -> Result<()> {
     let (me, size) = (group.members.me, group.members.size());
-    // Positions relative to the root; the parent of a position lacks its lowest set bit.
+    // Positions are relative to the root; the parent of a position lacks its lowest set bit.
     let place = (me + size - root) % size;
     let rank = |place: usize| (place + root) % size;
     let reach = if place == 0 { size.next_power_of_two() } else { 1 << place.trailing_zeros() };

@@ -1,7 +1,8 @@
-//! All-reduce and reduce in one step a chunk: everyone publishes its values, everyone folds all of them.
+//! All-reduce and reduce in one step for each chunk: every member publishes its values, and every member reduces all
+//! of them.
 //!
-//! One synchronisation a chunk, but n reads of everything: for small tensors, and for two members, where the halves
-//! that a two-shot saves are paid back by its second copy.
+//! There is one synchronisation for each chunk, but each member reads all values of the n members. That is fastest
+//! for small tensors, and for two members, where the bytes that two-shot saves are spent on its second copy.
 
 use super::{Algorithm, SyncSteps};
 use crate::collectives::call::{Call, Kind};
@@ -9,13 +10,13 @@ use crate::collectives::kernels::{self, Fold, FoldStage};
 use crate::collectives::{Group, Request};
 use crate::error::Result;
 
-/// All-reduce and reduce over shared memory in which every member folds all values.
+/// All-reduce and reduce over shared memory in which every member reduces all values.
 pub(super) struct OneShot;
 
 /// Largest tensor for more than two members.
 const SMALL_BYTES: usize = 32 << 10;
-/// Bytes that a member publishes in one step. A few of these fit the second-level cache, where they stay between
-/// being copied, being folded and being published again.
+/// Bytes that a member publishes in one step. A few chunks fit the second-level cache, so that a chunk stays there
+/// between the copy, the reduction and the next copy.
 const CHUNK_BYTES: usize = 256 << 10;
 
 impl Algorithm for OneShot {
@@ -64,7 +65,7 @@ impl Algorithm for OneShot {
                 stage: FoldStage::Whole,
                 outputs: &outputs,
                 elems: chunk / size,
-                // The next chunk comes from memory while this one comes from the caches.
+                // The next chunk is read from memory while this one is read from the caches.
                 prefetch: if start + chunk < bytes {
                     input.ptr().wrapping_add(start + chunk)
                 } else {

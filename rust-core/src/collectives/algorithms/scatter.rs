@@ -1,4 +1,4 @@
-//! Reduce-scatter: everyone publishes what is not its own, everyone folds its own block.
+//! Reduce-scatter: every member publishes the other members' blocks, and reduces its own.
 
 use super::{Algorithm, SyncSteps};
 use crate::collectives::call::{Call, Kind};

@@ -1,6 +1,6 @@
-//! Who has how many rows for whom: the first part of an operation on rows ([`crate::collectives::rows`]). In shared
-//! memory the calls say it, so the arrival is all; elsewhere the verdict on them comes back without them, and the numbers
-//! go as messages.
+//! Exchanges the numbers of rows: the first part of an operation on rows ([`crate::collectives::rows`]). In shared
+//! memory, the calls contain the numbers, so one arrival suffices. Over messages, members get only the result of the
+//! comparison, so the numbers are exchanged afterwards.
 
 use super::messages::exchange;
 use crate::collectives::Group;
@@ -18,7 +18,7 @@ pub(in crate::collectives) fn tell(call: &Call, group: &Group<'_>) -> Result<Vec
     };
     publish(memory, call);
     let calls = agree(memory, call, group)?;
-    // Equal calls are not listed.
+    // Equal calls are not returned.
     Ok(if calls.is_empty() { rows_for(vec![call; size], me) } else { rows_for(&calls, me) })
 }
 

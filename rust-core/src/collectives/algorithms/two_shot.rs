@@ -1,5 +1,5 @@
-//! All-reduce and reduce in two steps a chunk, for more than two members: each member folds its shard of the chunk,
-//! then all collect the results.
+//! All-reduce and reduce in two steps for each chunk, for more than two members: each member reduces its shard of the
+//! chunk, then all members collect the results.
 //!
 //! ```text
 //! phase      p                  p+1                    p+2
@@ -8,7 +8,8 @@
 //! collect                                              others' shards of k
 //! ```
 //!
-//! So there is one synchronisation a chunk and one more, and what moves stays in caches until it has moved.
+//! The steps of different chunks overlap, so there is one synchronisation for each chunk and one more, and the data
+//! stays in the caches between its steps.
 
 use std::ops::Range;
 
@@ -21,10 +22,11 @@ use crate::error::Result;
 /// All-reduce and reduce over shared memory with a reduce-scatter and an all-gather step for each chunk.
 pub(super) struct TwoShot;
 
-/// Bytes of a chunk, over all members' shards: what moves then fits the second-level cache, also if members share one.
+/// Bytes of a chunk, for all members together: the data of its steps fits the second-level cache, even if members
+/// share one.
 const CHUNK_BYTES: usize = 256 << 10;
 
-/// Results of at least as much are written past the caches, which could not keep them.
+/// Results of at least this size are written past the caches, which could not hold them.
 const STREAM_BYTES: usize = 8 << 20;
 
 impl Algorithm for TwoShot {
@@ -46,7 +48,7 @@ impl Algorithm for TwoShot {
         let bytes = call.bytes();
         let chunk_bytes = CHUNK_BYTES.min(memory.region_limit());
         let chunks = bytes.div_ceil(chunk_bytes).max(1);
-        // The bytes of chunk `chunk` that `rank` folds.
+        // The bytes of chunk `chunk` that `rank` reduces.
         let shard = |chunk: usize, rank: usize| -> Range<usize> {
             let start = chunk * chunk_bytes;
             let length = chunk_bytes.min(bytes - start);
@@ -84,7 +86,8 @@ impl Algorithm for TwoShot {
                     };
                 }
                 let (results, own) = (memory.results(me, inside), output.ptr().wrapping_add(range.start));
-                // Where ordinary stores to what peers have read are slow, the results are a second copy.
+                // Ordinary stores to memory that peers have read are slow on some processors; there, the results are
+                // a second copy.
                 let streams = wants && group.publisher.streams();
                 let outputs: &[*mut u8] = match (wants, streams) {
                     (false, _) => &[results],
@@ -98,7 +101,7 @@ impl Algorithm for TwoShot {
                     stage: FoldStage::Whole,
                     outputs,
                     elems: range.len() / call.dtype.size(),
-                    // What is published next comes from memory, while this comes from the caches.
+                    // The next chunk to publish is read from memory while this one is read from the caches.
                     prefetch: if step + 1 < chunks {
                         input.ptr().wrapping_add(shard(step + 1, (me + 1) % size).start)
                     } else {

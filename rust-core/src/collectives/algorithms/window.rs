@@ -1,5 +1,5 @@
-//! All-reduce of values that lie in a window: each member folds its shard where it lies, from all parts into all
-//! parts. No byte moves twice, and two synchronisations are enough for any size.
+//! All-reduce of values that lie in a window: each member reduces its shard in place, from the parts of all members
+//! into the parts of all members. No byte moves twice, and two synchronisations suffice for any size.
 
 use super::{Algorithm, SyncSteps};
 use crate::collectives::call::{Call, Kind};

@@ -111,7 +111,7 @@ impl GroupState {
         Ok(())
     }
 
-    /// A window belongs to one group.
+    /// Checks that the window belongs to this group.
     pub(super) fn check_window(&self, request: &Request) -> Result<()> {
         match request {
             Request::AllReduceWindow { window, .. } if window.group() != self.id => Err(Error::InvalidArgument(

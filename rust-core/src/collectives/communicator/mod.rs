@@ -45,8 +45,8 @@ use self::queue::{QueuedOperation, Turns};
 mod execution;
 mod queue;
 
-/// A completion. It is called once, on a thread of the core, with the result. After a receive, the number is the member
-/// that sent.
+/// A completion callback. It is called once, on a thread of the core, with the result. For a receive, the number is
+/// the position of the sender in the group.
 pub type Done = Box<dyn FnOnce(Result<Option<usize>>) + Send>;
 
 /// How long [`Communicator::close`] waits for its threads. They wake several times in this period, so only a completion

@@ -1,4 +1,4 @@
-//! The NCCL communicator of a group on one device, and its operations in flight.
+//! The NCCL communicator of a group on one device, and the operations in flight on it.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
@@ -17,9 +17,9 @@ use crate::error::Result;
 pub(super) struct DeviceCommunicator {
     pub(super) number: u64,
     pub(super) comm: Comm,
-    /// Where the members' devices reach each other.
+    /// The peer memory of the members' devices, where all of them can access it.
     pub(super) peers: Option<Peers>,
-    /// For operations that do not go to their views' stream.
+    /// The stream for operations that do not run in their views' stream.
     pub(super) stream: OnceLock<Stream>,
     turn: Mutex<()>,
     pub(super) flights: Mutex<PendingQueue>,
@@ -29,28 +29,30 @@ pub(super) struct DeviceCommunicator {
 #[derive(Default)]
 pub(super) struct PendingQueue {
     pub(super) queue: VecDeque<PendingCalls>,
-    /// What a thread is queueing, if it may wait for other members meanwhile: NCCL connects with them at the first use.
+    /// The operation that a thread is queueing, if that may wait for other members: NCCL connects to a peer at the
+    /// first use.
     starting: Option<Calls>,
-    /// Operations so far, without messages, of which every pair has its own number.
+    /// Number of collectives so far. Messages are not counted, because each pair of members has its own number of
+    /// them.
     collectives: u64,
-    /// Events of flights that have completed.
+    /// Events of completed operations, for reuse.
     events: Vec<Event>,
 }
 
-/// Operations that are called together.
+/// Operations that were queued together.
 #[derive(Clone)]
 pub(super) struct Calls {
     pub(super) requests: Arc<[Request]>,
-    /// How many collectives were called before them.
+    /// Number of collectives that were queued before them.
     pub(super) position: u64,
     pub(super) since: Instant,
     pub(super) timeout: Duration,
 }
 
-/// Operations that were queued and are not known to be done.
+/// Operations that were queued and are not known to be complete.
 pub(super) struct PendingCalls {
     pub(super) calls: Calls,
-    /// How many calls each of them made this member's peers see so far, where they are such calls.
+    /// For each operation that runs on peer memory, the number of such calls so far, as counted in `Mismatch::call`.
     pub(super) peer_calls: Box<[u32]>,
     done: Event,
 }
@@ -64,20 +66,21 @@ impl PendingQueue {
         self.starting = Some(self.calls(requests, timeout));
     }
 
-    /// What was called first of all that is not done.
+    /// Describes the oldest operation that is not complete.
     pub(super) fn first(&self) -> Option<&Calls> {
         self.queue.front().map(|flight| &flight.calls).or(self.starting.as_ref())
     }
 }
 
 impl DeviceCommunicator {
-    /// A part of which nothing is under way.
+    /// Creates a communicator without operations in flight.
     pub(super) fn new(number: u64, comm: Comm, peers: Option<Peers>) -> Self {
         let (stream, turn, flights) = Default::default();
         Self { number, comm, peers, stream, turn, flights }
     }
 
-    /// Queues `requests` into `stream`, and notes that they are under way unless a graph is to have them.
+    /// Queues `requests` into `stream`, and records them as in flight unless the stream is being captured into a
+    /// graph.
     pub(super) fn queue(
         &self,
         requests: &[Request],
@@ -90,7 +93,7 @@ impl DeviceCommunicator {
         let (me, size) = (owner.members.me, owner.members.size());
         let _turn = self.turn.lock();
         let _entered = stream.context().enter()?;
-        // Nothing is queued that cannot be watched.
+        // Prepares the event first: an operation is queued only if its end can be observed.
         let known = self.flights.lock().events.pop();
         let done = known.map_or_else(|| Event::new(stream.context()), Ok)?;
         let mut peer_calls = Vec::new();
@@ -117,16 +120,18 @@ impl DeviceCommunicator {
             };
             self.flights.lock().starting = None;
             if queued.is_err() {
-                // The watch may have ended the call, for a reason that says more.
+                // The watch may have aborted the call, for a reason that says more.
                 owner.check(|| owner.describe(&requests[0]))?;
             }
             queued?;
         }
         if capturing {
-            // Nothing is under way before the graph is launched, and then nobody tells.
+            // A captured operation is not in flight before the graph is launched, and its launches cannot be
+            // observed.
             return Ok(());
         }
-        // Not while the flights are locked: a device whose queue is full makes this wait, and the watch must see why.
+        // Without the lock: if the device's queue is full, this call waits, and the watch must still see the
+        // operations in flight.
         done.record(stream)?;
         let mut flights = self.flights.lock();
         let calls = flights.calls(requests, timeout);
@@ -145,13 +150,13 @@ impl DeviceCommunicator {
         self.comm.split(color_and_key, check)
     }
 
-    /// Forgets what is done; whether nothing is under way, nor being queued.
+    /// Removes completed operations; returns whether none is in flight or being queued.
     pub(super) fn completed(&self) -> bool {
         const KEPT: usize = 64;
         let mut flights = self.flights.lock();
-        // What failed on the device is done as well, and told by CUDA to whoever asks next.
+        // An operation that failed on the device counts as complete; CUDA reports its error to the next caller.
         while flights.queue.front().is_some_and(|flight| flight.done.is_done().unwrap_or(true)) {
-            // Its error will speak of a flight that is done.
+            // The error of the mismatch will name this operation, so it stays in the queue.
             if self.peers.as_ref().is_some_and(|peers| peers.mismatch().is_some()) {
                 return false;
             }
@@ -163,7 +168,7 @@ impl DeviceCommunicator {
         flights.first().is_none()
     }
 
-    /// Ends what is under way, also under a thread that is inside an operation (NCL-4).
+    /// Aborts the operations in flight, also while another thread is inside of one (NCL-4).
     pub(super) fn abort(&self) {
         if let Some(peers) = &self.peers {
             peers.abort();

@@ -1,4 +1,4 @@
-//! Times calls for [`tune`](super::tune).
+//! Measures the time of calls for [`tune`](super::tune).
 
 use std::time::{Duration, Instant};
 
@@ -11,20 +11,21 @@ use crate::device::{DeviceBuffer, Priority, Stream, memory};
 use crate::error::Result;
 use crate::transport::Wait;
 
-/// Times are the least of as many rounds.
+/// Number of rounds; the shortest time counts.
 const ROUNDS: usize = 3;
-/// Bytes of a round's calls, but for the least and the greatest number of them.
+/// Bytes that the calls of one round process, within the limits on their number.
 const ROUND_BYTES: usize = 128 << 20;
 const CALLS: std::ops::RangeInclusive<usize> = 3..=20;
-/// Every byte of what is reduced: numbers of about 0.7.
+/// The value of every byte of the data that is reduced: numbers of about 0.7.
 const FILLING: u8 = 0x3f;
-/// How often a wait for the device looks for news of the members.
+/// How often a wait for the device checks whether members have departed.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
-/// Times those of `calls` that this group can make, on memory of its own. All members do this at once.
+/// Measures those of `calls` that this group supports, on memory of its own. Collective.
 ///
-/// # Errors
-/// [`crate::Error::Device`]; those of `wait`, after which the communicator and the peers are of no use any more.
+/// Errors
+/// [`crate::Error::Device`]; the errors of `wait`, after which the communicator and the peer memory cannot be used
+/// any more.
 pub(super) fn measure(
     calls: &[(usize, DeviceAlgorithm)],
     comm: &Comm,
@@ -59,10 +60,11 @@ pub(super) fn measure(
             _ => continue,
         };
         let (ptr, device) = (buffer.ptr() as *mut u8, Device::Cuda(context.device()));
-        // SAFETY: the memory is ours and lives until what is queued is done, or aborted.
+        // SAFETY: the memory belongs to this function and lives until the queued operations are complete or aborted.
         let view = unsafe { TensorView::new(ptr, bytes / 4, DType::Float32, device, stream.raw()) }?;
         let request = Request::AllReduce { input: view, output: view, op: ReduceOp::Sum };
-        // Numbers whose low halves are not zero, for chunks; few enough calls double them.
+        // Numbers with non-zero low halves, for the chunked kernels. There are too few calls for the sums to
+        // overflow.
         // SAFETY: as above.
         unsafe { memory::fill(buffer.ptr(), FILLING, bytes, &stream) }?;
         let one = || -> Result<()> {
@@ -81,11 +83,11 @@ pub(super) fn measure(
         let count = (ROUND_BYTES / bytes).clamp(*CALLS.start(), *CALLS.end());
         let mut least = f32::INFINITY;
         for round in 0..=ROUNDS {
-            // The first round warms up, and brings the members together.
+            // The first round warms up, and synchronises the members.
             let count = if round == 0 { 1 } else { count };
             let start = Instant::now();
             let queued = match peers {
-                // NCCL connects with the members, and waits for them.
+                // NCCL connects to the members, and waits for them.
                 None if round == 0 => comm.interruptible(|| wait.check(others), one),
                 _ => (0..count).try_for_each(|_| one()),
             };
@@ -104,7 +106,7 @@ pub(super) fn measure(
     Ok(samples)
 }
 
-/// Waits until the stream is idle, or a member is gone.
+/// Waits until the stream is idle, or a member has departed.
 fn arrive(stream: &Stream, wait: &Wait<'_>, others: &dyn Fn() -> Vec<usize>) -> Result<()> {
     let mut look = Instant::now() + LOOK_EVERY;
     while !stream.is_idle()? {

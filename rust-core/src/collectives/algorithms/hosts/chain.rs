@@ -1,4 +1,4 @@
-//! A fold that goes from host to host, in rank order.
+//! A reduction that is passed from host to host, in rank order.
 //!
 //! ```text
 //!              span 0 (host a)      span 1 (host b)      span 2 (host c)
@@ -6,14 +6,14 @@
 //!   result     write <------------ write <------------ write
 //! ```
 //!
-//! Tensors are cut into pieces, which follow one another through the chain, so that all hosts and both directions of their
-//! links work at once. Each channel has its own chain, of one owner a host, and takes every n-th piece. Every link
-//! carries a tensor once in each direction, however many hosts there are.
+//! Tensors are cut into pieces, which are pipelined through the chain, so that all hosts and both directions of their
+//! links work at the same time. Each channel has a chain of its own, with one owner on each host, and handles every
+//! n-th piece. Each link carries a tensor once in each direction, for any number of hosts.
 //!
-//! - CHN-1: a span folds its members' values onto the carry in the accumulation type, without rounding, and the last span
-//!   rounds: the fold of COL-1.
-//! - CHN-2: the result of a piece is written over values that have been folded: it exists only after the last span has its
-//!   carry, which is after every span has made its own.
+//! - CHN-1: a span adds its members' values to the carry in the accumulation type, without rounding, and the last
+//!   span rounds. This is the order of summation of COL-1.
+//! - CHN-2: the result of a piece overwrites input values. By then they have been added: the last span computes the
+//!   result from its carry, which exists only after every span has added its values.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -25,17 +25,17 @@ use crate::error::Result;
 use crate::transport::hosts::Hosts;
 use crate::transport::{Backoff, Message, NAP, Tag, cores};
 
-/// Bytes of a piece: large enough for a link, small enough that several are under way in a bucket.
+/// Bytes of a piece: large enough for full bandwidth, small enough that a bucket has several in flight.
 const PIECE_BYTES: usize = 512 << 10;
-/// Smaller pieces are not worth a second channel.
+/// The smallest piece for which a second channel pays off.
 const SMALL_BYTES: usize = 16 << 10;
-/// Receives that are open ahead in each stream, and sends that may be under way.
+/// Number of posted receives in each stream, and of sends in flight.
 const DEPTH: usize = 3;
 
 const TAG_CARRY: Tag = 5 << 40;
 const TAG_RESULT: Tag = 6 << 40;
 
-/// Who gets a result.
+/// Which members get a result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ResultRanks {
     All,
@@ -71,21 +71,21 @@ pub(super) fn pieces(range: Range<usize>, to: ResultRanks, channels: usize) -> V
 pub(super) struct Chain<'a> {
     pub(super) dtype: DType,
     pub(super) op: ReduceOp,
-    /// Values of each member of this host, by position.
+    /// The values of each member of this host, by position.
     pub(super) parts: &'a [*mut u8],
     pub(super) pieces: &'a [ChainPiece],
 }
 
-/// What an owner gets, piece by piece: the carry for one of its host's spans, or results.
+/// What an owner receives piece by piece: the carry for one of its host's spans, or results.
 struct CarryStream {
     kind: ChainKind,
-    /// From whom; nobody makes a carry for the first span.
+    /// The sender; none for the carry of the first span.
     from: Option<usize>,
     tag: Tag,
     pieces: Vec<ChainPiece>,
     posted: usize,
     done: usize,
-    /// Receives that are open, oldest first, with the memory of carries.
+    /// Posted receives, oldest first, with the memory for carries.
     open: VecDeque<(Message, Vec<u128>)>,
 }
 
@@ -95,23 +95,24 @@ enum ChainKind {
     Result,
 }
 
-/// An owner at work.
+/// The state of an owner while the chain runs.
 struct ChannelOwner<'a> {
     chain: &'a Chain<'a>,
     group: &'a Group<'a>,
     hosts: &'a Hosts,
     channel: usize,
     streams: Vec<CarryStream>,
-    /// Sends under way, with the carries that they send.
+    /// Sends in flight, with the carries that they send.
     sends: Vec<(Message, Vec<u128>)>,
 }
 
 impl Chain<'_> {
-    /// Runs this member's part; returns when what it owns is done. An arrival must follow before parts are used.
+    /// Runs this member's part; returns when the pieces that it owns are complete. The parts may be used after the
+    /// next arrival.
     ///
-    /// # Safety
-    /// The parts are valid for all pieces, whose bounds are multiples of the element. From now until the next arrival of
-    /// the members of this host only the owners among them, in here, touch them.
+    /// Safety
+    /// The parts are valid for all pieces, whose bounds are multiples of the element size. From now until the next
+    /// arrival of this host's members, only their owners access the parts, and only in this function.
     pub(super) unsafe fn run(&self, group: &Group<'_>) -> Result<()> {
         let hosts = group.several_hosts();
         let channel = hosts.map.position_of(group.members.me);
@@ -120,7 +121,7 @@ impl Chain<'_> {
         }
         let mut owner = ChannelOwner::new(self, group, hosts, channel);
         let outcome = owner.work();
-        // After an error nobody may write to memory that this function was lent.
+        // After an error, no message may write to the caller's memory any more.
         let open = owner.streams.iter().flat_map(|stream| stream.open.iter().map(|(message, _)| message));
         open.chain(owner.sends.iter().map(|(message, _)| message)).for_each(|message| group.transport.cancel(message));
         outcome
@@ -140,7 +141,7 @@ impl<'a> ChannelOwner<'a> {
             let tag = TAG_CARRY + span as Tag;
             streams.push(CarryStream::new(ChainKind::Carry { span }, from, tag, every.clone().collect()));
         }
-        // Results for all pass from host to host, those for one member go straight to its host.
+        // A result for all members is passed from host to host; a result for one member is sent directly to its host.
         for (to_all, from) in [(true, (host + 1) % map.num_hosts()), (false, last)] {
             let wanted = every.clone().filter(|piece| match piece.to {
                 ResultRanks::All => to_all,
@@ -183,7 +184,7 @@ impl<'a> ChannelOwner<'a> {
         }
     }
 
-    /// Opens receives.
+    /// Posts receives.
     fn post(&mut self) {
         let chain = self.chain;
         for stream in &mut self.streams {
@@ -202,8 +203,9 @@ impl<'a> ChannelOwner<'a> {
                         place = chain.first_place(piece, self.hosts);
                     }
                 }
-                // SAFETY: `memory` stays where it is, and the parts are lent to this owner (see `Chain::run`), until the
-                // message is done or cancelled; the result overwrites nothing that is still needed (CHN-2).
+                // SAFETY: `memory` does not move, and only this owner accesses the parts (see `Chain::run`), until
+                // the message is complete or cancelled. The result overwrites only values that have been added
+                // (CHN-2).
                 let message = unsafe { self.group.transport.post_recv(Some(from), stream.tag, place, bytes) };
                 stream.open.push_back((message, memory));
                 stream.posted += 1;
@@ -211,7 +213,7 @@ impl<'a> ChannelOwner<'a> {
         }
     }
 
-    /// Does what can be done; whether there was anything.
+    /// Makes progress without waiting; returns whether there was any.
     fn step(&mut self) -> Result<bool> {
         let mut moved = false;
         for index in 0..self.streams.len() {
@@ -222,7 +224,7 @@ impl<'a> ChannelOwner<'a> {
                     break;
                 }
                 let carry = match (stream.from, stream.open.front()) {
-                    // Nothing holds the first span back but its own sends.
+                    // The first span waits for no carry, only for its own sends.
                     (None, _) if sending >= DEPTH => break,
                     (None, _) => None,
                     (Some(_), Some((message, _))) => match message.poll() {
@@ -253,8 +255,8 @@ impl<'a> ChannelOwner<'a> {
         error.map_or(Ok(moved || self.sends.len() < before), Err)
     }
 
-    /// Folds the values of the members of `span` onto the carry, and sends what came of it to the next span, or to those
-    /// who want the result.
+    /// Adds the values of the members of `span` to the carry, and sends the sum to the next span, or the result to
+    /// the members that get it.
     fn fold(&mut self, span: usize, piece: ChainPiece, carry: Option<&[u128]>) {
         let Self { chain, hosts, channel, group, .. } = *self;
         let map = &hosts.map;
@@ -278,8 +280,8 @@ impl<'a> ChannelOwner<'a> {
             let bytes = elems * carry_bytes(chain.dtype);
             let mut made = vec![0u128; bytes.div_ceil(16)];
             fold.stage = FoldStage::Middle { carry };
-            // SAFETY: the parts are valid for the piece and lent to this owner; the carries have that many elements in the
-            // accumulation type. Validation checked the op.
+            // SAFETY: the parts are valid for the piece, and only this owner accesses them; the carries have that
+            // many elements in the accumulation type. Validation checked the op.
             unsafe { kernels::fold(&Fold { outputs: &[made.as_mut_ptr().cast()], ..fold }) };
             return self.send(next, TAG_CARRY + span as Tag + 1, made, bytes);
         }
@@ -298,17 +300,17 @@ impl<'a> ChannelOwner<'a> {
         self.send_on(piece);
     }
 
-    /// A result has come to the first of its places.
+    /// Copies a result, which has arrived at the first of its places, to the others.
     fn pass_on(&mut self, piece: ChainPiece) {
         let [first, rest @ ..] = &self.chain.places(piece, self.hosts)[..] else { return };
         for place in rest {
-            // SAFETY: places of different members do not overlap, and are lent to this owner.
+            // SAFETY: the places of different members do not overlap, and only this owner accesses them.
             unsafe { std::ptr::copy_nonoverlapping(*first, *place, piece.bytes) };
         }
         self.send_on(piece);
     }
 
-    /// Sends a result for all to the host before this one, in a ring that begins at the host of the last span.
+    /// Sends a result for all members to the previous host, in a ring that begins at the host of the last span.
     fn send_on(&mut self, piece: ChainPiece) {
         let map = &self.hosts.map;
         let (num_hosts, spans) = (map.num_hosts(), map.spans());
@@ -317,15 +319,15 @@ impl<'a> ChannelOwner<'a> {
             return;
         }
         let place = self.chain.first_place(piece, self.hosts);
-        // SAFETY: nobody writes to a result any more; it is there until the next agreement, before which the message is
-        // done or cancelled.
+        // SAFETY: the result is not written any more and stays valid until the next agreement, by which time the
+        // message is complete or cancelled.
         let message =
             unsafe { self.group.transport.post_send(map.owner(before, self.channel), TAG_RESULT, place, piece.bytes) };
         self.sends.push((message, Vec::new()));
     }
 
     fn send(&mut self, to: usize, tag: Tag, memory: Vec<u128>, bytes: usize) {
-        // SAFETY: the memory stays where it is until the message is done or cancelled.
+        // SAFETY: the memory does not move until the message is complete or cancelled.
         let message = unsafe { self.group.transport.post_send(to, tag, memory.as_ptr().cast(), bytes) };
         self.sends.push((message, memory));
     }
@@ -354,7 +356,7 @@ impl Chain<'_> {
         piece.bytes / self.dtype.size()
     }
 
-    /// Where the result belongs on this host.
+    /// Offset of the result in the parts of this host.
     fn places(&self, piece: ChainPiece, hosts: &Hosts) -> Vec<*mut u8> {
         match piece.to {
             ResultRanks::All => self.parts.iter().map(|part| part.wrapping_add(piece.start)).collect(),

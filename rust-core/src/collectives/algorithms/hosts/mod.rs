@@ -102,7 +102,7 @@ fn reduce(
         unsafe { Chain { dtype, op, parts: &parts, pieces: &pieces }.run(group)? };
         memory.sync(&group.wait)?;
         if let (Some(output), Some((from, to, bytes))) = (output, mine) {
-            // SAFETY: the range lies inside the own arena, where nobody writes now, and inside the output.
+            // SAFETY: the range lies inside this member's arena, which is not written now, and inside the output.
             unsafe { copy(parts[me].add(from), output.ptr().add(to), bytes) };
         }
     }

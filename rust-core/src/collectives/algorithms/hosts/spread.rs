@@ -1,7 +1,8 @@
-//! Broadcast and all-gather: every byte goes to each host once, and is taken there by all members.
+//! Broadcast and all-gather: every byte is sent to each host once, and all members of the host copy it from shared
+//! memory.
 //!
-//! The arenas are used by halves, turn by turn: a member that has arrived at round k+1 has taken everything of round k, so
-//! round k+2 may overwrite it.
+//! Each arena is used as two halves in alternation: a member that has arrived at round k+1 has copied all data of
+//! round k, so round k+2 may overwrite it.
 
 use super::super::messages::exchange;
 use super::super::{Algorithm, copy};
@@ -38,13 +39,14 @@ impl Algorithm for Spread {
     }
 }
 
-/// Down a binomial tree of hosts, in all channels at once: the owner of a channel gets its share of a round, gives it to the
-/// hosts below, and all members of the host take the shares from the owners' arenas.
+/// Broadcasts along a binomial tree of hosts, in all channels in parallel. In each round, the owner of a channel
+/// receives its share, sends it to the hosts below, and all members of the host copy the shares from the owners'
+/// arenas.
 fn broadcast(data: &TensorView, root: usize, group: &Group<'_>) -> Result<()> {
     let Hosts { map, memory } = group.several_hosts();
     let me = group.members.me;
     let (host, root_host, num_hosts) = (map.host_of(me), map.host_of(root), map.num_hosts());
-    // Hosts relative to the root's; the parent of one lacks its lowest set bit.
+    // Host numbers are relative to the root's host; the parent of a number lacks its lowest set bit.
     let place = (host + num_hosts - root_host) % num_hosts;
     let reach = if place == 0 { num_hosts.next_power_of_two() } else { 1 << place.trailing_zeros() };
     let at = |place: usize| (place + root_host) % num_hosts;
@@ -54,7 +56,7 @@ fn broadcast(data: &TensorView, root: usize, group: &Group<'_>) -> Result<()> {
         let bytes = HALF_BYTES.min(data.bytes() - start);
         let share = bytes.div_ceil(map.channels()).next_multiple_of(64);
         let channel_range = |channel: usize| (channel * share).min(bytes)..((channel + 1) * share).min(bytes);
-        // Where the values of a channel are on this host.
+        // Where the values of each channel are on this host.
         let source = |channel: usize| match host == root_host {
             true => memory.arena(map.position_of(root), half).wrapping_add(channel_range(channel).start),
             false => memory.arena(channel, half).wrapping_add(channel_range(channel).start),
@@ -83,8 +85,8 @@ fn broadcast(data: &TensorView, root: usize, group: &Group<'_>) -> Result<()> {
         if me != root {
             for channel in 0..map.channels() {
                 let range = channel_range(channel);
-                // SAFETY: the owners have written their channels of this round before the arrival above, and do not write
-                // there before the next one but one; the range lies inside the tensor.
+                // SAFETY: the owners wrote their channels of this round before the arrival above, and do not write
+                // there again before the next arrival but one; the range lies inside the tensor.
                 unsafe { copy(source(channel), data.ptr().wrapping_add(start + range.start), range.len()) };
             }
         }
@@ -92,12 +94,12 @@ fn broadcast(data: &TensorView, root: usize, group: &Group<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Each member gives its block to one member of every other host, which shows it to the others there.
+/// Each member sends its block to one member of every other host, which publishes it to the others there.
 fn all_gather(input: &TensorView, outputs: &[TensorView], group: &Group<'_>) -> Result<()> {
     let Hosts { map, memory } = group.several_hosts();
     let (me, size) = (group.members.me, group.members.size());
     let host = map.host_of(me);
-    // Who shows the block of each member on this host, and in which channel of its arena.
+    // Which member publishes each block on this host, and in which channel of its arena.
     let shown = map.shown_on(host);
     // All hosts make the same number of rounds.
     let channels = (0..map.num_hosts()).flat_map(|host| map.shown_on(host)).map(|(_, channel)| channel + 1).max();
@@ -125,10 +127,10 @@ fn all_gather(input: &TensorView, outputs: &[TensorView], group: &Group<'_>) -> 
         memory.sync(&group.wait)?;
         for (member, output) in outputs.iter().enumerate() {
             let to = output.ptr().wrapping_add(start);
-            // The own block may be there already.
+            // The member's own block may be in place already.
             let from = if member == me { input.ptr().wrapping_add(start) } else { place(member) };
-            // SAFETY: what is shown was written before the arrival above, and stays until the next one but one; the range
-            // lies inside the output. Input and output are the same memory or apart.
+            // SAFETY: the published data was written before the arrival above, and stays until the next arrival but
+            // one; the range lies inside the output. Input and output are the same memory or do not overlap.
             unsafe { copy(from, to, length(member)) };
         }
     }

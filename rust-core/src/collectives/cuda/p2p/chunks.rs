@@ -1,5 +1,6 @@
-//! All-reduces of float32 that are large, or many: one launch that goes from chunk to chunk. Of two members both fold a
-//! chunk (`device/kernels/chunks.cu`), of more each folds a part of it (`parts.cu`).
+//! Kernels for large all-reduces of float32, or several of them: one launch processes all chunks in turn. Between two
+//! members, each reduces every chunk (`device/kernels/chunks.cu`); between more, each reduces a part of every chunk
+//! (`parts.cu`).
 
 use std::ops::RangeInclusive;
 
@@ -10,15 +11,15 @@ use crate::collectives::{Overlap, Request};
 use crate::device::{Context, Grid, Kernel, KernelSource, Stream};
 use crate::error::{Error, Result};
 
-/// Kernels for groups of one size.
+/// The kernels for one group size.
 struct ChunkLayout {
     source: &'static KernelSource,
     entry: &'static str,
     /// Elements of a chunk.
     chunk_elems: usize,
-    /// Of a block, for one round.
+    /// Elements that one block processes in a round.
     slot_bytes: usize,
-    /// Calls of a launch beyond its rounds.
+    /// Number of synchronisations of a launch in addition to its rounds.
     more_calls: u32,
 }
 
@@ -26,18 +27,18 @@ static HALVES: KernelSource =
     KernelSource { name: "chunks.cu", text: include_str!("../../../device/kernels/chunks.cu") };
 static PARTS: KernelSource = KernelSource { name: "parts.cu", text: include_str!("../../../device/kernels/parts.cu") };
 
-/// Mirrored by chunk.cuh, as are the next two, the structures, and the sizes of the layouts.
+/// Mirrored by chunk.cuh, like the next two constants, the structures, and the sizes of the layouts.
 const MAX_TENSORS: usize = 128;
 const THREADS: u32 = 512;
 const SLOTS: usize = 4;
-/// Elements and bytes of what a warp moves at once.
+/// Elements and bytes that one warp moves at a time.
 const UNIT_ELEMS: usize = 256;
 const UNIT_BYTES: usize = 4 * UNIT_ELEMS;
-/// Members for which there are kernels: with more, what each one folds of a chunk becomes small.
+/// The largest group size with kernels. In larger groups, each member's part of a chunk would be too small.
 const MEMBERS: RangeInclusive<usize> = 2..=8;
 
 impl ChunkLayout {
-    /// For a group of `size`, if it can have chunks.
+    /// The kernels for a group of `size`, if there are any.
     fn of(size: usize) -> Option<Self> {
         if !MEMBERS.contains(&size) {
             return None;
@@ -69,11 +70,11 @@ impl ChunkLayout {
     }
 }
 
-/// Most blocks of a launch, for which there are slots.
+/// Largest number of blocks of a launch; there are slots for that many.
 const CHANNELS: usize = 64;
 
-/// Most blocks of a launch for this overlap. Half of them take up to a half longer alone, but leave more
-/// multiprocessors to a computation.
+/// Largest number of blocks of a launch with this overlap. With half of the blocks, the all-reduce alone takes up to
+/// 50 % longer, but a computation that runs beside it gets more multiprocessors.
 fn channels(overlap: Overlap) -> usize {
     match overlap {
         Overlap::Computation | Overlap::Unknown => CHANNELS / 2,
@@ -81,7 +82,7 @@ fn channels(overlap: Overlap) -> usize {
     }
 }
 
-/// `Tensor` of chunk.cuh.
+/// The struct `Tensor` of chunk.cuh.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct ChunkTensor {
@@ -90,7 +91,7 @@ struct ChunkTensor {
     elems: u64,
 }
 
-/// `Chunks` of chunk.cuh.
+/// The struct `Chunks` of chunk.cuh.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct ChunksArgument {
@@ -103,12 +104,12 @@ struct ChunksArgument {
 
 const _: () = assert!(size_of::<ChunksArgument>() <= 4096, "a launch has room for its argument");
 
-/// Bytes of the slots of a member of a group of `size`.
+/// Bytes of a member's slots in a group of `size`.
 pub(super) fn slots_bytes(size: usize) -> usize {
     ChunkLayout::of(size).map_or(0, |layout| CHANNELS * SLOTS * layout.slot_bytes)
 }
 
-/// The kernel of a group of `size` for `op`, with its name, if there is one.
+/// The kernel for `op` in a group of `size`, with its name, if there is one.
 pub(super) fn kernel(
     context: &'static Context,
     op: ReduceOp,
@@ -117,7 +118,7 @@ pub(super) fn kernel(
     ChunkLayout::of(size).map(|layout| Ok((layout.entry, layout.kernel(context, op, size)?))).transpose()
 }
 
-/// The operation of `requests`, if chunks are for them: all-reduces of float32 alike.
+/// The common reduction of `requests`, if all of them are all-reduces of float32.
 fn operation(requests: &[Request]) -> Option<ReduceOp> {
     let mut operations = requests.iter().map(|request| match request {
         Request::AllReduce { input, op, .. } if input.dtype() == DType::Float32 => Some(*op),
@@ -127,14 +128,14 @@ fn operation(requests: &[Request]) -> Option<ReduceOp> {
     operations.all(|op| op == Some(first)).then_some(first)
 }
 
-/// The blocks for `chunks` chunks, and in how many rounds they make them.
+/// The number of blocks for `chunks` chunks, and the number of rounds in which they process them.
 fn grid(chunks: usize, overlap: Overlap) -> (Grid, u32) {
     let blocks = chunks.clamp(1, channels(overlap));
     (Grid { blocks: blocks as u32, threads: THREADS }, chunks.div_ceil(blocks) as u32)
 }
 
 impl Peers {
-    /// Whether `requests` are for [`Peers::queue_chunks`]; the same on all members.
+    /// Whether [`Peers::queue_chunks`] runs `requests`; equal on all members.
     pub fn accepts_chunks(&self, requests: &[Request], overlap: Overlap) -> bool {
         let bytes = |request: &Request| match request {
             Request::AllReduce { input, .. } => input.bytes(),
@@ -145,9 +146,9 @@ impl Peers {
             && requests.iter().map(bytes).sum::<usize>() >= self.least_in_chunks(overlap)
     }
 
-    /// Bytes of the smallest operation that goes in chunks. Between more than two members NCCL is faster for numbers that
-    /// use all of their bits, so that only a reducer's buckets do, whose numbers mostly were bfloat16; and none where small
-    /// messages were measured to be NCCL's, too.
+    /// Smallest operation, in bytes, that the chunked kernels run. In groups of more than two members, NCCL is faster
+    /// for numbers with full float32 precision. There, the chunked kernels run only the buckets of reducers, whose
+    /// numbers mostly were bfloat16, and only where tuning chose the core's kernels for small messages, too.
     fn least_in_chunks(&self, overlap: Overlap) -> usize {
         match overlap {
             _ if self.size == 2 => self.tuning().chunks_bytes,
@@ -157,7 +158,7 @@ impl Peers {
         }
     }
 
-    /// Queues `requests`, which [`Peers::accepts_chunks`], into `stream`. How many calls this member has made then, as
+    /// Queues `requests`, which [`Peers::accepts_chunks`], into `stream`. Returns the number of calls so far, as
     /// counted in [`Mismatch::call`](super::Mismatch::call).
     ///
     /// # Errors
@@ -202,13 +203,13 @@ impl Peers {
         };
         argument.tensors[..tensors.len()].copy_from_slice(tensors);
         let kernel = turn.kernel(layout.entry, DType::Float32, op, || layout.kernel(self.context, op, self.size))?;
-        // SAFETY: the argument is the kernel's, declared alike; the arenas live (PEER-8) and have slots, the rest is the
-        // caller's promise.
+        // SAFETY: the argument matches the kernel's declaration; the arenas live (PEER-8) and have slots, the rest is
+        // the caller's promise.
         unsafe { self.launch(turn, kernel, grid, rounds + layout.more_calls, &argument, stream) }
     }
 }
 
-/// A request's tensor, if it has elements.
+/// The tensor of a request, if it has elements.
 fn tensor(request: &Request) -> Option<ChunkTensor> {
     match request {
         Request::AllReduce { input, output, .. } if input.elems() > 0 => {

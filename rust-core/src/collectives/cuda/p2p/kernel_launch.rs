@@ -1,4 +1,5 @@
-//! Which kernel runs a call, and how many blocks of it: decided from sizes alone, so alike on all members.
+//! Chooses the kernel and the number of blocks for a call. The choice depends on sizes alone, so it is equal on all
+//! members.
 
 use super::{MAX_BLOCKS, MAX_RANKS, VECTOR};
 use crate::device::Grid;
@@ -6,19 +7,20 @@ use crate::device::Grid;
 /// Threads of a block; mirrored by the kernels' launch bounds.
 const THREADS: u32 = 512;
 
-/// Largest message for which chunks are no faster than one shot or NCCL.
+/// Largest message that one-shot kernels or NCCL run faster than the chunked kernels.
 pub(super) const CHUNKS_ABOVE: usize = 8 << 20;
 
-/// The sizes at which the members of a group change from one kernel to the next; the same on all members.
+/// The message sizes at which a group switches between kernels; equal on all members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct KernelTuning {
-    /// Largest all-reduce that each member folds whole, in bytes; there must be room as well.
+    /// Largest all-reduce, in bytes, that each member reduces as a whole (one-shot), if the staging memory is large
+    /// enough.
     pub one_shot_bytes: usize,
-    /// Largest message that does not go to NCCL, in bytes.
+    /// Largest message, in bytes, that the core's kernels run; NCCL runs larger ones.
     pub peer_bytes: usize,
-    /// Most blocks of a launch; each meets one of every peer.
+    /// Largest number of blocks of a launch; each synchronises with one block of every peer.
     pub channels: u32,
-    /// Smallest operation between two members that goes in chunks, in bytes.
+    /// Smallest operation between two members, in bytes, that the chunked kernels run.
     #[serde(default = "never")]
     pub chunks_bytes: usize,
 }
@@ -28,13 +30,13 @@ fn never() -> usize {
 }
 
 impl KernelTuning {
-    /// Everything goes to NCCL.
+    /// Sizes with which NCCL runs every message.
     pub const NEVER: Self = Self { one_shot_bytes: 0, peer_bytes: 0, channels: 1, chunks_bytes: usize::MAX };
 
-    /// What suits NVLink, for a group of `size`.
+    /// Default sizes for NVLink, for a group of `size`.
     pub fn usual(size: usize, peer_bytes: usize) -> Self {
-        // One shot writes n - 1 times the bytes of a member; two write 2 (n - 1) / n times as many and meet once more.
-        // For two members that is the same number of bytes.
+        // One-shot writes n - 1 times a member's bytes; two-shot writes 2 (n - 1) / n times as many and synchronises
+        // once more. For two members that is the same number of bytes.
         let one_shot_bytes = match size {
             0..=2 => usize::MAX,
             3..=4 => 512 << 10,
@@ -56,7 +58,7 @@ impl KernelLaunch {
     pub(super) const ONE_SHOT: &'static str = "one_shot";
     pub(super) const TWO_SHOT: &'static str = "two_shot";
 
-    /// The launch of all-reduce of `bytes` bytes.
+    /// The kernel and grid for an all-reduce of `bytes` bytes.
     pub(super) fn all_reduce(bytes: usize, size: usize, half_bytes: usize, tuning: &KernelTuning) -> Self {
         let vectors = bytes.div_ceil(VECTOR);
         if bytes <= tuning.one_shot_bytes && vectors * VECTOR * size <= half_bytes {
@@ -66,12 +68,12 @@ impl KernelLaunch {
         }
     }
 
-    /// The launch of reduce-scatter to blocks of `bytes` bytes.
+    /// The kernel and grid for a reduce-scatter to blocks of `bytes` bytes.
     pub(super) fn reduce_scatter(bytes: usize, tuning: &KernelTuning) -> Self {
         Self::new("reduce_scatter", bytes.div_ceil(VECTOR), tuning)
     }
 
-    /// Blocks for a thread to each of `vectors` positions, as far as there are.
+    /// The number of blocks with one thread for each of `vectors` vectors, up to the limit.
     fn new(entry: &'static str, vectors: usize, tuning: &KernelTuning) -> Self {
         let most = tuning.channels.clamp(1, MAX_BLOCKS) as usize;
         let blocks = vectors.div_ceil(THREADS as usize).clamp(1, most) as u32;
@@ -79,13 +81,13 @@ impl KernelLaunch {
     }
 }
 
-/// Bytes of a half of the staging memory, for messages of `bytes`: two shots need room for everybody's piece of a part,
-/// which begins at a whole vector, and for every part's result.
+/// Bytes of a half of the staging memory, for messages of `bytes`. Two-shot needs space for every member's piece of a
+/// part, which begins at a whole vector, and for every part's result.
 pub(super) fn half_bytes(bytes: usize, size: usize) -> usize {
     2 * bytes.next_multiple_of(VECTOR * size).next_multiple_of(256)
 }
 
-/// Bytes of each block of a reduce-scatter of `bytes` bytes in all.
+/// Bytes of each block of a reduce-scatter of `bytes` bytes in total.
 pub(super) fn block_bytes(bytes: usize, size: usize) -> usize {
     bytes / size / VECTOR * VECTOR
 }

@@ -1,32 +1,32 @@
-//! How members find out whether all of them reach each other's memory (PEER-6).
+//! The exchange by which members find out whether all of them can access each other's memory (PEER-6).
 
 use super::{HEADER_BYTES, chunks, half_bytes};
 use crate::device::{Context, DeviceBuffer, HostMapped, IpcHandle, PeerMemory};
 use crate::error::{Error, Result};
 use crate::world::host;
 
-/// Where members tell each other what they decide on: values that each writes once.
+/// A store in which each member writes one value for a key and reads those of the others.
 pub trait MemberStore {
     /// Writes this member's value.
     fn write(&self, what: &str, value: &[u8]) -> Result<()>;
-    /// The value of a member, once it is there.
+    /// Returns the value of a member, waiting until it is written.
     fn read(&self, what: &str, member: usize) -> Result<Vec<u8>>;
 }
 
-/// Writes a value as [`read`] reads it.
+/// Serializes a value for [`read`].
 pub fn write<T: serde::Serialize>(store: &dyn MemberStore, what: &str, value: &T) -> Result<()> {
     let bytes = postcard::to_stdvec(value)
         .map_err(|error| Error::Internal(format!("`{what}` cannot be written down: {error}")))?;
     store.write(what, &bytes)
 }
 
-/// The value that a member wrote.
+/// Parses the value that a member wrote.
 pub fn read<T: serde::de::DeserializeOwned>(store: &dyn MemberStore, what: &str, member: usize) -> Result<T> {
     postcard::from_bytes(&store.read(what, member)?)
         .map_err(|error| Error::Internal(format!("`{what}` of member {member} cannot be read: {error}")))
 }
 
-/// What a member tells the others about itself.
+/// What a member publishes about its device and memory.
 #[derive(serde::Serialize, serde::Deserialize)]
 struct Offer {
     host: String,
@@ -40,14 +40,14 @@ struct Offer {
 pub(super) struct MappedMemory {
     pub(super) arena: DeviceBuffer,
     pub(super) control: HostMapped,
-    /// Of the other members, in their order.
+    /// The arenas of the other members, in their order.
     pub(super) mapped: Vec<PeerMemory>,
-    /// Largest message of all members: the smallest that one of them offered.
+    /// Largest message of the group: the smallest limit that a member offered.
     pub(super) bytes: usize,
 }
 
 /// Shares an arena for messages of `peer_bytes` with the other members, if all of them can and `ready` says that this
-/// one can. `None` for all of them if not, with the reason in the log.
+/// one can. Otherwise returns `None` on all members, with the reason in the log.
 pub(super) fn share(
     context: &'static Context,
     me: usize,
@@ -56,7 +56,7 @@ pub(super) fn share(
     store: &dyn MemberStore,
     ready: impl FnOnce() -> Result<()>,
 ) -> Result<Option<MappedMemory>> {
-    // Every member says something in both rounds, so that none waits for one that gave up.
+    // Every member publishes a value in both rounds, so that none waits for a member that gave up.
     let own = ready().and_then(|()| offer(context, peer_bytes, size));
     write(store, "offer", &own.as_ref().map(|(_, _, offer)| offer).map_err(Error::text))?;
     let offers: Vec<Result<Offer, String>> = (0..size).map(|rank| read(store, "offer", rank)).collect::<Result<_>>()?;
@@ -91,7 +91,7 @@ fn offer(context: &'static Context, peer_bytes: usize, size: usize) -> Result<(D
     Ok((arena, control, offer))
 }
 
-/// Maps the arenas of all other members, in their order, if they can be reached.
+/// Maps the arenas of all other members, in their order, if they can be accessed.
 fn map(context: &'static Context, me: usize, offers: &[&Offer]) -> Result<Vec<PeerMemory>, String> {
     let own = offers[me];
     let mut mapped = Vec::new();
