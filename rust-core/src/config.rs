@@ -1,5 +1,5 @@
-//! Every knob, once: name, spellings, default, unit and meaning. The environment reference in `docs/reference/environment.md`
-//! is generated from this list.
+//! All settings of the environment, each declared once: name, aliases, default, unit and meaning. The reference in
+//! `docs/reference/environment.md` is generated from this list.
 
 use std::time::Duration;
 
@@ -10,18 +10,18 @@ use crate::error::{Error, Result};
 pub struct Knob {
     /// The variable that is read first.
     pub name: &'static str,
-    /// Other spellings, tried in order.
+    /// Aliases, tried in order.
     pub aliases: &'static [&'static str],
-    /// What holds when none is set, as text.
+    /// The default, as text.
     pub default: &'static str,
-    /// What it does, with its unit.
+    /// Its meaning, with the unit.
     pub doc: &'static str,
 }
 
 macro_rules! knobs {
     ($($ident:ident = $name:literal, [$($alias:literal),*], $default:literal, $doc:literal;)*) => {
         $(#[doc = $doc] pub const $ident: Knob = Knob { name: $name, aliases: &[$($alias),*], default: $default, doc: $doc };)*
-        /// Every knob, in the order of the reference.
+        /// Every setting, in the order of the reference.
         pub const ALL: &[Knob] = &[$($ident),*];
     };
 }
@@ -101,8 +101,8 @@ knobs! {
         "Another buffer of the original's all-gather, in bytes. Checked (a multiple of 8192) and otherwise without effect.";
 }
 
-/// Checks the settings that nothing reads while a session begins, so that a mistake in them is not passed over: those that scripts
-/// for the original carry and that change nothing here, and switches of what may come later.
+/// Validates the settings that nothing reads during `init`, so that a mistake in them is reported. These are settings
+/// for the original library that have no effect here, and settings that are read later.
 ///
 /// # Errors
 /// [`Error::Config`] naming the variable and its value.
@@ -114,23 +114,23 @@ pub fn check_unread() -> Result<()> {
 }
 
 impl Knob {
-    /// The text in the environment, if one of the spellings is set and not empty.
+    /// The value in the environment, if one of the names is set and not empty.
     pub fn text(&self) -> Option<String> {
         self.set().map(|(_, text)| text)
     }
 
-    /// The spelling that is used, and its text.
+    /// The name that is set, and its value.
     pub fn set(&self) -> Option<(&'static str, String)> {
         let mut names = std::iter::once(self.name).chain(self.aliases.iter().copied());
         names.find_map(|name| Some((name, std::env::var(name).ok().filter(|value| !value.is_empty())?)))
     }
 
-    /// The text to take, and under which name to complain of it: the one that was used.
+    /// The value, or the default, and the name to use in errors.
     fn named(&self) -> (&'static str, String) {
         self.set().unwrap_or_else(|| (self.name, self.default.to_owned()))
     }
 
-    /// The value as a duration in seconds; fractions are allowed.
+    /// Parses the value as a duration in seconds; fractions are allowed.
     ///
     /// # Errors
     /// [`Error::Config`] if the text is not a positive number.
@@ -142,10 +142,10 @@ impl Knob {
         }
     }
 
-    /// As [`Knob::seconds`], where 0 means never.
+    /// As [`Knob::seconds`], where 0 means no limit.
     ///
     /// # Errors
-    /// [`Error::Config`] if the text is no number, or negative.
+    /// [`Error::Config`] if the text is not a number, or negative.
     pub fn seconds_or_never(&self) -> Result<Option<Duration>> {
         match self.named().1.parse::<f64>() {
             Ok(0.0) => Ok(None),
@@ -153,19 +153,19 @@ impl Knob {
         }
     }
 
-    /// The value as a number of things.
+    /// Parses the value as a count.
     ///
     /// # Errors
-    /// [`Error::Config`] if it is no whole number.
+    /// [`Error::Config`] if it is not a whole number.
     pub fn count(&self) -> Result<u32> {
         let (name, text) = self.named();
         text.parse().map_err(|_| Error::Config(format!("`{name}` is `{text}`: expected a whole number")))
     }
 
-    /// The value as a share of a whole.
+    /// Parses the value as a fraction from 0 to 1.
     ///
     /// # Errors
-    /// [`Error::Config`] if it is no number from 0 to 1.
+    /// [`Error::Config`] if it is not such a number.
     pub fn share(&self) -> Result<f64> {
         let (name, text) = self.named();
         match text.parse::<f64>() {
@@ -174,7 +174,7 @@ impl Knob {
         }
     }
 
-    /// The value as a size in bytes that is a multiple of `grain`.
+    /// Parses the value as a size in bytes that is a multiple of `grain`.
     ///
     /// # Errors
     /// [`Error::Config`] if it is not.
@@ -186,16 +186,16 @@ impl Knob {
         }
     }
 
-    /// The value as a switch; spelled in any of the usual ways.
+    /// Parses the value as a boolean, in any of the common spellings.
     ///
     /// # Errors
-    /// [`Error::Config`] if it is none.
+    /// [`Error::Config`] if it is none of them.
     pub fn flag(&self) -> Result<bool> {
         let (name, text) = self.named();
         match text.to_lowercase().as_str() {
             "false" | "no" | "off" => Ok(false),
             "true" | "yes" | "on" => Ok(true),
-            // Some give a level.
+            // Some scripts set a log level here.
             number => match number.parse::<i64>() {
                 Ok(number) => Ok(number > 0),
                 Err(_) => Err(Error::Config(format!("`{name}` is `{text}`: expected 0 or 1"))),
@@ -203,10 +203,10 @@ impl Knob {
         }
     }
 
-    /// The value as a largest size in bytes, where 0 means none at all.
+    /// Parses the value as a size limit in bytes, where 0 means that nothing is accepted.
     ///
     /// # Errors
-    /// [`Error::Config`] if it is no whole number.
+    /// [`Error::Config`] if it is not a whole number.
     pub fn most_bytes(&self) -> Result<usize> {
         let (name, text) = self.named();
         text.parse().map_err(|_| Error::Config(format!("`{name}` is `{text}`: expected a number of bytes")))
@@ -248,7 +248,7 @@ pub fn reference() -> String {
 mod tests {
     use super::*;
 
-    /// Freezes the list: a new knob is a decision, and shows in the reference.
+    /// The list is pinned, so that each new setting is a deliberate decision that shows in the reference.
     #[test]
     fn the_reference_is_current() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/reference/environment.md");

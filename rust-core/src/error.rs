@@ -20,27 +20,27 @@ pub enum Code {
     AlreadyInitialized,
     /// The session was shut down, by this process or after a failure.
     Closed,
-    /// A value that the caller passed is not acceptable.
+    /// An argument of the caller is invalid.
     InvalidArgument,
     /// A configuration key or environment variable has a bad value, or two contradict each other.
     Config,
     /// Ranks called different operations, or the same one with different arguments.
     Mismatch,
-    /// A peer died, left, or reported that it failed.
+    /// A peer died, left, or reported a failure.
     PeerFailed,
     /// A wait ended at its deadline.
     Timeout,
-    /// What was asked for is not available on this machine or in this build.
+    /// The requested feature is not available on this machine or in this build.
     Unsupported,
     /// Joining the job failed.
     Rendezvous,
-    /// The operating system refused something.
+    /// The operating system reported an error.
     Io,
-    /// CUDA or NCCL refused something.
+    /// CUDA or NCCL reported an error.
     Device,
     /// A signal arrived during a wait.
     Interrupted,
-    /// The launcher has no place for this process any more.
+    /// The launcher removed this process from an elastic job.
     Removed,
     /// An invariant of the core is broken: a bug in OpenSMD.
     Internal,
@@ -88,7 +88,7 @@ impl Code {
     }
 }
 
-/// Where the deadline of a wait comes from; shown as how to change it.
+/// The setting that determines a deadline; the error's text says how to change it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Limit {
     /// `SMD_TIMEOUT_SECONDS`, or the timeout of a framework's process group.
@@ -123,7 +123,7 @@ impl std::fmt::Display for Limit {
     }
 }
 
-/// What went wrong. Cheap to clone: one failure is told to every waiter.
+/// An error of the core. Cheap to clone, because one failure is reported to every waiter.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -153,19 +153,19 @@ pub enum Error {
     Mismatch {
         /// The operation, as this rank called it.
         during: String,
-        /// Who called what.
+        /// The calls of the ranks.
         detail: String,
     },
     /// A peer is gone or failed.
     #[error("rank {rank} {how} while rank {me} was in {during}")]
     PeerFailed {
-        /// The global rank of the culprit.
+        /// Global rank of the peer.
         rank: usize,
         /// What happened to it: `died`, `left the job`, `failed: ...`.
         how: String,
-        /// The global rank that reports.
+        /// Global rank of the process that reports the error.
         me: usize,
-        /// What this rank was doing.
+        /// The operation of this rank.
         during: String,
     },
     /// A wait ended at its deadline.
@@ -189,18 +189,18 @@ pub enum Error {
     /// A system call failed.
     #[error("{context}")]
     Io {
-        /// What was being done, with the names of what it was done to.
+        /// The failed action, with the names of its objects.
         context: String,
-        /// The operating system's answer.
+        /// The error of the operating system.
         #[source]
         source: Arc<std::io::Error>,
     },
-    /// CUDA, NVRTC or NCCL refused something.
+    /// An error of CUDA, NVRTC or NCCL.
     #[error("{doing}: {answer}")]
     Device {
-        /// What was being done, with the names of what it was done to.
+        /// The failed action, with the names of its objects.
         doing: String,
-        /// The library's answer: its name for it and its text.
+        /// The library's name and text for the error.
         answer: String,
     },
     /// A signal arrived during a wait.
@@ -223,7 +223,7 @@ impl Error {
         Error::Io { context: context.into(), source: Arc::new(source.into()) }
     }
 
-    /// The error, as one whose deadline comes from `limit` if it is a timeout.
+    /// If this is a timeout, returns it with `limit` as the origin of its deadline.
     #[must_use]
     pub fn limited_by(self, limit: Limit) -> Self {
         match self {
@@ -232,13 +232,13 @@ impl Error {
         }
     }
 
-    /// An [`Error::Internal`] with the message of a panic that was caught at the edge of the core.
+    /// An [`Error::Internal`] with the message of a panic that was caught at the boundary of the core.
     pub fn from_panic(panic: &(dyn std::any::Any + Send)) -> Self {
         let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
         Error::Internal(text.unwrap_or("a panic without a message").to_owned())
     }
 
-    /// What `work`, all of a thread's, panics with, if it does; the thread's log has it.
+    /// Runs `work`, the body of a thread, and returns the message of a panic, which is also logged.
     pub(crate) fn of_thread(name: &str, work: impl FnOnce()) -> Option<Self> {
         let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).err()?;
         let error = match Self::from_panic(&*panic) {
@@ -249,7 +249,7 @@ impl Error {
         Some(error)
     }
 
-    /// Whether a member left the job in good order, maybe after it had done its part.
+    /// Whether the error is that a member left the job in good order; it may have done its part before.
     pub fn is_orderly_departure(&self) -> bool {
         matches!(self, Error::PeerFailed { how, .. } if *how == Departure::Left.to_string())
     }

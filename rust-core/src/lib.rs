@@ -1,22 +1,22 @@
-//! OpenSMD's core: everything that decides.
+//! OpenSMD's core, which contains all logic that is independent of a framework.
 //!
 //! Data flows one way and back: script -> Python facade -> framework op -> `smd-bridge` -> this crate ->
 //! transport. Nothing here knows PyTorch, TensorFlow or Python; a tensor is a [`buffer::TensorView`].
 //!
-//! | folder | what it answers |
+//! | folder | what it contains |
 //! | --- | --- |
-//! | [`session`] | is the library initialised, and who owns the rest |
-//! | [`world`] | who am I, who are my peers, who has died |
-//! | [`transport`] | how bytes move |
-//! | [`collectives`] | what a collective means, and which algorithm runs it |
+//! | [`session`] | the life of the library between `init` and `shutdown`; owns the other parts |
+//! | [`world`] | ranks, groups, the rendezvous, and reports of departed ranks |
+//! | [`transport`] | transports, which move bytes |
+//! | [`collectives`] | the definition of collectives, and their algorithms |
 //! | [`device`] | CUDA: streams, events, memory, kernels |
-//! | [`negotiation`] | which collectives of the same name go together, and in what order |
+//! | [`negotiation`] | matching of collectives by name, and their common order |
 //! | [`reducer`] | planned gradient reduction |
-//! | [`pipeline`] | who does what in which order when a model is spread over ranks |
-//! | [`partition`] | which module of a model lies on which of these ranks |
-//! | [`sharding`] | which rank holds which part of sharded parameters and optimizer states |
-//! | [`loss_scale`] | the factor of losses of 16-bit training |
-//! | [`checkpoint`] | what is on the disk, complete whenever somebody is killed |
+//! | [`pipeline`] | schedules of pipeline parallelism |
+//! | [`partition`] | assignment of a model's modules to pipeline ranks |
+//! | [`sharding`] | division of sharded parameters and optimizer states |
+//! | [`loss_scale`] | the loss scale of 16-bit training |
+//! | [`checkpoint`] | checkpoints that are complete or absent, whenever a process is killed |
 //! | [`launch`] | `smdrun` |
 
 pub mod buffer;
@@ -45,5 +45,5 @@ pub mod world;
 
 pub use error::{Error, Result};
 
-/// The version of this package; all ranks of a job have the same.
+/// The version of this package; it must be equal on all ranks of a job.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");

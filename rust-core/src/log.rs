@@ -17,8 +17,8 @@ static RANK: AtomicUsize = AtomicUsize::new(NO_RANK);
 const NO_RANK: usize = usize::MAX;
 static SHOWS_TIME: AtomicBool = AtomicBool::new(false);
 
-/// Starts logging, once in a process, at the level of [`config::LOG`]. A program that set up `tracing` before keeps
-/// its own way. The launcher and a job of one have no rank to show.
+/// Starts logging, once in a process, at the level of [`config::LOG`]. Does nothing if the program has set up
+/// `tracing` before. The launcher, and a job of one process, log no rank.
 pub fn start(rank: Option<usize>) {
     RANK.store(rank.unwrap_or(NO_RANK), Ordering::Relaxed);
     STARTED.call_once(|| {
@@ -40,10 +40,10 @@ pub fn start(rank: Option<usize>) {
     });
 }
 
-/// The level that the environment asks for; `None` if it is none.
+/// The level that the environment names; `None` if it names no level.
 fn level() -> Option<LevelFilter> {
     let text = config::LOG.text().unwrap_or_else(|| config::LOG.default.to_owned());
-    // Horovod's spellings beside ours.
+    // Horovod's names of levels are accepted, too.
     match text.to_ascii_lowercase().as_str() {
         "off" => Some(LevelFilter::OFF),
         "error" | "fatal" => Some(LevelFilter::ERROR),
@@ -91,7 +91,7 @@ where
             rank => write!(writer, "[smd {rank}] ")?,
         }
         let level = metadata.level();
-        // Whoever reads at these levels wants to know where a line comes from.
+        // At these levels, lines name the module that logged them.
         if *level >= Level::DEBUG {
             write!(writer, "{level} {}: ", metadata.target())?;
         } else {

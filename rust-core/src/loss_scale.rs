@@ -31,7 +31,7 @@ impl Default for Dynamics {
     }
 }
 
-/// What changes in a [`LossScale`]; a checkpoint keeps it.
+/// The state of a [`LossScale`] that a checkpoint contains.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ScaleState {
     /// Factor of the next loss.
@@ -53,7 +53,7 @@ impl LossScale {
     /// A scale that starts at `scale`, and stays there without `dynamics`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] that names a value that makes no sense.
+    /// [`Error::InvalidArgument`] naming an invalid value.
     pub fn new(scale: f64, dynamics: Option<Dynamics>) -> Result<Self> {
         check_scale("the loss scale", scale)?;
         if let Some(dynamics) = dynamics {
@@ -78,7 +78,7 @@ impl LossScale {
         self.state.scale
     }
 
-    /// What a checkpoint keeps.
+    /// The state for a checkpoint.
     pub fn state(&self) -> ScaleState {
         self.state
     }
@@ -86,7 +86,7 @@ impl LossScale {
     /// Continues from a checkpoint.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if it is the state of no scale.
+    /// [`Error::InvalidArgument`] if the state is invalid.
     pub fn restore(&mut self, state: ScaleState) -> Result<()> {
         check_scale("the saved loss scale", state.scale)?;
         self.state = state;
@@ -114,7 +114,7 @@ impl LossScale {
             state.clean_steps = 0;
             state.tolerance = dynamics.delayed_shift;
             let grown = state.scale * dynamics.factor;
-            // Beyond that, every gradient would be infinite for ever.
+            // With a larger scale, every gradient would overflow forever.
             if grown.is_finite() {
                 state.scale = grown;
             }

@@ -176,7 +176,8 @@ impl PackedCollective {
         &self.request
     }
 
-    /// A mismatch shows the sizes of the packs.
+    /// The error of the packed operation as the error of one of its collectives. A mismatch shows the sizes of the
+    /// packs.
     pub(super) fn explain(&self, error: Error) -> Error {
         match error {
             Error::Mismatch { during, detail } => {

@@ -1,9 +1,9 @@
 //! Collectives of a process group: what they mean, and the code that runs them.
 //!
-//! - COL-1: a reduction is the fold over ranks 0, 1, .. n-1 in the accumulation type of its element type
-//!   (float32 for float16 and bfloat16, the type itself otherwise), rounded once at the end. Every algorithm keeps
-//!   this order, so the result is bitwise the same on every rank, from run to run, and between algorithms. That holds on
-//!   several hosts too: what a host has folded travels in the accumulation type, and the next host takes the fold up.
+//! - COL-1: a reduction is the fold over ranks 0, 1, .. n-1 in the accumulation type of its element type (float32 for
+//!   float16 and bfloat16, the type itself otherwise), rounded once at the end. Every algorithm keeps this order, so
+//!   the result is bitwise the same on every rank, from run to run, and between algorithms. This includes several
+//!   hosts: a host sends its partial result in the accumulation type, and the next host continues with it.
 //! - COL-2: average divides the sum by the number of ranks in the accumulation type.
 //! - COL-3: every member calls the same operations on a group in the same order. What they call is compared before
 //!   data moves; a difference is [`crate::Error::Mismatch`] with the same text on every member, and the group

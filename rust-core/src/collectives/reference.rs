@@ -1,4 +1,4 @@
-//! What operations come to, computed slowly and obviously: one value at a time, without vectors, threads or
+//! The results of operations, computed in the simplest way: one value at a time, without vectors, threads or
 //! transports. Tests compare every algorithm with it, bit by bit. It shares no code with the kernels.
 
 use half::{bf16, f16};

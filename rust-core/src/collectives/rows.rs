@@ -1,12 +1,12 @@
-//! Collectives of rows whose numbers only their owners know.
+//! Collectives of rows, where only the sender knows the number of rows.
 //!
 //! ```text
 //! arrival: I have 3 rows | I have 0 | I have 5    ->  outputs for [3, 0, 5] rows  ->  an ordinary all-gather
 //! ```
 //!
-//! - ROW-1: the arrival and the operation proper are neighbours in the group's order (COM-1), so nothing comes between
-//!   them on any member.
-//! - ROW-2: a member whose outputs cannot be made takes part by failing (COM-4).
+//! - ROW-1: the exchange of the numbers and the operation itself are adjacent in the group's order (COM-1), so no
+//!   other operation runs between them on any member.
+//! - ROW-2: a member whose outputs cannot be allocated takes part by failing (COM-4).
 
 use std::fmt;
 
@@ -15,17 +15,17 @@ use super::call::{Call, Kind};
 use crate::buffer::TensorView;
 use crate::error::Result;
 
-/// Makes an operation's outputs as soon as their sizes are known.
+/// Allocates an operation's outputs as soon as their sizes are known.
 pub trait MakeOutputs: fmt::Debug + Send + Sync {
     /// Memory for `rows[i]` rows from member i, for every member. Called at most once an operation, on the thread
     /// that runs it; the views' promise holds until the operation is complete.
     ///
     /// # Errors
-    /// Whatever keeps it from being made; the other members hear of it.
+    /// The reason why the memory cannot be allocated; the other members get an error with it.
     fn make(&self, rows: &[usize]) -> Result<Vec<TensorView>>;
 }
 
-/// The operation proper, once every member has said how many rows it has for this one: `rows[i]` come from member i.
+/// The operation itself, once the numbers of rows are known: `rows[i]` come from member i.
 pub(super) fn settle(request: &Request, rows: &[usize]) -> Result<Request> {
     Ok(match request {
         Request::AllGatherRows { input, outputs, .. } => {
@@ -38,7 +38,7 @@ pub(super) fn settle(request: &Request, rows: &[usize]) -> Result<Request> {
     })
 }
 
-/// Rows that the member of each call, in order, has for member `me`.
+/// The numbers of rows that the members send to member `me`, from their calls in order.
 pub(super) fn rows_for<'a>(calls: impl IntoIterator<Item = &'a Call>, me: usize) -> Vec<usize> {
     let rows = |call: &Call| match call.kind {
         Kind::AllGatherRows => call.elems,

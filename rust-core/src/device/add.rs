@@ -1,5 +1,5 @@
-//! A tensor added to one of a wider type, in one pass over both: what PyTorch does with an access for each element takes whole
-//! vectors here.
+//! Adds a tensor to one of a wider type, in one pass over both. PyTorch's kernel for mixed types accesses single
+//! elements; this one accesses whole vectors.
 
 use parking_lot::Mutex;
 
@@ -11,12 +11,12 @@ use crate::error::{Error, Result};
 
 const SOURCE: KernelSource = KernelSource { name: "add.cu", text: include_str!("kernels/add.cu") };
 
-/// Threads of a block; mirrored by add.cu, as is what each of them adds.
+/// Threads of a block. Mirrored by add.cu, like the number of bytes below.
 const THREADS: usize = 256;
 /// Bytes of the narrower type that a thread adds.
 const GROUP_BYTES: usize = 16;
 
-/// `Addition` of add.cu.
+/// The struct `Addition` of add.cu.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct AdditionArgument {
@@ -57,13 +57,13 @@ pub unsafe fn add_up(total: &TensorView, addend: &TensorView) -> Result<()> {
         AdditionArgument { total: total.ptr() as u64, addend: addend.ptr() as u64, elems: total.elems() as u64 };
     // SAFETY: the views' promise covers their stream.
     let stream = unsafe { Stream::borrowed(context, total.stream()) };
-    // SAFETY: `AdditionArgument` is the kernel's parameter, declared alike; the rest is the caller's promise.
+    // SAFETY: `AdditionArgument` matches the kernel's parameter; the rest is the caller's promise.
     unsafe {
         kernel(context, addend.dtype(), &defines)?.launch(Grid { blocks, threads: THREADS as u32 }, &argument, &stream)
     }
 }
 
-/// To look one up by its name takes longer than to launch it.
+/// Cached, because looking a kernel up by its name takes longer than launching it.
 fn kernel(
     context: &'static Context,
     addend: DType,
@@ -80,7 +80,7 @@ fn kernel(
     Ok(kernel)
 }
 
-/// Types of add.cu.
+/// Type names of add.cu.
 fn defines(total: DType, addend: DType) -> Result<[(&'static str, &'static str); 2]> {
     let narrow = match (total, addend) {
         (DType::Float32, DType::Float16) => "f16",

@@ -1,4 +1,4 @@
-//! The driver: whether it is there, a device's primary context, and CUDA's answers as errors.
+//! The CUDA driver: whether it is available, a device's primary context, and its result codes as errors.
 
 use std::ffi::{CStr, c_char, c_int};
 use std::sync::OnceLock;
@@ -9,12 +9,12 @@ use parking_lot::Mutex;
 use super::ending::{self, DriverCallGuard};
 use crate::error::{Error, Result};
 
-/// CUDA's answer as a result; `doing` says what was asked for.
+/// Converts a result code; `doing` names the call for the error.
 pub(crate) fn check(answer: CUresult, doing: impl FnOnce() -> String) -> Result<()> {
     if answer == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(Error::Device { doing: doing(), answer: text(answer) }) }
 }
 
-/// CUDA's own name and text for an answer.
+/// CUDA's name and text of a result code.
 pub(crate) fn text(answer: CUresult) -> String {
     let ask = |look: unsafe fn(CUresult, *mut *const c_char) -> CUresult| {
         let mut found = std::ptr::null();
@@ -30,7 +30,7 @@ pub(crate) fn text(answer: CUresult) -> String {
     }
 }
 
-/// Whether CUDA can be used in this process; the answer of the first call stays.
+/// Whether CUDA can be used in this process; the first result is cached.
 ///
 /// # Errors
 /// [`Error::Unsupported`] saying what is missing.
@@ -61,18 +61,18 @@ pub fn device_count() -> Result<u16> {
     Ok(u16::try_from(count).unwrap_or(0))
 }
 
-/// What a device is.
+/// Properties of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Properties {
-    /// As the driver calls it: `NVIDIA H200`.
+    /// The driver's name of it: `NVIDIA H200`.
     pub name: String,
     /// Compute capability: (9, 0).
     pub compute: (u32, u32),
     /// Number of multiprocessors.
     pub multiprocessors: u32,
-    /// Where it is on its host: `0000:0f:00.0`. The same in every process, whatever `CUDA_VISIBLE_DEVICES` says.
+    /// PCI address: `0000:0f:00.0`. It is the same in every process, whatever `CUDA_VISIBLE_DEVICES` says.
     pub pci: String,
-    /// Tells it from every other device.
+    /// The device's UUID.
     pub uuid: [u8; 16],
 }
 
@@ -91,10 +91,10 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// The primary context of the device with this index, made when nobody in the process did.
+    /// Returns the primary context of the device with this index, created if necessary.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] without CUDA, [`Error::InvalidArgument`] for an index that there is not,
+    /// [`Error::Unsupported`] without CUDA, [`Error::InvalidArgument`] for an index that does not exist,
     /// [`Error::Device`].
     pub fn primary(device: u16) -> Result<&'static Context> {
         static CONTEXTS: Mutex<Vec<&'static Context>> = Mutex::new(Vec::new());
@@ -127,7 +127,7 @@ impl Context {
         self.device
     }
 
-    /// What the device is.
+    /// Properties of the device.
     pub fn properties(&self) -> &Properties {
         &self.properties
     }
@@ -190,14 +190,14 @@ impl Context {
     }
 }
 
-/// A context is current for this thread while this lives; see [`Context::enter`].
+/// While this value lives, a context is current for this thread; see [`Context::enter`].
 #[must_use = "the context is current only while this lives"]
 #[derive(Debug)]
 pub struct ContextGuard {
     pushed: bool,
     #[expect(dead_code, reason = "held (DEV-5)")]
     guard: DriverCallGuard,
-    /// What is current belongs to the thread.
+    /// Not `Send`, because the current context belongs to the thread.
     not_send: std::marker::PhantomData<*const ()>,
 }
 
@@ -212,8 +212,8 @@ impl Drop for ContextGuard {
     }
 }
 
-/// Runs `action`, which may allocate or load, while some stream of this process may be under capture: tells CUDA
-/// that this thread knows what it does, since a capture on another thread would make it refuse otherwise.
+/// Runs `action`, which may allocate or load modules, while another thread may be capturing a stream. Relaxes this
+/// thread's capture mode, in which CUDA would otherwise refuse such calls.
 pub(crate) fn relaxed<T>(action: impl FnOnce() -> T) -> T {
     let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
     // SAFETY: `mode` is valid and gets this thread's mode so far.

@@ -1,15 +1,16 @@
-//! The end of the process. The driver and NCCL end in `exit`, while threads of the core may be about to call them, to free
-//! what a group had for example, and would crash.
+//! The end of the process. The driver and NCCL shut down in `exit`. A thread of the core that calls them afterwards,
+//! to free a group's memory for example, would crash.
 //!
-//! - DEV-5: a call of the driver or NCCL holds a [`DriverCallGuard`] meanwhile; [`Context::enter`](super::Context::enter) takes
-//!   one. None begins once the process ends: what is not freed then ends with the process.
+//! - DEV-5: a thread holds a [`DriverCallGuard`] during each call of the driver or NCCL;
+//!   [`Context::enter`](super::Context::enter) takes one. No guard is given once the process ends; memory that is not
+//!   freed then is freed by the system.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 
-/// How long [`begin`] waits for running calls: one of them may wait for a member that is gone.
+/// How long [`begin`] waits for running calls; one of them may be waiting for a departed member.
 const LIMIT: Duration = Duration::from_secs(2);
 const NAP: Duration = Duration::from_millis(1);
 
@@ -20,7 +21,7 @@ struct Gate {
     calls: AtomicUsize,
 }
 
-/// A running call of the driver or NCCL. The process waits for it before it ends.
+/// A running call of the driver or NCCL. The process waits for it before it shuts down.
 #[must_use = "the call counts as running while the guard lives"]
 #[derive(Debug)]
 pub(crate) struct DriverCallGuard(&'static AtomicUsize);
@@ -33,7 +34,7 @@ impl Drop for DriverCallGuard {
 
 impl Gate {
     fn enter(&'static self) -> Result<DriverCallGuard> {
-        // Counted before it looks, so that either this sees the end or the end sees this.
+        // Counted before the flag is read, so that this thread sees the flag, or `begin` sees the count.
         self.calls.fetch_add(1, Ordering::SeqCst);
         let guard = DriverCallGuard(&self.calls);
         if self.ending.load(Ordering::SeqCst) {
@@ -42,7 +43,7 @@ impl Gate {
         Ok(guard)
     }
 
-    /// Whether all calls were over in time.
+    /// Returns whether all calls ended within the limit.
     fn close(&self, limit: Duration) -> bool {
         self.ending.store(true, Ordering::SeqCst);
         let start = Instant::now();
@@ -56,7 +57,7 @@ impl Gate {
     }
 }
 
-/// Enters a call of the driver or NCCL. Calls may nest.
+/// Takes a guard for a call of the driver or NCCL. Guards may nest.
 ///
 /// # Errors
 /// [`Error::Closed`] when the process ends.

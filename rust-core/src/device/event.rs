@@ -1,4 +1,4 @@
-//! Events: places in a stream that others wait for or look at.
+//! Events: markers in a stream that other streams wait for and the host polls.
 
 use cudarc::driver::sys::{self, CUresult};
 
@@ -7,7 +7,7 @@ use super::ending;
 use super::stream::Stream;
 use crate::error::Result;
 
-/// An event without timing, which is the cheap kind.
+/// An event without timing, which is cheaper.
 #[derive(Debug)]
 pub struct Event {
     raw: sys::CUevent,
@@ -20,7 +20,7 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// A new event; as long as it was never recorded it counts as done.
+    /// Creates an event; it counts as done until it is first recorded.
     ///
     /// # Errors
     /// [`crate::Error::Device`].
@@ -39,7 +39,7 @@ impl Event {
         self.raw
     }
 
-    /// Marks what is queued in `stream` so far; replaces an earlier mark.
+    /// Records the event behind the work in `stream` so far; replaces an earlier record.
     ///
     /// # Errors
     /// [`crate::Error::Device`]; the stream must be of the event's device.
@@ -51,13 +51,13 @@ impl Event {
         })
     }
 
-    /// Whether what was marked is done.
+    /// Whether the recorded work is done.
     ///
     /// # Errors
-    /// [`crate::Error::Device`], also for a failure of that work.
+    /// [`crate::Error::Device`], also if that work failed.
     pub fn is_done(&self) -> Result<bool> {
         let _guard = ending::enter_driver()?;
-        // SAFETY: the event lives; asking needs no current context.
+        // SAFETY: the event lives; the query needs no current context.
         match unsafe { sys::cuEventQuery(self.raw) } {
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),
             answer => {
@@ -70,8 +70,8 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if let Ok(_entered) = self.context.enter() {
-            // SAFETY: the event is ours; the driver keeps what still waits for it. An error means that the driver is
-            // shutting down.
+            // SAFETY: no other code uses the event; the driver keeps it while streams wait for it. An error means
+            // that the driver is shutting down.
             let _ = unsafe { sys::cuEventDestroy_v2(self.raw) };
         }
     }

@@ -1,4 +1,4 @@
-//! Kernels, compiled from source for the device at hand when they are needed first.
+//! Kernels, compiled at run time from source for the device at their first use.
 //!
 //! - KRN-1: a kernel takes one argument: a structure by value, whose layout Rust and CUDA C++ declare alike.
 //! - KRN-2: compiled without contraction of multiplications and additions, with divisions and square roots that
@@ -16,16 +16,16 @@ use super::driver::{Context, check, relaxed};
 use super::stream::Stream;
 use crate::error::{Error, Result};
 
-/// A program in CUDA C++, and what it may be specialised by: preprocessor definitions.
+/// A program in CUDA C++, and the preprocessor definitions that specialise it.
 #[derive(Clone, Copy, Debug)]
 pub struct KernelSource {
-    /// As in the compiler's messages.
+    /// Name in the compiler's messages.
     pub name: &'static str,
-    /// The text; it may include the headers beside it.
+    /// The source text; it may include the headers beside it.
     pub text: &'static str,
 }
 
-/// What sources may include.
+/// Headers that sources may include.
 const HEADERS: [(&CStr, &str); 4] = [
     (c"number.cuh", include_str!("kernels/number.cuh")),
     (c"vectors.cuh", include_str!("kernels/vectors.cuh")),
@@ -36,12 +36,12 @@ const HEADERS: [(&CStr, &str); 4] = [
 /// Values of the preprocessor definitions that specialise a source.
 pub type Defines<'a> = &'a [(&'static str, &'a str)];
 
-/// Blocks and threads of a launch.
+/// The grid of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grid {
     /// Number of blocks.
     pub blocks: u32,
-    /// Threads of each.
+    /// Threads of each block.
     pub threads: u32,
 }
 
@@ -58,7 +58,7 @@ unsafe impl Send for Kernel {}
 // SAFETY: as above.
 unsafe impl Sync for Kernel {}
 
-/// What is loaded, by device and name.
+/// Loaded kernels, by device and name.
 struct Loaded {
     kernels: Vec<(u16, String, &'static Kernel)>,
     modules: Vec<(u16, String, Module)>,
@@ -71,8 +71,8 @@ struct Module(sys::CUmodule);
 unsafe impl Send for Module {}
 
 impl Kernel {
-    /// The kernel `entry` of `source` under `defines`, compiled for the device of `context`; made once in a process.
-    /// Compiling takes some 100 ms, so callers on a fast path keep the result.
+    /// Returns the kernel `entry` of `source` under `defines`, compiled for the device of `context`; compiled once in
+    /// a process. Compiling takes some 100 ms, so callers on a fast path keep the result.
     ///
     /// # Errors
     /// [`Error::Unsupported`] without NVRTC, [`Error::Internal`] with the compiler's messages, [`Error::Device`].
@@ -217,7 +217,7 @@ pub fn compile(source: &KernelSource, defines: Defines<'_>, compute: (u32, u32))
     Ok(image)
 }
 
-/// A program that ends with the value.
+/// Destroys the program when dropped.
 struct CompiledProgram(nvrtc::nvrtcProgram);
 
 impl CompiledProgram {
@@ -279,13 +279,13 @@ fn supported() -> Result<Vec<c_int>> {
     Ok(known)
 }
 
-/// Loads NVRTC; the answer of the first call stays.
+/// Loads NVRTC; the first result is cached.
 fn load() -> Result<()> {
     static ANSWER: OnceLock<Result<()>> = OnceLock::new();
     ANSWER
         .get_or_init(|| {
-            // A library that is loaded already is found by its name from then on, so this makes the bindings find the
-            // copy that a framework brought.
+            // A library that is loaded already is found by its name from then on, so this makes the bindings use the
+            // copy that a framework installed.
             for path in candidates() {
                 if [builtins(&path), Some(path.clone())].into_iter().flatten().all(|path| keep(&path)) {
                     tracing::debug!("NVRTC is `{}`", path.display());
@@ -310,7 +310,7 @@ fn keep(path: &Path) -> bool {
     unsafe { libloading::Library::new(path) }.map(std::mem::forget).is_ok()
 }
 
-/// The library that NVRTC opens by its name when it compiles, and does not find outside the system's folders.
+/// The library that NVRTC loads by name when it compiles, and cannot find outside of the system's folders.
 fn builtins(nvrtc: &Path) -> Option<PathBuf> {
     let files = std::fs::read_dir(nvrtc.parent()?).ok()?.flatten();
     let version = nvrtc.extension()?.to_string_lossy().into_owned();
@@ -320,8 +320,8 @@ fn builtins(nvrtc: &Path) -> Option<PathBuf> {
         .find(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(&start)))
 }
 
-/// Where NVRTC may be: beside CUDA's other libraries that are loaded (a framework's), in the active virtual
-/// environment, in CUDA's toolkit.
+/// Folders that may contain NVRTC: beside loaded CUDA libraries (a framework's), in the active virtual environment,
+/// in the CUDA toolkit.
 fn candidates() -> Vec<PathBuf> {
     let mut folders = Vec::new();
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
@@ -358,7 +358,7 @@ fn wheels(packages: &Path) -> impl Iterator<Item = PathBuf> + use<> {
     ["cu13", "cuda_nvrtc"].into_iter().map(move |wheel| nvidia.join(wheel).join("lib"))
 }
 
-/// Compiles for Hopper what a test wants compiled; `None`, with a word about it, where there is no NVRTC.
+/// Compiles a kernel for Hopper in a test; returns `None` and prints a note where NVRTC is missing.
 #[cfg(test)]
 pub(crate) fn compile_for_test(source: &KernelSource, defines: Defines<'_>) -> Option<Vec<u8>> {
     if let Err(error) = load() {

@@ -1,4 +1,4 @@
-//! Memory: of the device, of a peer's device, and of the host where the device sees it.
+//! Memory: of the device, of a peer's device, and host memory that the device maps.
 
 use std::ffi::{c_char, c_void};
 use std::ptr::NonNull;
@@ -11,7 +11,7 @@ use super::stream::Stream;
 use crate::buffer::{Device, TensorView};
 use crate::error::{Error, Result};
 
-/// Memory of a device, from `cuMemAlloc` so that it can be shared with other processes.
+/// Memory of a device, from `cuMemAlloc`, so that it can be shared with other processes.
 #[derive(Debug)]
 pub struct DeviceBuffer {
     ptr: u64,
@@ -20,10 +20,10 @@ pub struct DeviceBuffer {
 }
 
 impl DeviceBuffer {
-    /// `bytes` bytes, zeroed. Waits for the device.
+    /// Allocates `bytes` zeroed bytes. Waits for the device.
     ///
     /// # Errors
-    /// [`Error::Device`], when the memory is exhausted for example.
+    /// [`Error::Device`], for example if the memory is exhausted.
     pub fn zeroed(context: &'static Context, bytes: usize) -> Result<Self> {
         let _entered = context.enter()?;
         let mut ptr = 0;
@@ -53,10 +53,10 @@ impl DeviceBuffer {
         self.bytes
     }
 
-    /// How another process of this host gets at the memory.
+    /// A handle with which another process of this host can map the memory.
     ///
     /// # Errors
-    /// [`Error::Device`], where the system has no CUDA IPC.
+    /// [`Error::Device`] if the system does not support CUDA IPC.
     pub fn export(&self) -> Result<IpcHandle> {
         let _entered = self.context.enter()?;
         let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
@@ -118,7 +118,7 @@ impl Drop for DeviceBuffer {
     }
 }
 
-/// A name for a [`DeviceBuffer`] that other processes of the host understand.
+/// A handle for a [`DeviceBuffer`] that other processes of the host can open.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct IpcHandle(Vec<u8>);
 
@@ -165,7 +165,8 @@ impl Drop for PeerMemory {
     }
 }
 
-/// Zeroed host memory that the device sees: for words that both look at. The device reads it over PCIe, so seldom.
+/// Zeroed host memory that the device maps, for words that the host and kernels share. The device reads it over PCIe,
+/// so rarely.
 #[derive(Debug)]
 pub struct HostMapped {
     host: NonNull<u8>,
@@ -227,13 +228,13 @@ impl Drop for HostMapped {
     }
 }
 
-/// Queues a copy of `bytes` bytes inside the device, or between devices that reach each other.
+/// Queues a copy of `bytes` bytes inside the device, or between devices with peer access.
 ///
 /// # Errors
 /// [`Error::Device`].
 ///
 /// # Safety
-/// Both ranges are memory of devices until the copy is done, and nobody else writes the one or touches the other.
+/// Both ranges are device memory until the copy is done. No other code writes the source or accesses the destination.
 pub unsafe fn copy(to: u64, from: u64, bytes: usize, stream: &Stream) -> Result<()> {
     let _entered = stream.context().enter()?;
     // SAFETY: the caller's promise.
@@ -248,7 +249,7 @@ pub unsafe fn copy(to: u64, from: u64, bytes: usize, stream: &Stream) -> Result<
 /// [`Error::Device`].
 ///
 /// # Safety
-/// The range is memory of the stream's device until this is done, and nobody else touches it.
+/// The range is memory of the stream's device until this is done, and no other code accesses it.
 pub unsafe fn fill(to: u64, value: u8, bytes: usize, stream: &Stream) -> Result<()> {
     let _entered = stream.context().enter()?;
     // SAFETY: the caller's promise.
@@ -260,7 +261,7 @@ pub unsafe fn fill(to: u64, value: u8, bytes: usize, stream: &Stream) -> Result<
 /// Copies a tensor to another one: at once in CPU memory, queued into the views' stream on a device.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] if they differ in length or place, [`Error::Device`].
+/// [`Error::InvalidArgument`] if lengths or devices differ, [`Error::Device`].
 ///
 /// # Safety
 /// The views' promise holds until the copy is done; they do not overlap.

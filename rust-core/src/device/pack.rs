@@ -1,4 +1,4 @@
-//! Many tensors into one flat buffer and back, in as few launches as possible, with a cast on the way.
+//! Copies many tensors into one flat buffer and back, in few launches, with a cast on the way.
 
 use super::driver::Context;
 use super::kernel::{Grid, Kernel, KernelSource};
@@ -19,14 +19,15 @@ pub struct PackedPiece {
     pub elems: usize,
 }
 
-/// Pieces that one launch takes: an argument has at most 4 KiB.
+/// Largest number of pieces of one launch: a kernel's argument has at most 4 KiB.
 const PIECES: usize = 120;
 /// Threads of a block; mirrored by the kernel's launch bounds.
 const THREADS: u32 = 256;
-/// Bytes, of the wider type, that one block moves: enough for its start to be cheap, few enough to fill the device.
+/// Bytes, in the wider type, that one block moves: large enough to amortise its start, small enough to occupy the
+/// device.
 const BLOCK_BYTES: usize = 32 << 10;
 
-/// `Piece` of pack.cu.
+/// The struct `Piece` of pack.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct Entry {
@@ -36,7 +37,7 @@ struct Entry {
     first_block: u64,
 }
 
-/// `Pieces` of pack.cu.
+/// The struct `Pieces` of pack.cu.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct PiecesArgument {
@@ -48,7 +49,7 @@ struct PiecesArgument {
 
 const _: () = assert!(size_of::<PiecesArgument>() <= 4096, "a kernel's arguments have at most 4 KiB");
 
-/// Tensors into a flat buffer (or back), between two element types.
+/// Packs tensors into a flat buffer, or unpacks them, between two element types.
 #[derive(Clone, Copy, Debug)]
 pub struct Packer {
     kernel: &'static Kernel,
@@ -57,7 +58,8 @@ pub struct Packer {
 }
 
 impl Packer {
-    /// The way of `tensors` into a flat buffer of `flat` elements. Equal types, or two of the floats.
+    /// Prepares copies of tensors of type `tensors` into a flat buffer of type `flat`. The types are equal, or two
+    /// floating-point types.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for other pairs; those of [`Kernel::get`].
@@ -66,7 +68,7 @@ impl Packer {
         Ok(Self { kernel, tensors, flat })
     }
 
-    /// The way back.
+    /// Prepares copies in the opposite direction.
     ///
     /// # Errors
     /// As [`Packer::pack`].
@@ -75,14 +77,14 @@ impl Packer {
         Ok(Self { kernel, tensors, flat })
     }
 
-    /// Queues the copies of all `pieces`, whose other side is the buffer at `flat`.
+    /// Queues the copies of all `pieces` between their tensors and the buffer at `flat`.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for an address that is not aligned to its element, [`Error::Device`].
     ///
     /// # Safety
-    /// Every tensor, and the flat buffer at every piece's place, is memory of the stream's device with as many elements
-    /// until the copies are done; what is written overlaps nothing else.
+    /// Every tensor, and the flat buffer at every piece's offset, is memory of the stream's device with as many
+    /// elements until the copies are done; destinations overlap nothing else.
     pub unsafe fn run(&self, pieces: &[PackedPiece], flat: u64, stream: &Stream) -> Result<()> {
         let wider = self.tensors.size().max(self.flat.size());
         let block_elems = BLOCK_BYTES / wider;
@@ -108,7 +110,7 @@ impl Packer {
             let blocks = u32::try_from(blocks).map_err(|_| {
                 Error::InvalidArgument(format!("{} tensors are too many bytes for one launch", chunk.len()))
             })?;
-            // SAFETY: `PiecesArgument` is the kernel's parameter, declared alike; the rest is the caller's promise.
+            // SAFETY: `PiecesArgument` matches the kernel's parameter; the rest is the caller's promise.
             unsafe { self.kernel.launch(Grid { blocks, threads: THREADS }, &argument, stream)? };
         }
         Ok(())
@@ -116,7 +118,7 @@ impl Packer {
 }
 
 fn aligned(address: u64, dtype: DType) -> Result<()> {
-    // What is only moved is moved as words of its size, 8 bytes for complex128.
+    // Without a cast, elements are moved as words of their size, 8 bytes for complex128.
     let align = dtype.size().min(8) as u64;
     if address.is_multiple_of(align) {
         return Ok(());
@@ -124,7 +126,7 @@ fn aligned(address: u64, dtype: DType) -> Result<()> {
     Err(Error::InvalidArgument(format!("a {dtype} tensor at {address:#x} is not aligned to {align} bytes")))
 }
 
-/// Types of pack.cu. Equal ones are moved by their size alone.
+/// Type names of pack.cu. Equal types are moved by their size alone.
 fn defines(from: DType, to: DType, pack: &'static str) -> Result<[(&'static str, &'static str); 3]> {
     let float = |dtype| match dtype {
         DType::Float16 => Some("f16"),
@@ -144,7 +146,7 @@ fn defines(from: DType, to: DType, pack: &'static str) -> Result<[(&'static str,
             };
             (word, word)
         }
-        // Through float32, which would round a float64 twice on its way to 16 bits.
+        // Conversion goes through float32, which would round a float64 twice on its way to 16 bits.
         (Some(from_name), Some(to_name)) if from.size() + to.size() != 10 => (from_name, to_name),
         _ => return Err(Error::Unsupported(format!("there is no cast of {from} into {to} when tensors are packed"))),
     };

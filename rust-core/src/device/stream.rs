@@ -6,12 +6,12 @@ use super::driver::{Context, check};
 use super::event::Event;
 use crate::error::Result;
 
-/// How eagerly the device serves a stream.
+/// Priority of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Priority {
-    /// As others.
+    /// The default priority.
     Normal,
-    /// Before others: for communication, whose kernels are small and are waited for by peers.
+    /// High priority, for communication kernels, which are small and which peers wait for.
     High,
 }
 
@@ -31,7 +31,7 @@ impl Capture {
     }
 }
 
-/// A stream of ours, which ends with the value, or one that somebody else owns.
+/// A stream, which is destroyed with the value if the core created it.
 #[derive(Debug)]
 pub struct Stream {
     raw: sys::CUstream,
@@ -45,7 +45,7 @@ unsafe impl Send for Stream {}
 unsafe impl Sync for Stream {}
 
 impl Stream {
-    /// A new stream, which does not synchronise with the legacy default stream.
+    /// Creates a stream that does not synchronise with the legacy default stream.
     ///
     /// # Errors
     /// [`crate::Error::Device`].
@@ -62,7 +62,7 @@ impl Stream {
         Ok(Self { raw, context, owned: true })
     }
 
-    /// A stream that somebody else owns: a framework's. 0 is the legacy default stream.
+    /// Wraps a stream of the framework. 0 is the legacy default stream.
     ///
     /// # Safety
     /// `raw` is a stream of `context`, and stays one while the value lives.
@@ -84,7 +84,7 @@ impl Stream {
         self.raw
     }
 
-    /// What is queued from now on waits for `event`, also for one of another device. The host does not wait.
+    /// Makes later work in the stream wait for `event`, which may belong to another device. The host does not wait.
     ///
     /// # Errors
     /// [`crate::Error::Device`].
@@ -96,12 +96,12 @@ impl Stream {
         })
     }
 
-    /// Whether what is queued now becomes part of a CUDA graph instead of being run.
+    /// Whether the stream is being captured into a CUDA graph.
     ///
     /// # Errors
     /// [`crate::Error::Device`].
     pub fn is_capturing(&self) -> Result<bool> {
-        // The legacy default stream cannot be captured, and asking would spoil a capture elsewhere.
+        // The legacy default stream cannot be captured, and the query would invalidate a capture on another thread.
         if self.raw as usize <= LEGACY {
             return Ok(false);
         }
@@ -112,8 +112,8 @@ impl Stream {
         Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
     }
 
-    /// The capture that [`Stream::is_capturing`] speaks of: streams with the same one become parts of one graph. Without
-    /// a number where the driver is too old to tell.
+    /// The capture in which the stream takes part: streams with the same number become parts of one graph. There is
+    /// no number if the driver is too old to report it.
     ///
     /// # Errors
     /// [`crate::Error::Device`].
@@ -143,10 +143,10 @@ impl Stream {
         format!("asking whether a stream of `cuda:{}` is captured", self.context.device())
     }
 
-    /// Whether everything queued so far is done.
+    /// Whether all queued work is done.
     ///
     /// # Errors
-    /// [`crate::Error::Device`], also for a failure of earlier work.
+    /// [`crate::Error::Device`], also if earlier work failed.
     pub fn is_idle(&self) -> Result<bool> {
         let _entered = self.context.enter()?;
         // SAFETY: the stream lives.
@@ -158,10 +158,10 @@ impl Stream {
         }
     }
 
-    /// Waits until everything queued so far is done. Waits without a limit: only for work that ends by itself.
+    /// Waits until all queued work is done, without a time limit: only for work that does not wait for other members.
     ///
     /// # Errors
-    /// [`crate::Error::Device`], also for a failure of earlier work.
+    /// [`crate::Error::Device`], also if earlier work failed.
     pub fn synchronize(&self) -> Result<()> {
         let _entered = self.context.enter()?;
         // SAFETY: the stream lives.

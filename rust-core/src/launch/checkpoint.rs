@@ -1,4 +1,4 @@
-//! `smdrun checkpoint`: looks at checkpoints, proves that they are whole, and makes one file of them.
+//! `smdrun checkpoint`: lists checkpoints, verifies them, and merges them into one file.
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,4 @@
-//! The `distribution` dictionary: the launcher's side of a job's configuration.
+//! The `distribution` dictionary: the part of a job's configuration that the launcher reads.
 
 use std::path::{Path, PathBuf};
 
@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use crate::error::{Error, Result};
 use crate::smp_config::ModelParallel;
 
-/// A checked configuration. The default is that of no configuration at all.
+/// A validated configuration. The default is the one without a dictionary.
 #[derive(Debug, Default)]
 pub(super) struct Distribution {
     /// `smdistributed.modelparallel`, if enabled.
@@ -18,9 +18,9 @@ pub(super) struct Distribution {
     mpi: bool,
     /// `mpi.processes_per_host`.
     pub processes_per_host: Option<usize>,
-    /// `custom_mpi_options` as written.
+    /// `custom_mpi_options`, unparsed.
     custom_mpi_options: String,
-    /// What `-x NAME=VALUE` in them sets.
+    /// Variables that `-x NAME=VALUE` sets in those options.
     pub mpi_variables: Vec<(String, String)>,
     warnings: Vec<String>,
 }
@@ -37,14 +37,14 @@ impl Distribution {
         Self::parse_in(&text, &folder).map_err(|error| Error::Config(format!("`{}`: {error}", path.display())))
     }
 
-    /// A configuration without a file, for tests.
+    /// A configuration from text instead of a file, for tests.
     #[cfg(test)]
     pub fn parse(text: &str) -> Result<Self> {
         Self::parse_in(text, Path::new(""))
     }
 
     fn parse_in(text: &str, folder: &Path) -> Result<Self> {
-        // JSON first: its messages are better, and YAML reads a few JSON texts differently.
+        // JSON first: its error messages are better, and a YAML parser reads a few JSON texts differently.
         let value = match serde_json::from_str(text) {
             Ok(value) => value,
             Err(json) if text.trim_start().starts_with(['{', '[']) => {
@@ -155,8 +155,8 @@ impl Distribution {
         Ok(())
     }
 
-    /// `-x NAME=VALUE` is the documented way to set variables, `--NCCL_DEBUG X` a special case of it; the rest is
-    /// about mpirun, which does not run here.
+    /// `-x NAME=VALUE` is the documented way to set variables, and `--NCCL_DEBUG X` a special case of it. Other
+    /// options are for mpirun, which is not used here.
     fn read_mpi_options(&mut self, section: &str, values: &mut Map<String, Value>) -> Result<()> {
         let options = match values.remove("custom_mpi_options") {
             None => return Ok(()),
@@ -171,7 +171,7 @@ impl Distribution {
             match word {
                 "-x" => match words.next().map(|pair| pair.split_once('=').ok_or(pair)) {
                     Some(Ok((name, value))) => self.mpi_variables.push((name.to_owned(), value.to_owned())),
-                    // `-x NAME` passes a variable on, which happens anyway.
+                    // `-x NAME` exports a variable, which smdrun does for all variables.
                     Some(Err(_)) => {}
                     None => return Err(Error::Config(format!("`{section}.custom_mpi_options` ends in `-x`"))),
                 },
@@ -193,17 +193,17 @@ impl Distribution {
         self.warnings.extend(rest.keys().map(|key| format!("`{section}.{key}` is not known: ignored")));
     }
 
-    /// Whether anything is enabled.
+    /// Whether any library is enabled.
     pub fn is_on(&self) -> bool {
         self.model_parallel.is_some() || self.data_parallel || self.mpi
     }
 
-    /// What to tell the user once.
+    /// Warnings for the user.
     pub fn take_warnings(&mut self) -> Vec<String> {
         std::mem::take(&mut self.warnings)
     }
 
-    /// The rules that need the number of processes.
+    /// Checks the rules that depend on the number of processes.
     pub fn check_world(&self, num_ranks: usize) -> Result<()> {
         self.model_parallel.as_ref().map_or(Ok(()), |parameters| parameters.check_world(num_ranks))
     }

@@ -1,7 +1,7 @@
 //! The environment of each rank: what torchrun sets, what the SageMaker containers set, and how to find the job.
 //!
-//! Later layers win: what `smdrun` inherited, less the marks of other launchers; defaults; the job's variables;
-//! `-x` of `custom_mpi_options`; `--env`.
+//! Later layers override earlier ones: the environment of `smdrun` without variables of other launchers; defaults;
+//! the job's variables; `-x` of `custom_mpi_options`; `--env`.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -12,8 +12,8 @@ use super::distribution::Distribution;
 use super::training::{Training, TrainingRank};
 use crate::error::{Error, Result};
 
-/// Variables by which ranks of another launcher know themselves. `smdrun` may itself run inside a batch job; its
-/// ranks must not take that job's place for theirs.
+/// Variables by which other launchers tell processes their rank. `smdrun` may itself run inside a batch job, and its
+/// ranks must not take that job's variables for their own.
 const OTHER_LAUNCHERS: &[&str] = &[
     "OMPI_COMM_WORLD_",
     "OMPI_UNIVERSE_SIZE",
@@ -34,7 +34,7 @@ const OTHER_LAUNCHERS: &[&str] = &[
     "HOROVOD_CROSS_",
 ];
 
-/// The name that scripts see for this host.
+/// The name of this host in the variables of SageMaker's containers.
 const HOST: &str = "localhost";
 
 /// One job on this host.
@@ -42,20 +42,20 @@ const HOST: &str = "localhost";
 pub(super) struct HostJob {
     /// Processes of the job.
     pub num_ranks: usize,
-    /// The same on all ranks, unless the user has set them already.
+    /// Defaults, equal on all ranks; variables that the user has set win.
     defaults: BTreeMap<String, String>,
-    /// The same on all ranks.
+    /// Variables of the job, equal on all ranks.
     shared: BTreeMap<String, String>,
-    /// What `--env` and `-x` say.
+    /// Variables of `--env` and `-x`.
     user: Vec<(String, String)>,
-    /// Variables that are the rank.
+    /// Names of the variables whose value is the rank.
     ranks: Vec<&'static str>,
-    /// Where each rank runs; empty if all run here.
+    /// The place of each rank on the job's hosts; empty if all ranks run on this host.
     seats: Vec<LocalSeat>,
     training: Training,
 }
 
-/// A rank's place on its host, and among the ranks with this local rank.
+/// A rank's position on its host, and among the ranks with the same local rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct LocalSeat {
     pub host: String,
@@ -64,7 +64,7 @@ pub(super) struct LocalSeat {
     pub cross: (usize, usize),
 }
 
-/// Seats of the first `num_ranks` slots, host by host.
+/// Places of the first `num_ranks` slots, host by host.
 pub(super) fn seats(hosts: &[(String, usize)], num_ranks: usize) -> Vec<LocalSeat> {
     let slots =
         hosts.iter().enumerate().flat_map(|(index, (host, slots))| (0..*slots).map(move |slot| (index, host, slot)));
@@ -80,11 +80,11 @@ pub(super) fn seats(hosts: &[(String, usize)], num_ranks: usize) -> Vec<LocalSea
 }
 
 impl HostJob {
-    /// Plans a job of `num_ranks` processes; `script_dir` is the folder of the script, if there is one, and `arguments` what
-    /// the script gets.
+    /// Creates a job of `num_ranks` processes. `script_dir` is the folder of the script, if there is one; `arguments`
+    /// are the script's arguments.
     ///
     /// # Errors
-    /// [`Error::Io`] if there is no free port or no randomness.
+    /// [`Error::Io`] if there is no free port or no source of random bytes.
     pub fn new(
         num_ranks: usize,
         distribution: Distribution,
@@ -95,11 +95,11 @@ impl HostJob {
         let run_id = random_hex(8)?;
         let mut defaults = BTreeMap::new();
         if num_ranks > 1 {
-            // Each rank would otherwise start as many threads as there are cores. torchrun has the same default.
+            // Otherwise each rank would start as many threads as there are cores. torchrun has the same default.
             defaults.insert("OMP_NUM_THREADS".into(), "1".into());
         }
         let shared: BTreeMap<String, String> = [
-            // By these, scripts for Horovod know their place.
+            // Scripts for Horovod read their rank from these variables.
             ("HOROVOD_SIZE", num_ranks.to_string()),
             ("HOROVOD_LOCAL_SIZE", num_ranks.to_string()),
             ("HOROVOD_CROSS_RANK", "0".into()),
@@ -133,10 +133,11 @@ impl HostJob {
         Ok(Self { num_ranks, defaults, shared, user, ranks, seats: Vec::new(), training })
     }
 
-    /// Places the ranks on these hosts, in order.
+    /// Assigns the ranks to these hosts, in order.
     ///
     /// # Errors
-    /// [`Error::Config`] if they have too few slots; [`Error::Io`] if another host is not found.
+    /// [`Error::Config`] if the hosts have too few slots; [`Error::Io`] if the name of another host cannot be
+    /// resolved.
     pub fn spread(&mut self, hosts: &[(String, usize)]) -> Result<()> {
         let seats = seats(hosts, self.num_ranks);
         if seats.len() < self.num_ranks {
@@ -199,13 +200,13 @@ impl HostJob {
         }
     }
 
-    /// Adds how to find and enter the job.
+    /// Sets the variables with which ranks find and enter the job.
     pub fn set_rendezvous(&mut self, address: String, secret: String) {
         self.shared.insert(crate::config::RENDEZVOUS.name.into(), address);
         self.shared.insert(crate::config::SECRET.name.into(), secret);
     }
 
-    /// Makes the folders that a training container has for models and other output, and that scripts take for granted.
+    /// Creates the folders for models and other output that exist in a training container.
     pub fn make_folders(&self, inherited: impl IntoIterator<Item = (OsString, OsString)>) {
         let variables = self.variables(0, inherited);
         for name in super::training::FOLDERS {
@@ -217,7 +218,7 @@ impl HostJob {
         }
     }
 
-    /// The whole environment of `rank`, made of what `smdrun` inherited.
+    /// The complete environment of `rank`, based on that of `smdrun`.
     pub fn variables(
         &self,
         rank: usize,
@@ -250,7 +251,7 @@ impl LocalSeat {
         variables.into_iter().chain(self.horovod_variables()).map(|(name, value)| (name.into(), value.into())).collect()
     }
 
-    /// What a script for Horovod is told of its place.
+    /// Horovod's variables for the rank's place.
     pub fn horovod_variables(&self) -> [(&'static str, String); 5] {
         [
             ("HOROVOD_LOCAL_RANK", self.local.0.to_string()),
@@ -262,7 +263,7 @@ impl LocalSeat {
     }
 }
 
-/// What was inherited, less the marks of other launchers.
+/// The environment of `smdrun` without the variables of other launchers.
 pub(super) fn without_launchers(
     inherited: impl IntoIterator<Item = (OsString, OsString)>,
 ) -> BTreeMap<OsString, OsString> {
@@ -273,8 +274,8 @@ pub(super) fn without_launchers(
     inherited.into_iter().filter(|(name, _)| !is_mark(name)).collect()
 }
 
-/// A port that is free now. As with every launcher, another program may take it before rank 0 does; OpenSMD's own
-/// rendezvous does not depend on it.
+/// Returns a free port. As with every launcher, another program may take it before rank 0 does. OpenSMD's own
+/// rendezvous does not use it.
 fn free_port() -> Result<u16> {
     TcpListener::bind(("127.0.0.1", 0))
         .and_then(|listener| listener.local_addr())
@@ -300,7 +301,7 @@ mod tests {
         HostJob::new(4, distribution, Some("/scripts".into()), &[], &env).expect("a port is free")
     }
 
-    /// What rank `rank` gets when `smdrun` inherited `pairs`.
+    /// The environment of rank `rank` when that of `smdrun` is `pairs`.
     fn variables(job: &HostJob, rank: usize, pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
         let inherited = pairs.iter().map(|(name, value)| (name.into(), value.into()));
         let text = |text: OsString| text.into_string().expect("the test sets text");

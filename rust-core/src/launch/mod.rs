@@ -1,21 +1,21 @@
-//! `smdrun`: starts the ranks of a job on this host, watches them, and says what went wrong.
+//! `smdrun`: starts the ranks of a job on this host, monitors them, and reports failures.
 //!
 //! ```text
 //!   smdrun ── fork, exec ──> rank 0 .. rank N-1     environment.rs, process.rs
 //!     ^  ^──── pipes <────── their output           output.rs
 //!     └─────── SIGCHLD, Ctrl-C                      supervisor.rs, signals.rs
-//!   reaper <── pipe ── which groups to end          orphan_reaper.rs
+//!   reaper <── pipe ── process groups          orphan_reaper.rs
 //!   rendezvous (a thread)  <── TCP ── ranks         crate::world::rendezvous
 //! ```
 //!
-//! - RUN-1: no rank outlives `smdrun`, nor does what a rank started. Each rank leads a process group that is ended as
-//!   one, what leaves that group is adopted by `smdrun` (child subreaper) and ended with the job, and if `smdrun` is
-//!   killed, ranks have a parent-death signal and the orphan reaper ends their groups.
-//! - RUN-2: a rank is started by `execve` with its arguments as they are; no shell reads them.
-//! - RUN-3: when a rank fails, the others get the grace period, then SIGTERM, then SIGKILL. So do they after Ctrl-C.
+//! - RUN-1: no rank, and no process that a rank started, outlives `smdrun`. Each rank leads a process group, which is
+//!   ended as a whole. `smdrun` adopts processes that leave their group (child subreaper) and ends them with the job.
+//!   If `smdrun` is killed, ranks have a parent-death signal, and the orphan reaper ends their groups.
+//! - RUN-2: a rank is started by `execve` with its arguments unchanged; no shell interprets them.
+//! - RUN-3: when a rank fails, or after Ctrl-C, the other ranks get the grace period, then SIGTERM, then SIGKILL.
 //! - RUN-4: the exit code is that of the rank that failed first, 128 + signal if a signal ended it. A rank that
-//!   failed because a peer was gone is not the first, even if it ended earlier.
-//! - RUN-5: one thread reads all output, so lines of two ranks never mix.
+//!   failed because a peer was gone does not count as first, even if it ended earlier.
+//! - RUN-5: one thread reads all output, so lines of different ranks never mix.
 
 mod args;
 mod checkpoint;
@@ -47,7 +47,7 @@ use output::{LineStyle, Sink};
 use process::{Input, Pipes, Process};
 use remote::Ssh;
 
-/// What ends `smdrun` when the command line or the configuration is wrong, before any process is started.
+/// The exit code if the command line or the configuration is wrong; no process is started.
 const USAGE_EXIT_CODE: i32 = 2;
 
 /// Runs `smdrun` with this command line (the program's name first) and returns its exit code. `python` is the
@@ -67,7 +67,7 @@ pub fn main(argv: Vec<OsString>, python: PathBuf) -> i32 {
     prepare(&args, python).and_then(|(plan, job)| supervisor::run(&plan, job)).unwrap_or_else(complain)
 }
 
-/// Prints what `run` makes of the words after a subcommand's name, and returns the exit code.
+/// Runs a subcommand with its arguments, prints the result, and returns the exit code.
 fn subcommand<A: clap::Parser>(words: &[OsString], run: impl FnOnce(&A) -> Result<String>) -> i32 {
     let name = OsString::from(A::command().get_name());
     let args = match A::try_parse_from([&name].into_iter().chain(words)) {
@@ -81,9 +81,9 @@ fn subcommand<A: clap::Parser>(words: &[OsString], run: impl FnOnce(&A) -> Resul
     printed.unwrap_or_else(complain)
 }
 
-/// Prints help, or what is wrong with a command line.
+/// Prints help, or the error of a command line.
 fn say(usage: &clap::Error) -> i32 {
-    // What is left to say when not even this can be written?
+    // Nothing can be reported if writing to standard error fails.
     let _ = usage.print();
     usage.exit_code()
 }
@@ -98,26 +98,26 @@ pub fn is_this_host(name: &str) -> bool {
     remote::is_here(name)
 }
 
-/// What to start, and how to treat it.
+/// The command to start, and options for running it.
 #[derive(Debug)]
 struct LaunchPlan {
     /// The command of every rank.
     command: Vec<OsString>,
-    /// How long ranks may take to end by themselves after a failure or Ctrl-C.
+    /// The grace period after a failure or Ctrl-C.
     grace: Duration,
-    /// Where each rank's output goes, too.
+    /// The folder for copies of each rank's output.
     output_dir: Option<PathBuf>,
-    /// As `horovodrun` shows it.
+    /// Whether output lines are marked as `horovodrun` marks them.
     horovod: bool,
-    /// With the time in front, where it is shown so.
+    /// Whether they begin with the time.
     timestamp: bool,
-    /// Gets the rank that failed first, and its exit code.
+    /// The file that gets the rank that failed first, and its exit code.
     reason_file: Option<PathBuf>,
     ssh: Ssh,
 }
 
 impl LaunchPlan {
-    /// How lines of this stream begin.
+    /// The prefix of output lines for this stream.
     fn look(&self, sink: Sink) -> LineStyle {
         let stream = if sink == Sink::Stdout { "stdout" } else { "stderr" };
         if self.horovod { LineStyle::Horovod { stream, timestamp: self.timestamp } } else { LineStyle::Ours }
@@ -135,7 +135,7 @@ impl LaunchPlan {
         started.map_err(|error| Error::io(format!("starting `{name}` on `{host}`"), error))
     }
 
-    /// Where the rendezvous listens, and where ranks on these hosts find it.
+    /// The address on which the rendezvous listens, and the address for ranks on these hosts.
     fn addresses<'a>(&self, hosts: impl IntoIterator<Item = &'a str>) -> Result<(IpAddr, IpAddr)> {
         match hosts.into_iter().find(|host| !remote::is_here(host)) {
             None => Ok((Ipv4Addr::LOCALHOST.into(), Ipv4Addr::LOCALHOST.into())),
@@ -144,7 +144,8 @@ impl LaunchPlan {
     }
 }
 
-/// As the command line says it, else the configuration, else as a container does: a process for each GPU.
+/// The number of processes on the command line, or else in the configuration, or else one for each GPU, as in a
+/// container.
 fn num_ranks(args: &args::LauncherArgs, distribution: &Distribution) -> Result<usize> {
     let slots =
         args.hosts.as_ref().map(|hosts| hosts.iter().fold(0_usize, |sum, (_, slots)| sum.saturating_add(*slots)));

@@ -1,16 +1,17 @@
-//! The orphan reaper: a tiny process that ends the ranks' process groups if `smdrun` is killed before it can (RUN-1).
+//! The orphan reaper: a small process that ends the ranks' process groups if `smdrun` is killed before it can
+//! (RUN-1).
 //!
-//! A rank itself has a parent-death signal, but what it started (data loaders, for one) has not. The orphan reaper holds the
-//! reading end of a pipe whose writing end only `smdrun` has. Over it come the process groups: a positive number
-//! adds one, a negative one removes it. The end of the pipe is the end of `smdrun`, however that came.
+//! A rank itself has a parent-death signal, but processes that it started (data loaders, for example) have not. The
+//! orphan reaper reads from a pipe to which only `smdrun` writes. Each record is the number of a process group: a
+//! positive number adds it, a negative one removes it. When the pipe is closed, `smdrun` has ended, in whatever way.
 
 use std::io::{self, PipeWriter, Write};
 use std::os::fd::AsRawFd;
 
-/// Groups that the orphan reaper can hold; the command line allows no more ranks.
+/// Largest number of process groups; the command line allows no more ranks.
 const MAX_GROUPS: usize = 4096;
 
-/// The connection to the orphan reaper. Dropping it ends the groups that are left.
+/// The connection to the orphan reaper. Dropping it ends the remaining process groups.
 #[derive(Debug)]
 pub(super) struct OrphanReaper {
     pipe: PipeWriter,
@@ -31,12 +32,13 @@ impl OrphanReaper {
         }
     }
 
-    /// Adds a process group to those that are ended with `smdrun`.
+    /// Adds a process group.
     pub fn add(&self, group: i32) {
         self.tell(group);
     }
 
-    /// Removes a process group. Must be called before its leader is reaped, since the number may be reused afterwards.
+    /// Removes a process group. Must be called before its leader is reaped, because the number may be reused
+    /// afterwards.
     pub fn remove(&self, group: i32) {
         self.tell(-group);
     }
@@ -47,7 +49,7 @@ impl OrphanReaper {
     }
 
     fn tell(&self, number: i32) {
-        // A write of four bytes to a pipe is whole or nothing. If the orphan reaper has died, there is nobody to tell.
+        // A write of four bytes to a pipe is atomic. If the orphan reaper has died, the error cannot be handled.
         let _ = (&self.pipe).write_all(&number.to_ne_bytes());
     }
 }
@@ -62,8 +64,8 @@ unsafe fn keep_watch(pipe: libc::c_int) -> ! {
     unsafe {
         // Signals for `smdrun`'s group or terminal are not for the orphan reaper.
         libc::setsid();
-        // Whoever reads our output must see its end when the ranks and `smdrun` have ended; and the writing end of
-        // the pipe must be `smdrun`'s alone.
+        // Readers of `smdrun`'s output must see its end when the ranks and `smdrun` have ended, and only `smdrun` may
+        // hold the writing end of the pipe.
         libc::dup2(pipe, 0);
         libc::syscall(libc::SYS_close_range, 1, libc::c_uint::MAX, 0);
         libc::prctl(libc::PR_SET_NAME, c"smdrun-reaper".as_ptr());
@@ -93,7 +95,7 @@ unsafe fn keep_watch(pipe: libc::c_int) -> ! {
 
 impl Drop for OrphanReaper {
     fn drop(&mut self) {
-        // The pipe closes only after this body. A record that is too short is an end, too.
+        // Ends when the pipe is closed, or at an incomplete record.
         let _ = (&self.pipe).write_all(&[0]);
         // It ends at once; an error means that it was reaped already.
         // SAFETY: a null status pointer is allowed.

@@ -1,37 +1,37 @@
-//! What ranks print: split into lines, marked with the rank, one line at a time.
+//! The output of ranks: split into lines, marked with the rank, written one line at a time.
 //!
-//! A progress bar rewrites its line with carriage returns. On a terminal the newest state of rank 0's line is kept
-//! at the bottom, below the finished lines of all ranks; elsewhere, and for the other ranks, only the last state of
-//! a line is shown, when a newline finishes it. Colours pass; what moves the cursor or erases does not, since it would
-//! hit the lines of others.
+//! A progress bar rewrites its line with carriage returns. On a terminal, rank 0's unfinished line is shown at the
+//! bottom, below the finished lines of all ranks. Elsewhere, and for other ranks, only the final state of a line is
+//! shown, when a newline finishes it. Colours are kept; sequences that move the cursor or erase are removed, because
+//! they would affect other ranks' lines.
 
 use std::io::{self, Write};
 
 use crate::clock;
 
-/// A line without its end is passed on as it is when it gets longer than this.
+/// Longest unfinished line; a longer one is written without waiting for its end.
 const MAX_LINE_BYTES: usize = 64 * 1024;
 
-/// What one stream of one rank said.
+/// An event of one rank's stream.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum OutputPiece {
-    /// A finished line, without its end.
+    /// A finished line, without its newline.
     Line(Vec<u8>),
-    /// The present state of a line that is being rewritten.
+    /// The current state of a line that is being rewritten.
     Progress(Vec<u8>),
 }
 
-/// Splits one stream.
+/// Splits one stream into lines.
 #[derive(Debug, Default)]
 pub(super) struct Splitter {
-    /// Since the last line end or carriage return.
+    /// The text since the last line end or carriage return.
     pending: Vec<u8>,
-    /// What the last carriage return ended; shown if the newline comes next.
+    /// The text that the last carriage return ended; shown if a newline follows.
     rewritten: Option<Vec<u8>>,
 }
 
 impl Splitter {
-    /// Takes what was read.
+    /// Processes bytes that were read.
     pub fn feed(&mut self, bytes: &[u8], emit: &mut dyn FnMut(OutputPiece)) {
         for &byte in bytes {
             match byte {
@@ -54,9 +54,9 @@ impl Splitter {
         }
     }
 
-    /// Takes the end of the stream.
+    /// Processes the end of the stream.
     pub fn end(&mut self, emit: &mut dyn FnMut(OutputPiece)) {
-        // A progress bar's last word is often to show the cursor again.
+        // The last bytes of a progress bar often only make the cursor visible again.
         if !without_cursor_control(&self.pending).is_empty() || self.rewritten.is_some() {
             self.finish_line(emit);
         }
@@ -69,7 +69,7 @@ impl Splitter {
     }
 }
 
-/// Which of our own streams.
+/// Which output stream of `smdrun`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sink {
     Stdout,
@@ -79,25 +79,25 @@ pub(super) enum Sink {
 /// How lines are shown.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Style {
-    /// Ranks have colours.
+    /// Whether ranks are marked with colours.
     pub colour: bool,
-    /// Someone watches: unfinished lines are shown.
+    /// Whether unfinished lines are shown, as on a terminal.
     pub live: bool,
-    /// Digits of the largest rank.
+    /// Number of digits of the largest rank.
     pub width: usize,
     pub look: LineStyle,
 }
 
-/// How lines begin.
+/// The prefixes of lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LineStyle {
     /// `[3] `.
     Ours,
-    /// As those of `horovodrun`, with this name of the stream, and perhaps the time in front.
+    /// The prefix of `horovodrun`, with this name of the stream, and optionally the time before it.
     Horovod { stream: &'static str, timestamp: bool },
 }
 
-/// Writes to our own streams; the only one who does while ranks run.
+/// Writes to the output streams of `smdrun`; nothing else writes to them while ranks run.
 pub(super) struct Printer<O, E> {
     stdout: (O, Style),
     stderr: (E, Style),
@@ -110,7 +110,7 @@ impl<O: Write, E: Write> Printer<O, E> {
         Self { stdout, stderr, live: None }
     }
 
-    /// Shows what `rank` printed.
+    /// Writes the output of `rank`.
     pub fn rank(&mut self, sink: Sink, rank: usize, piece: &OutputPiece) -> io::Result<()> {
         let style = self.style(sink);
         match piece {
@@ -132,13 +132,13 @@ impl<O: Write, E: Write> Printer<O, E> {
         }
     }
 
-    /// Says something in our own name.
+    /// Writes a message of `smdrun` itself.
     pub fn say(&mut self, text: &str) -> io::Result<()> {
         self.line(Sink::Stderr, format!("smdrun: {text}\n").as_bytes())
     }
 
     fn line(&mut self, sink: Sink, text: &[u8]) -> io::Result<()> {
-        // Only lines that go to a terminal get in the way of the live one.
+        // The unfinished line is in the way only if this line goes to a terminal.
         let in_the_way = self.live.is_some() && self.style(sink).live;
         if in_the_way {
             self.erase_live()?;
@@ -156,7 +156,7 @@ impl<O: Write, E: Write> Printer<O, E> {
 
     fn paint_live(&mut self) -> io::Result<()> {
         let Some((sink, line)) = &self.live else { return Ok(()) };
-        // Without automatic wrap, so that one carriage return is enough to come back, however long the line is.
+        // Without automatic wrapping, one carriage return goes back to the start of the line, however long it is.
         let mut text = b"\r\x1b[K\x1b[?7l".to_vec();
         text.extend(prefix(self.style(*sink), 0));
         text.extend(without_cursor_control(line));
@@ -181,7 +181,7 @@ impl<O: Write, E: Write> Printer<O, E> {
     }
 }
 
-/// The text without control sequences (`ESC [ .. letter`), except those that set colours (`m`).
+/// Removes control sequences (`ESC [ .. letter`) except those that set colours (`m`).
 fn without_cursor_control(text: &[u8]) -> Vec<u8> {
     let mut kept = Vec::with_capacity(text.len());
     let mut rest = text;

@@ -1,4 +1,4 @@
-//! `smdrun plan`: shows a pipeline's schedule before anybody trains with it.
+//! `smdrun plan`: shows a pipeline's schedule before training.
 
 use std::path::PathBuf;
 
@@ -8,9 +8,9 @@ use crate::error::{Error, Result};
 use crate::pipeline::schedule::{Bounds, Schedule, plan};
 use crate::pipeline::{Costs, Graph, LinkCost, StagePlacement, Timeline, grid, simulate, svg};
 
-/// Sums of costs stay far from the end of the numbers.
+/// Largest sum of costs, far below an overflow.
 const MAX_COST: u64 = 1_000_000_000;
-/// Forwards of a step that are planned: more fill no picture, but the memory.
+/// Largest number of forwards of a step in a plan; more would need much memory and could not be drawn.
 const MAX_FORWARDS: usize = 1 << 22;
 
 /// Shows which rank does what when, for a model that is cut into equal stages: step time, bubble, what each rank
@@ -85,7 +85,7 @@ pub(super) fn show(args: &PlanArgs) -> Result<String> {
         .with_link(LinkCost { latency: args.transfer, bytes_per_tick: 0 });
     let bounds = Bounds {
         active_microbatches: args.active_microbatches.map(|n| n as usize),
-        // In a chain each keeps one byte.
+        // In a chain, each stage keeps one byte.
         memory_bytes: args.kept_activations,
     };
     let program = plan(&graph, schedule, bounds)?;

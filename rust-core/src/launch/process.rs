@@ -1,4 +1,4 @@
-//! One rank as a process, and the certainty that it ends.
+//! A rank as a process, which is guaranteed to end.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -12,19 +12,19 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, WaitOptions};
 /// How a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Exit {
-    /// It returned this.
+    /// With this exit code.
     Code(i32),
-    /// This signal ended it.
+    /// By this signal.
     Signal(i32),
 }
 
 impl Exit {
-    /// Whether all went well.
+    /// Whether it ended with exit code 0.
     pub fn success(self) -> bool {
         self == Exit::Code(0)
     }
 
-    /// What a shell would report.
+    /// The exit code that a shell would report.
     pub fn code(self) -> i32 {
         match self {
             Exit::Code(code) => code,
@@ -49,24 +49,24 @@ pub(super) struct Process {
     group: Pid,
 }
 
-/// What a process reads.
+/// The standard input of a process.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Input<'a> {
     Nothing,
-    /// Our standard input.
+    /// That of `smdrun`.
     Ours,
-    /// This, and no end of it while the process runs.
+    /// This text; the input stays open while the process runs.
     Text(&'a [u8]),
 }
 
-/// Its output.
+/// The output pipes of a process.
 pub(super) struct Pipes {
     pub stdout: OwnedFd,
     pub stderr: OwnedFd,
 }
 
 impl Process {
-    /// Starts `command` with exactly `variables` (RUN-2).
+    /// Starts `command` with exactly the environment `variables` (RUN-2).
     pub fn start(
         command: &[OsString],
         variables: BTreeMap<OsString, OsString>,
@@ -86,7 +86,8 @@ impl Process {
             })
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
-            // Of its own, so that a rank and all it started can be signalled as one (RUN-1).
+            // A process group of its own, so that a rank and the processes that it started can be signalled together
+            // (RUN-1).
             .process_group(0);
         // SAFETY: between fork and exec the closure makes only async-signal-safe calls and does not allocate.
         unsafe {
@@ -107,7 +108,8 @@ impl Process {
         let mut child = builder.spawn()?;
         let group = Pid::from_child(&child);
         if let (Input::Text(text), Some(pipe)) = (input, &mut child.stdin) {
-            // Whoever does not read it is about to end, which is noticed. The pipe stays open as long as the process.
+            // A child that does not read its input is about to end, which is noticed elsewhere. The pipe stays open
+            // as long as the process runs.
             let _ = pipe.write_all(text);
         }
         let stdout = child.stdout.take().expect("asked for a pipe").into();
@@ -118,8 +120,8 @@ impl Process {
         Ok((Self { child, group }, Pipes { stdout, stderr }))
     }
 
-    /// How it ended, if it has. It stays a zombie until the value is dropped, so that its process group cannot
-    /// become somebody else's before the last of the group has ended.
+    /// Returns how the process ended, if it has. It stays a zombie until the value is dropped, so that its number
+    /// cannot be reused as a process group before the last process of the group has ended.
     pub fn exit(&self) -> io::Result<Option<Exit>> {
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
         let status = rustix::process::waitid(WaitId::Pid(self.group), options)?;
@@ -135,9 +137,9 @@ impl Process {
         self.group.as_raw_pid()
     }
 
-    /// Sends `signal` to the rank and all that it started and that stayed in its group.
+    /// Sends `signal` to the rank's process group.
     pub fn signal(&self, signal: Signal) {
-        // An error means that nobody is left, which is what a signal is for.
+        // An error means that no process is left.
         let _ = rustix::process::kill_process_group(self.group, signal);
     }
 }
@@ -152,12 +154,12 @@ impl Drop for Process {
 
 /// Makes this process the parent of all orphans among its descendants (RUN-1).
 pub(super) fn adopt_orphans(on: bool) {
-    // SAFETY: the call changes an attribute of this process and takes no pointer. A kernel that refuses only loses
-    // the second half of RUN-1, so its answer is not needed.
+    // SAFETY: the call changes an attribute of this process and takes no pointer. If the kernel refuses, only the
+    // second half of RUN-1 is lost, so the result is ignored.
     unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, libc::c_ulong::from(on), 0, 0, 0) };
 }
 
-/// Processes whose parent is this one.
+/// Processes whose parent is this process.
 pub(super) fn children() -> Vec<i32> {
     let me = std::process::id();
     let Ok(entries) = std::fs::read_dir("/proc") else { return Vec::new() };
@@ -165,7 +167,7 @@ pub(super) fn children() -> Vec<i32> {
         .flatten()
         .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
         .filter(|pid: &i32| {
-            // `pid (name) state ppid ...`, where the name may hold anything.
+            // `pid (name) state ppid ...`, where the name may contain any character.
             std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| {
                 let rest = stat.rsplit_once(") ").map_or("", |(_, rest)| rest);
                 rest.split(' ').nth(1).and_then(|ppid| ppid.parse().ok()) == Some(me)
@@ -177,7 +179,7 @@ pub(super) fn children() -> Vec<i32> {
 /// Sends `signal`, if any, to an adopted process, and reaps it if it has ended.
 pub(super) fn end_orphan(pid: i32, signal: Option<Signal>) {
     let Some(pid) = Pid::from_raw(pid) else { return };
-    // Errors mean that it is gone, which is what was wanted.
+    // An error means that the process is gone.
     if let Some(signal) = signal {
         let _ = rustix::process::kill_process(pid, signal);
     }

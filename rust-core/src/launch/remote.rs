@@ -1,9 +1,10 @@
 //! Ranks on other hosts, through `ssh`.
 //!
-//! - SSH-1: what a rank is told, the job's secret among it, travels over `ssh`'s standard input; on its command line, which other
-//!   users of both hosts see, are only the host and `sh`. Variables that no shell can name, such as `SM_HP_BATCH-SIZE`, are seen there for
-//!   a moment, as arguments of `env`.
-//! - SSH-2: a rank ends when `ssh` does, however that came: the shell that started it sees its input end.
+//! - SSH-1: the environment of a rank, including the job's secret, is sent over `ssh`'s standard input. Command
+//!   lines, which other users of both hosts can see, contain only the host and `sh`. Variables whose names a shell
+//!   does not accept, such as `SM_HP_BATCH-SIZE`, are visible on the other host for a moment, as arguments of `env`.
+//! - SSH-2: a rank ends when `ssh` does, in whatever way: the shell that started the rank then reads the end of its
+//!   input.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -14,20 +15,20 @@ use super::training::{FOLDERS, THERE};
 use crate::error::{Error, Result};
 use crate::world::host;
 
-/// How to reach other hosts.
+/// Options for connecting to other hosts.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Ssh {
     pub port: Option<u16>,
     pub identity: Option<PathBuf>,
 }
 
-/// Variables that belong to this host or to this shell.
+/// Variables that describe this host or this shell and are not passed on.
 const STAYS: [&str; 9] = [
     "OLDPWD",
     "_HOROVOD_SECRET_KEY",
     "SSH_AUTH_SOCK",
     "SSH_CONNECTION",
-    // Where `sh` is bash these cannot be set: it would end.
+    // bash, which `sh` may be, exits when a script sets these.
     "UID",
     "EUID",
     "PPID",
@@ -35,23 +36,23 @@ const STAYS: [&str; 9] = [
     "BASHOPTS",
 ];
 
-/// Whether `name` is this host: it, or one of its addresses.
+/// Whether `name` is a name or an address of this host.
 pub(super) fn is_here(name: &str) -> bool {
     if name == "localhost" || name == host::name() {
         return true;
     }
-    // Only an address of this host can be bound.
+    // Binding succeeds only with an address of this host.
     (name, 0).to_socket_addrs().is_ok_and(|mut addresses| addresses.any(|address| TcpListener::bind(address).is_ok()))
 }
 
-/// The address at which `other` reaches this host.
+/// The address of this host from which `other` can be reached.
 ///
 /// # Errors
-/// [`Error::Io`] if the name has no address, or there is no way.
+/// [`Error::Io`] if the name has no address, or there is no route.
 pub(super) fn address_towards(other: &str) -> Result<IpAddr> {
     let find = || {
         let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
-        // Nothing is sent: the system only chooses a way.
+        // No packet is sent: connecting a UDP socket only makes the system choose a route.
         socket.connect((other, 22))?;
         Ok::<_, std::io::Error>(socket.local_addr()?.ip())
     };
@@ -59,7 +60,7 @@ pub(super) fn address_towards(other: &str) -> Result<IpAddr> {
 }
 
 impl Ssh {
-    /// The command that starts something on `host`, and what its standard input must be.
+    /// The command that starts a program on `host`, and the text for its standard input.
     pub fn wrap(
         &self,
         host: &str,
@@ -81,7 +82,7 @@ impl Ssh {
     }
 }
 
-/// What the shell on the other host reads.
+/// The script that the shell on the other host reads.
 fn script(command: &[OsString], variables: &BTreeMap<OsString, OsString>) -> Vec<u8> {
     let mut script = COUNTS.as_bytes().to_vec();
     let mut unnameable = Vec::new();
@@ -102,10 +103,10 @@ fn script(command: &[OsString], variables: &BTreeMap<OsString, OsString>) -> Vec
         script.extend_from_slice(b" || exit 127\n");
     }
     for name in FOLDERS {
-        // The script's own error tells what is wrong with a folder that it needs.
+        // If the folder does not exist, the training script reports that better.
         script.extend_from_slice(format!("[ -z \"${name}\" ] || mkdir -p \"${name}\" 2>/dev/null\n").as_bytes());
     }
-    // The rank leads a group of its own; who waits for the end of the input ends that group (SSH-2).
+    // The rank leads a process group of its own, which the shell ends when its input ends (SSH-2).
     script.extend_from_slice(b"exec 3<&0\nsetsid");
     if !unnameable.is_empty() {
         script.extend_from_slice(b" env");
@@ -127,14 +128,14 @@ fn stays(name: &str) -> bool {
     name.is_empty() || name.starts_with("BASH_FUNC_") || name.ends_with("CUDA_VISIBLE_DEVICES") || STAYS.contains(&name)
 }
 
-/// Whether a shell can have a variable with this name.
+/// Whether a shell accepts a variable of this name.
 fn is_name(name: &str) -> bool {
     let mut letters = name.chars();
     letters.next().is_some_and(|first| first.is_ascii_alphabetic() || first == '_')
         && letters.all(|letter| letter.is_ascii_alphanumeric() || letter == '_')
 }
 
-/// What a rank is told of its host ([`THERE`]); `nproc` would obey `OMP_NUM_THREADS`.
+/// Variables that describe the rank's host ([`THERE`]); `nproc` would obey `OMP_NUM_THREADS`.
 const COUNTS: &str = "smd_cpus=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)\n\
     smd_gpus=0\n\
     if [ -n \"${CUDA_VISIBLE_DEVICES+set}\" ]; then\n\
@@ -144,9 +145,9 @@ const COUNTS: &str = "smd_cpus=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT npro
     smd_type=local\n\
     [ $smd_gpus = 0 ] || smd_type=local_gpu\n";
 
-/// A quoted word with what the shell has counted.
+/// Quotes a word, with placeholders replaced by numbers that the shell has counted.
 fn filled(quoted: Vec<u8>) -> Vec<u8> {
-    // What is to be counted is in words of `smdrun`'s own, and those are text.
+    // Placeholders occur only in variables that `smdrun` sets, which are valid UTF-8.
     let Ok(mut text) = String::from_utf8(quoted.clone()) else { return quoted };
     for (mark, counted) in [(THERE.num_gpus, "gpus"), (THERE.num_cpus, "cpus"), (THERE.instance_type, "type")] {
         text = text.replace(mark, &format!("'\"$smd_{counted}\"'"));
@@ -154,7 +155,7 @@ fn filled(quoted: Vec<u8>) -> Vec<u8> {
     text.into_bytes()
 }
 
-/// `word` as the shell reads it back.
+/// Quotes `word` for the shell.
 fn quote(word: &OsStr) -> Vec<u8> {
     use std::os::unix::ffi::OsStrExt;
     let mut quoted = vec![b'\''];

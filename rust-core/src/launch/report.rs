@@ -1,21 +1,21 @@
-//! What a rank said last, and which rank is to blame.
+//! The end of each rank's error output, and the rank that failed first.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::process::Exit;
 
-/// Lines of standard error that are kept of each rank.
+/// Number of lines of standard error that are kept for each rank.
 const KEPT_LINES: usize = 200;
-/// Of these, the report shows at most so many.
+/// Number of these lines that the report shows.
 const SHOWN_LINES: usize = 24;
-/// The kernel closes a dying process's files and sockets before it tells the parent, so peers may raise exceptions
-/// before the death is seen here.
+/// The kernel closes a dying process's files and sockets before it notifies the parent. So peers may raise exceptions
+/// this long before the death is noticed here.
 const DEATH_NEWS_TIME: Duration = Duration::from_millis(500);
-/// The longest line that is kept whole.
+/// Longest line that is kept without truncation.
 const KEPT_LINE_BYTES: usize = 2048;
 
-/// The end of a rank's standard error.
+/// The last lines of a rank's standard error.
 #[derive(Debug, Default)]
 pub(super) struct Tail {
     lines: VecDeque<String>,
@@ -23,11 +23,11 @@ pub(super) struct Tail {
     traceback_at: Option<Duration>,
 }
 
-/// How Python announces an exception that nobody caught.
+/// The line with which Python begins the traceback of an uncaught exception.
 const TRACEBACK: &str = "Traceback (most recent call last):";
 
 impl Tail {
-    /// Takes a line that was printed `at` this time after the start.
+    /// Adds a line that was printed at `at`, a time since the start.
     pub fn push(&mut self, line: &[u8], at: Duration) {
         let line = &line[..line.len().min(KEPT_LINE_BYTES)];
         let line = String::from_utf8_lossy(line).into_owned();
@@ -40,7 +40,7 @@ impl Tail {
         self.lines.push_back(line);
     }
 
-    /// The last traceback with all that followed it; without one, the last few lines.
+    /// The last traceback and all lines after it; without one, the last few lines.
     fn shown(&self) -> Vec<&str> {
         let lines: Vec<_> = self.lines.iter().map(String::as_str).collect();
         match lines.iter().rposition(|line| *line == TRACEBACK) {
@@ -53,32 +53,32 @@ impl Tail {
         }
     }
 
-    /// Whether the last traceback of `rank` ends in [`crate::Error::PeerFailed`], whatever class carries its text.
+    /// Whether the last traceback of `rank` ends with [`crate::Error::PeerFailed`], under any exception class.
     fn blames_a_peer(&self, rank: usize) -> bool {
         let Some(start) = self.lines.iter().rposition(|line| line == TRACEBACK) else { return false };
         let mark = format!(" while rank {rank} was in ");
         self.lines.iter().skip(start).any(|line| !line.starts_with(' ') && line.contains(&mark))
     }
 
-    /// The line that names the exception: the first that is not indented after the last traceback's frames.
+    /// The line that names the exception: the first line after the frames of the last traceback that is not indented.
     pub fn exception(&self) -> Option<&str> {
         let start = self.lines.iter().rposition(|line| line == TRACEBACK)?;
         self.lines.iter().skip(start + 1).find(|line| !line.is_empty() && !line.starts_with(' ')).map(String::as_str)
     }
 }
 
-/// How a rank ended, and when.
+/// How and when a rank ended.
 #[derive(Debug)]
 pub(super) struct RankExit {
     pub rank: usize,
     pub exit: Exit,
     pub at: Duration,
-    /// Whether we had sent it a signal by then.
+    /// Whether `smdrun` had sent it a signal before.
     pub asked: bool,
 }
 
 impl RankExit {
-    /// When its trouble began: a process that raised an exception may take long to end.
+    /// When its failure began: a process that raised an exception may take long to end.
     fn began(&self, tails: &[Tail]) -> Duration {
         match self.exit {
             Exit::Signal(_) => self.at.saturating_sub(DEATH_NEWS_TIME),
@@ -92,14 +92,14 @@ impl RankExit {
     }
 }
 
-/// The rank that failed first (RUN-4), if one did of its own.
+/// The rank that failed first (RUN-4), if any failed by itself.
 pub(super) fn first_failure<'a>(ends: &'a [RankExit], tails: &[Tail]) -> Option<&'a RankExit> {
     ends.iter()
         .filter(|end| !end.exit.success() && !end.asked)
         .min_by_key(|end| (end.is_consequence(tails), end.began(tails)))
 }
 
-/// The final words about a failed job.
+/// The final report of a failed job.
 pub(super) fn failure(first: &RankExit, ends: &[RankExit], tails: &[Tail]) -> String {
     let mut text = format!("rank {} failed first: {} after {:.1} s", first.rank, first.exit, first.at.as_secs_f64());
     for line in tails[first.rank].shown() {

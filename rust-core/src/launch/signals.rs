@@ -4,24 +4,26 @@ use std::io;
 use std::mem::{MaybeUninit, size_of};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
-/// What `smdrun` reacts to, besides ends of ranks. One that was set to be ignored (`nohup`, a shell's `&`) stays so.
+/// Signals that `smdrun` handles, besides SIGCHLD. A signal that was ignored at the start (`nohup`, a shell's `&`)
+/// stays ignored.
 const REQUESTS: [libc::c_int; 4] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGTSTP];
 
-/// While it lives, the handled signals are blocked in this thread, and in those it starts, and arrive here.
+/// While this value lives, the handled signals are blocked in this thread and in threads that it starts, and are read
+/// here.
 pub(super) struct Signals {
     fd: OwnedFd,
     before: libc::sigset_t,
 }
 
 impl Signals {
-    /// Takes the handled signals over.
+    /// Blocks the handled signals.
     pub fn take() -> io::Result<Self> {
         let mut set = MaybeUninit::<libc::sigset_t>::uninit();
         let mut before = MaybeUninit::<libc::sigset_t>::uninit();
         // SAFETY: `sigemptyset` initialises `set` before the others read it; both point to memory of this frame.
         let failed = unsafe {
             libc::sigemptyset(set.as_mut_ptr());
-            // Whoever ignores it has its children reaped by the kernel, and would never learn how they ended.
+            // If SIGCHLD is ignored, the kernel reaps children, and their exit codes are lost.
             libc::signal(libc::SIGCHLD, libc::SIG_DFL);
             libc::sigaddset(set.as_mut_ptr(), libc::SIGCHLD);
             for signal in REQUESTS.into_iter().filter(|signal| !is_ignored(*signal)) {
@@ -41,7 +43,7 @@ impl Signals {
         Ok(unsafe { Self { fd: OwnedFd::from_raw_fd(fd), before: before.assume_init() } })
     }
 
-    /// The next signal that has arrived.
+    /// Returns the next pending signal.
     pub fn next(&self) -> Option<i32> {
         let mut info = MaybeUninit::<libc::signalfd_siginfo>::uninit();
         // SAFETY: the buffer is of the size that is passed; the kernel writes whole records.
@@ -60,7 +62,7 @@ impl AsFd for Signals {
 
 impl Drop for Signals {
     fn drop(&mut self) {
-        // Those that came too late to matter must not reach the handlers of whoever called us.
+        // Signals that arrived after the last read must not reach the handlers of the calling program.
         while self.next().is_some() {}
         // SAFETY: `before` is the mask that `take` found.
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.before, std::ptr::null_mut()) };

@@ -1,4 +1,4 @@
-//! The loop that starts the ranks, passes their output on, and ends them.
+//! The main loop of `smdrun`: starts the ranks, forwards their output, and ends them.
 
 use std::io::{self, IsTerminal, Stderr, Stdout};
 use std::net::SocketAddr;
@@ -20,22 +20,23 @@ use super::streams::{self, Streams};
 use crate::error::{Error, Result};
 use crate::world::rendezvous::Server;
 
-/// The longest sleep: an end is noticed in this time even if its SIGCHLD was lost to another thread.
+/// The longest sleep: the end of a child is noticed within this time even if its SIGCHLD was delivered to another
+/// thread.
 const LONGEST_SLEEP: Duration = Duration::from_millis(250);
-/// From SIGTERM to SIGKILL.
+/// Time between SIGTERM and SIGKILL.
 const TERMINATE_TIME: Duration = Duration::from_secs(5);
-/// What processes that ranks left behind get to end by themselves.
+/// How long processes that ranks left behind have to end by themselves.
 const ORPHAN_TIME: Duration = Duration::from_secs(1);
 
 /// Runs the job to its end and returns the exit code (RUN-4).
 ///
 /// # Errors
-/// [`Error::Io`] if the ranks could not be started or watched; none runs any more then.
+/// [`Error::Io`] if the ranks could not be started or monitored; all that were started have been ended.
 pub(super) fn run(plan: &LaunchPlan, mut job: HostJob) -> Result<i32> {
-    // First of all: threads that are started later inherit the mask, so signals arrive here only.
+    // Before any thread is started: later threads inherit the signal mask, so signals arrive only here.
     let signals = Signals::take().map_err(|error| Error::io("taking over the signals", error))?;
     let reaper = OrphanReaper::start().map_err(|error| Error::io("starting the orphan reaper", error))?;
-    // The rendezvous says whom it turns away.
+    // The rendezvous logs connections that it rejects.
     crate::log::start(None);
     let secret = environment::random_hex(32)?;
     let (bind, reach) = plan.addresses(job.hosts())?;
@@ -59,7 +60,7 @@ struct SupervisedRank {
     ended: bool,
 }
 
-/// How far the end of the job has come (RUN-3).
+/// The phase of ending the job (RUN-3).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum ShutdownStep {
     Running,
@@ -70,7 +71,7 @@ enum ShutdownStep {
 
 struct Supervisor<'a> {
     plan: &'a LaunchPlan,
-    /// Where the ranks meet, and hear of deaths.
+    /// The rendezvous, which also reports deaths to the ranks.
     server: Server,
     reaper: OrphanReaper,
     start: Instant,
@@ -79,9 +80,9 @@ struct Supervisor<'a> {
     ends: Vec<RankExit>,
     printer: Printer<Stdout, Stderr>,
     step: ShutdownStep,
-    /// When the next step begins; absent while running and after the last.
+    /// When the next phase begins; none while the job runs and in the last phase.
     deadline: Option<Instant>,
-    /// The signal that asked us to stop.
+    /// The signal that asked `smdrun` to stop.
     stopped_by: Option<i32>,
     children_before: Vec<i32>,
 }
@@ -95,12 +96,12 @@ impl<'a> Supervisor<'a> {
         children_before: Vec<i32>,
     ) -> Result<Self> {
         let start = Instant::now();
-        // A terminal can have one reader only, and the ranks are not in its foreground.
+        // A terminal can have one reader only, and the ranks are not in its foreground process group.
         let input = !io::stdin().is_terminal();
         let mut ranks = Vec::with_capacity(job.num_ranks);
         for rank in 0..job.num_ranks {
             let variables = job.variables(rank, std::env::vars_os());
-            // Those that run already end when `ranks` is dropped.
+            // Ranks that run already are ended when `ranks` is dropped.
             let input = if input && rank == 0 { Input::Ours } else { Input::Nothing };
             let (process, pipes) = plan.start(job.host(rank), variables, input)?;
             reaper.add(process.pid());
@@ -170,7 +171,7 @@ impl<'a> Supervisor<'a> {
         match signal {
             libc::SIGCHLD => {}
             libc::SIGTSTP => self.pause(),
-            // The first Ctrl-C is for the ranks to deal with; a second one means it.
+            // The ranks may handle the first Ctrl-C themselves; a second one ends the job at once.
             libc::SIGINT if self.stopped_by.is_none() => {
                 self.stopped_by = Some(signal);
                 self.signal_ranks(Signal::INT);
@@ -187,10 +188,11 @@ impl<'a> Supervisor<'a> {
         }
     }
 
-    /// Ctrl-Z: the ranks are not in the terminal's foreground, so they stop only with us.
+    /// Handles Ctrl-Z: the ranks are not in the terminal's foreground process group, so `smdrun` stops them and then
+    /// itself.
     fn pause(&mut self) {
         self.signal_ranks(Signal::STOP);
-        // An error would only mean that we go on, and so do the ranks.
+        // If stopping fails, `smdrun` and the ranks simply continue.
         let _ = rustix::process::kill_process(rustix::process::getpid(), Signal::STOP);
         self.signal_ranks(Signal::CONT);
     }
@@ -267,7 +269,7 @@ impl<'a> Supervisor<'a> {
         }
     }
 
-    /// Passes on what is there to read; returns whether a stream is still open.
+    /// Forwards available output; returns whether a stream is still open.
     fn read_output(&mut self) -> bool {
         let mut pieces = Vec::new();
         let mut buffer = vec![0; 64 * 1024];
@@ -290,14 +292,14 @@ impl<'a> Supervisor<'a> {
         self.check_shown(shown);
     }
 
-    /// Nobody reads us any more (`smdrun ... | head`): end as any program does then.
+    /// Handles a closed standard output (`smdrun ... | head`): ends the job, as other programs do.
     fn check_shown(&mut self, shown: io::Result<()>) {
         if shown.is_err() && self.stopped_by.is_none() {
             self.handle(libc::SIGPIPE);
         }
     }
 
-    /// Ends what ranks left behind, then reads the rest of the output.
+    /// Ends processes that ranks left behind, then reads the remaining output.
     fn end_orphans(&mut self) -> Result<()> {
         let start = Instant::now();
         let mut seen = 0;
@@ -322,7 +324,7 @@ impl<'a> Supervisor<'a> {
         Ok(())
     }
 
-    /// Descendants that came to us when their parents ended.
+    /// Descendants that `smdrun` adopted when their parents ended.
     fn orphans(&self) -> Vec<i32> {
         let ours = |pid: &i32| *pid == self.reaper.pid() || self.ranks.iter().any(|rank| rank.process.pid() == *pid);
         process::children().into_iter().filter(|pid| !self.children_before.contains(pid) && !ours(pid)).collect()
@@ -354,14 +356,15 @@ impl<'a> Supervisor<'a> {
 impl Drop for Supervisor<'_> {
     fn drop(&mut self) {
         for rank in self.ranks.drain(..) {
-            // The group is ended, and its leader reaped, with the value; the orphan reaper must have let go by then.
+            // Dropping the value ends the group and reaps its leader; the orphan reaper must have removed the group
+            // before.
             rank.process.signal(Signal::KILL);
             self.reaper.remove(rank.process.pid());
         }
     }
 }
 
-/// Where the output of a rank goes, too.
+/// The folder for copies of a rank's output.
 pub(super) fn output_folder(plan: &LaunchPlan, rank: usize, num_ranks: usize) -> Option<PathBuf> {
     let width = num_ranks.saturating_sub(1).to_string().len();
     plan.output_dir.as_ref().map(|folder| folder.join(format!("rank.{rank:0width$}")))

@@ -1,5 +1,5 @@
-//! What a training script finds of its job in a SageMaker container: hosts, hyperparameters, folders. Scripts, Hugging
-//! Face's Trainer and `smp.init()` read it.
+//! The variables that SageMaker's containers set for training scripts: hosts, hyperparameters, folders. Scripts,
+//! Hugging Face's Trainer and `smp.init()` read them.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 
 use super::distribution::Distribution;
 
-/// What stands for numbers that only another host can tell; the shell there puts them in these places.
+/// Placeholders for numbers that only another host can determine; the shell there replaces them.
 pub(super) const THERE: HostResources =
     HostResources { num_gpus: "@smd-num-gpus@", num_cpus: "@smd-num-cpus@", instance_type: "@smd-instance-type@" };
 
@@ -21,39 +21,39 @@ pub(super) struct HostResources {
     pub instance_type: &'static str,
 }
 
-/// What does not depend on the rank.
+/// Variables that are equal on all ranks.
 #[derive(Debug)]
 pub(super) struct Training {
     distribution: Distribution,
-    /// The script's options, and `mp_parameters`.
+    /// Hyperparameters: the script's options, and `mp_parameters`.
     hyperparameters: BTreeMap<String, Hyperparameter>,
     module_dir: String,
 }
 
-/// As a value, and as it was written.
+/// The parsed value, and the original text.
 #[derive(Clone, Debug)]
 struct Hyperparameter {
     value: Value,
     text: String,
 }
 
-/// Where a rank is among the hosts of its job.
+/// A rank's place on the hosts of its job.
 #[derive(Debug)]
 pub(super) struct TrainingRank<'a> {
-    /// In the order of ranks.
+    /// Names of the hosts, in the order of ranks.
     pub hosts: Vec<&'a str>,
-    /// That of the rank.
+    /// Name of the rank's host.
     pub host: &'a str,
     pub local_rank: usize,
-    /// Whether it is the host of this process.
+    /// Whether that is the host of this process.
     pub here: bool,
-    /// Most ranks of a host.
+    /// Largest number of ranks on a host.
     pub processes_per_host: usize,
     pub master: &'a str,
 }
 
 impl Training {
-    /// Of a job with this configuration, and a script in `module_dir` with these arguments.
+    /// The variables of a job with this configuration, and a script in `module_dir` with these arguments.
     pub fn new(distribution: Distribution, arguments: &[String], module_dir: String) -> Self {
         let mut hyperparameters = hyperparameters(arguments);
         if let Some(parameters) = &distribution.model_parallel {
@@ -65,10 +65,10 @@ impl Training {
         Self { distribution, hyperparameters, module_dir }
     }
 
-    /// Variables that the user may have set to something else.
+    /// Variables that the user may have set.
     pub fn defaults(&self, work_dir: &Path) -> BTreeMap<String, String> {
         let path = |folder: &str| work_dir.join(folder).to_string_lossy().into_owned();
-        // A container has fixed folders; here the user may have set others.
+        // A container has fixed folders; elsewhere the user may have set others.
         BTreeMap::from([
             ("SM_MODULE_DIR".into(), self.module_dir.clone()),
             ("SM_MODEL_DIR".into(), path("model")),
@@ -103,7 +103,7 @@ impl Training {
         });
         let mut variables = Vec::new();
         if place.hosts.len() == 1 {
-            // Between hosts, each has an interface with a name of its own.
+            // Hosts may have network interfaces of different names.
             resources["network_interface_name"] = "lo".into();
             training_env["network_interface_name"] = "lo".into();
             variables.push(("SM_NETWORK_INTERFACE_NAME".into(), "lo".into()));
@@ -111,7 +111,7 @@ impl Training {
         training_env["resource_config"] = resources.clone();
         let mut training_env = training_env.to_string();
         for (name, number) in [("num_cpus", &num_cpus), ("num_gpus", &num_gpus)] {
-            // Numbers, wherever they come from.
+            // Values that are numbers, from any source.
             training_env = training_env.replace(&format!("\"{name}\":\"{number}\""), &format!("\"{name}\":{number}"));
         }
         variables.extend(
@@ -145,7 +145,8 @@ impl Training {
     }
 }
 
-/// A container's entry point gets hyperparameters as options, `--name value`; this is the way back. Behind `--` are no options.
+/// A container's entry point passes hyperparameters as options, `--name value`; this parses them back. Options end at
+/// `--`.
 fn hyperparameters(arguments: &[String]) -> BTreeMap<String, Hyperparameter> {
     let mut found = BTreeMap::new();
     let mut words = arguments.iter().take_while(|word| *word != "--").peekable();
@@ -155,7 +156,7 @@ fn hyperparameters(arguments: &[String]) -> BTreeMap<String, Hyperparameter> {
             Some((option, value)) => (option, value.to_owned()),
             None => (option, words.next_if(|next| name(next).is_none()).cloned().unwrap_or_default()),
         };
-        // That one is in a form of its own.
+        // This option has a syntax of its own.
         if option != "mp_parameters" {
             let value = serde_json::from_str(&text).unwrap_or_else(|_| Value::String(text.clone()));
             found.insert(option.to_owned(), Hyperparameter { value, text });
@@ -173,7 +174,7 @@ fn name(word: &str) -> Option<&str> {
     }
 }
 
-/// What SageMaker's local mode calls a machine.
+/// The name of a machine type in SageMaker's local mode.
 fn instance_type(here: bool) -> String {
     let found = || match here {
         true if count_gpus() > 0 => "local_gpu",
@@ -187,7 +188,7 @@ fn count_cpus() -> usize {
     std::thread::available_parallelism().map_or(1, |n| n.get())
 }
 
-/// NVIDIA devices of this host, as far as the driver shows them without being loaded.
+/// Number of NVIDIA devices of this host, from `CUDA_VISIBLE_DEVICES` or else the driver's files in `/proc`.
 pub(super) fn count_gpus() -> usize {
     if let Ok(visible) = std::env::var("CUDA_VISIBLE_DEVICES") {
         return visible.split(',').take_while(|id| !id.is_empty() && *id != "-1").count();

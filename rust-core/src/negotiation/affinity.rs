@@ -1,9 +1,9 @@
-//! On which core a process's collectives by name run, if the user says so.
+//! The CPU core on which a process runs collectives by name, if the user sets one.
 
 use crate::config;
 
-/// The core of the process with this rank on its host, as [`config::THREAD_AFFINITY`] says; `None` if it says nothing, or something
-/// wrong, which is told in the log.
+/// Returns the core for the process with this local rank, from [`config::THREAD_AFFINITY`]; `None` if that is not set
+/// or invalid, which is logged.
 pub fn core(local_rank: usize, local_size: usize) -> Option<usize> {
     let (name, text) = config::THREAD_AFFINITY.set()?;
     let cores = parse(&text).filter(|cores| cores.len() >= local_size);
@@ -20,9 +20,10 @@ fn parse(text: &str) -> Option<Vec<usize>> {
     text.split(',').map(|number| number.trim().parse().ok()).collect()
 }
 
-/// From now on, the calling thread runs on this core only.
+/// Pins the calling thread to this core.
 pub(super) fn pin(core: usize) {
-    // Others ask how many cores the process has, and the answer to the first stays: it is not to be this thread's.
+    // Libraries cache the number of available cores at the first query, so it is queried before this thread is
+    // pinned.
     crate::transport::cores();
     let pinned = if core < rustix::thread::CpuSet::MAX_CPU {
         let mut cores = rustix::thread::CpuSet::new();

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-/// A set of positions. Empty words at its end are not kept, so equal sets are equal values.
+/// A set of positions. Trailing empty words are removed, so that equal sets compare equal.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(from = "Vec<u8>", into = "Vec<u8>")]
 pub(super) struct BitSet(Vec<u64>);
@@ -12,7 +12,7 @@ impl BitSet {
         self.0.is_empty()
     }
 
-    /// The positions `64 * index ..`, as far as they go.
+    /// Words from position `64 * index` on, up to the end.
     pub(super) fn word(&self, index: usize) -> u64 {
         self.0.get(index).copied().unwrap_or(0)
     }
@@ -29,7 +29,7 @@ impl BitSet {
         self.set_word(position / 64, 1 << (position % 64));
     }
 
-    /// Adds the positions of `word`, which begins at `64 * index`.
+    /// Adds the positions of `word`, whose first position is `64 * index`.
     pub(super) fn set_word(&mut self, index: usize, word: u64) {
         if word == 0 {
             return;
@@ -40,7 +40,7 @@ impl BitSet {
         self.0[index] |= word;
     }
 
-    /// Takes a position out; whether it was in.
+    /// Removes a position; returns whether it was in the set.
     pub(super) fn take(&mut self, position: usize) -> bool {
         let was = self.get(position);
         if was {
@@ -101,11 +101,11 @@ impl From<BitSet> for Vec<u8> {
     }
 }
 
-/// A set of ranks of the group, as rows. One that would take too much room is rounded up to the rows around it.
+/// A set of ranks of the group, as ranges. A set of too many ranges is enlarged to the ranges around it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) struct RankSet(Vec<(u32, u32)>);
 
-/// Rows of a set at most, so that a message about it is small whatever the number of ranks.
+/// Largest number of ranges, so that a message about a set is small for any number of ranks.
 const MAX_ROWS: usize = 64;
 
 impl RankSet {
@@ -140,7 +140,7 @@ impl RankSet {
         }
         self.0.splice(first..last, [(start, end)]);
         if self.0.len() > MAX_ROWS {
-            // The two rows that are closest become one.
+            // Merges the two ranges with the smallest gap.
             let gap = |at: &usize| self.0[at + 1].0 - self.0[*at].1;
             let at = (0..self.0.len() - 1).min_by_key(gap).expect("there are several rows");
             self.0[at].1 = self.0[at + 1].1;
@@ -152,7 +152,7 @@ impl RankSet {
         other.0.iter().for_each(|row| self.add(row.0 as usize..row.1 as usize));
     }
 
-    /// Those of `0..size` that are not in it.
+    /// The ranks of `0..size` that are not in the set.
     pub(super) fn missing(&self, size: usize) -> Vec<usize> {
         let mut next = 0;
         let mut missing = Vec::new();

@@ -1,6 +1,8 @@
-//! Names that were agreed on before, by position, so that a bit says "ready for that again".
+//! The response cache: names that were agreed on before get a position, so that one bit means "ready for that name
+//! again".
 //!
-//! - NCH-1: it changes with answers only, which all members get in one order: so it is the same on all.
+//! - NCH-1: the cache changes only by answers, which all members receive in the same order, so it is equal on all
+//!   members.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -24,7 +26,7 @@ pub(super) struct Cache {
     clock: u64,
 }
 
-/// Who had to go.
+/// Names that were evicted.
 #[derive(Debug)]
 pub(super) struct Evicted {
     pub(super) position: usize,
@@ -33,7 +35,7 @@ pub(super) struct Evicted {
 }
 
 impl Cache {
-    /// Called before anything is in it.
+    /// Sets the capacity, while the cache is empty.
     pub(super) fn set_capacity(&mut self, capacity: usize) {
         self.capacity = capacity;
     }
@@ -46,7 +48,7 @@ impl Cache {
         self.slots.get(position)
     }
 
-    /// These were used, in the order of positions.
+    /// Marks these positions as used, in the order of positions.
     pub(super) fn touch(&mut self, positions: &BitSet) {
         for position in positions.iter() {
             self.clock += 1;
@@ -56,7 +58,8 @@ impl Cache {
         }
     }
 
-    /// Keeps a name with its newest description, if there is any room at all; the one that was not used for longest goes.
+    /// Stores a name with its newest description, if the capacity is not 0; evicts the least recently used name if
+    /// necessary.
     pub(super) fn insert(&mut self, name: &Arc<str>, description: Arc<Description>) -> Option<Evicted> {
         self.clock += 1;
         let used = self.clock;

@@ -1,4 +1,4 @@
-//! What a member asks for under a name, as a value that is compared with what the others ask for.
+//! The description of a named call, which is compared between members.
 
 use std::fmt;
 
@@ -15,21 +15,24 @@ pub(super) struct Description {
     pub(super) dtype: DType,
     pub(super) op: ReduceOp,
     pub(super) root: u32,
-    /// On CUDA devices.
+    /// Whether the tensors are on CUDA devices.
     pub(super) on_device: bool,
-    /// Dimensions, where they are the same on all members; without the first one where members have blocks.
+    /// Dimensions of the tensor. Where each member has a block, without the first dimension, which may differ.
     pub(super) shape: Vec<u64>,
-    /// Elements of the members' blocks, where every member knows them all; one number if they are equal.
+    /// Numbers of elements of the members' blocks, where every member knows all of them; one number if they are
+    /// equal.
     pub(super) blocks: Vec<u64>,
-    /// Bytes that move, for fusion, where all members know. Follows from the rest.
+    /// Bytes that are transferred, for fusion, where all members know them. Derived from the other fields.
     pub(super) bytes: u64,
-    /// Why the member cannot take part ([`Kind::Poison`]); names of parameters, which are not compared ([`Kind::Presence`]).
+    /// The reason why the member cannot take part ([`Kind::Poison`]), or names of parameters, which are not compared
+    /// ([`Kind::Presence`]).
     pub(super) message: String,
-    /// Of [`Kind::Presence`]: everything else of the step was asked for before.
+    /// For [`Kind::Presence`]: whether all gradients of the step have been submitted.
     pub(super) is_last: bool,
-    /// What values are multiplied with.
+    /// Prescale and postscale factors.
     pub(super) factors: Factors,
-    /// Of a group of collectives, which run together or not at all: the second, the third .. The rest is the first one's.
+    /// The second and later collectives of a group, which run together or not at all. The other fields describe the
+    /// first one.
     pub(super) more: Vec<Description>,
 }
 
@@ -48,10 +51,10 @@ impl PartialEq for Description {
 impl Eq for Description {}
 
 impl Description {
-    /// What `request` asks for, of a tensor with the dimensions `shape` (if the caller has them).
+    /// The description of `request`, for a tensor with the dimensions `shape` (if the caller knows them).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] or [`Error::Unsupported`] for what member `me` of `size` may not ask for.
+    /// [`Error::InvalidArgument`] or [`Error::Unsupported`] if the request of member `me` of `size` is invalid.
     pub(super) fn of(request: &Request, shape: Option<&[u64]>, me: usize, size: usize) -> Result<Self> {
         let call = match request {
             Request::AllReduceWindow { .. } => None,
@@ -65,7 +68,7 @@ impl Description {
         }
         let flat = [call.elems as u64];
         let shape = shape.unwrap_or(&flat);
-        // Where members' blocks differ, they are compared when the operation runs.
+        // If members' blocks differ in size, they are compared when the operation runs.
         let same = matches!(call.kind, Kind::AllReduce | Kind::Adasum | Kind::Reduce | Kind::Broadcast);
         if same && shape.iter().product::<u64>() != call.elems as u64 {
             return Err(Error::Internal(format!("a tensor of {} elements came with the shape {shape:?}", call.elems)));
@@ -87,7 +90,7 @@ impl Description {
         if blocks.windows(2).all(|pair| pair[0] == pair[1]) {
             blocks.truncate(1);
         }
-        // That of operations on rows is the size of a row, which the shape says better.
+        // For operations on rows, this is the size of a row, which follows from the shape.
         let on_rows = matches!(call.kind, Kind::AllGatherRows | Kind::AllToAllRows);
         let root = if on_rows { 0 } else { call.root as u32 };
         let (kind, dtype, op) = (call.kind, call.dtype, call.op);
@@ -96,10 +99,11 @@ impl Description {
         Ok(Self { kind, dtype, op, root, on_device, shape, blocks, bytes, message, is_last, factors, more })
     }
 
-    /// What a member asks for that wants all of these together; at least one.
+    /// The description of a group of collectives that run together; at least one.
     ///
     /// # Errors
-    /// As [`Description::of`], for any of them; [`Error::InvalidArgument`] for factors that it has no use for.
+    /// As [`Description::of`], for any of them; [`Error::InvalidArgument`] for factors that do not apply to the
+    /// operation.
     pub(super) fn of_all(
         tensors: &[(Request, Option<Vec<u64>>)],
         factors: Factors,
@@ -130,7 +134,7 @@ impl Description {
         std::iter::once(self).chain(&self.more)
     }
 
-    /// Bytes that move in all.
+    /// Bytes that are transferred in total.
     pub(super) fn all_bytes(&self) -> u64 {
         self.each().map(|description| description.bytes).sum()
     }
@@ -140,7 +144,7 @@ impl Description {
         views(request).iter().any(|view| view.device() != Device::Cpu)
     }
 
-    /// The part of a member that cannot take part.
+    /// The description for a member that cannot take part.
     pub(super) fn poison(message: String) -> Self {
         let (shape, blocks, factors, more) = Default::default();
         let (kind, dtype, op) = (Kind::Poison, DType::UInt8, ReduceOp::Sum);
@@ -148,14 +152,14 @@ impl Description {
         Self { kind, dtype, op, root: 0, on_device, shape, blocks, bytes: 0, message, is_last, factors, more }
     }
 
-    /// Neighbours with the same class can be packed together, so answers are sorted by it.
+    /// A key of operations that can be packed together; answers are sorted by it, so that they are adjacent.
     pub(super) fn class(&self) -> u64 {
         let Self { kind, dtype, op, root, on_device, .. } = self;
         let what = u64::from(*on_device) << 24 | (*kind as u64) << 16 | (*dtype as u64) << 8 | *op as u64;
         what << 32 | u64::from(*root)
     }
 
-    /// What differs, in the words that users of Horovod search for.
+    /// Describes the first difference, in the words of Horovod's errors.
     pub(super) fn difference(&self, other: &Self) -> String {
         if self.kind == Kind::Poison || other.kind == Kind::Poison {
             return "a rank cannot take part".into();
@@ -170,7 +174,7 @@ impl Description {
         if ours == 1 { difference } else { format!("tensor {}of{ours}: {difference}", at + 1) }
     }
 
-    /// Apart from the rest of their groups.
+    /// Compares two collectives without the rest of their groups.
     fn differs_from(&self, other: &Self) -> bool {
         let key = |it: &Self| {
             let Self { kind, dtype, op, root, on_device, shape, blocks, factors, .. } = it.clone();
@@ -239,7 +243,7 @@ impl Description {
     }
 }
 
-/// Collectives of a group that a text tells.
+/// Number of collectives of a group that an error lists.
 const SHOWN: usize = 4;
 
 impl fmt::Display for Description {

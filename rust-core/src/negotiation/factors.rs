@@ -1,7 +1,7 @@
-//! What values are multiplied with before and after they are reduced.
+//! Prescale and postscale factors of reductions.
 //!
-//! - FAC-1: floats are scaled in their own type (float16 and bfloat16 in float32, rounded), integers in float64 and truncated
-//!   toward zero. So the scaled values do not depend on who scales them where.
+//! - FAC-1: floats are scaled in their own type (float16 and bfloat16 in float32, then rounded), integers in float64
+//!   and truncated toward zero. So the result does not depend on the place where values are scaled.
 
 use std::fmt;
 
@@ -11,14 +11,14 @@ use crate::buffer::{DType, ReduceOp, TensorView};
 use crate::collectives::Request;
 use crate::error::{Error, Result};
 
-/// A factor before and one after a reduction.
+/// Factors of a reduction.
 #[derive(Clone, Copy, Debug, serde::Serialize, serde::Deserialize)]
 pub struct Factors {
-    /// Each rank's values are multiplied with it first.
+    /// Prescale factor: each rank's values are multiplied by it before the reduction.
     pub before: f64,
-    /// The result is multiplied with it.
+    /// Postscale factor: the result is multiplied by it.
     pub after: f64,
-    /// Who asks multiplies (as for tensors on devices): ranks only compare them.
+    /// The caller multiplies (as for tensors on devices), and ranks only compare the factors.
     pub by_caller: bool,
 }
 
@@ -28,7 +28,7 @@ impl Default for Factors {
     }
 }
 
-// By their bits, so that a NaN agrees with itself.
+// Compared by their bits, so that a NaN equals itself.
 impl PartialEq for Factors {
     fn eq(&self, other: &Self) -> bool {
         self.bits() == other.bits()
@@ -49,12 +49,12 @@ impl fmt::Display for Factors {
     }
 }
 
-/// A reduction with its factors, as the communicator knows it.
+/// A reduction with its factors, as the communicator runs it.
 pub(super) struct Scaled {
     pub(super) request: Request,
-    /// What is to be multiplied with what, once it is reduced.
+    /// The output to scale after the reduction, and its factor.
     pub(super) after: Option<(TensorView, f64)>,
-    /// What `request` reads instead of the caller's tensors.
+    /// Scaled copies that `request` reads instead of the caller's tensors.
     pub(super) memory: Vec<u64>,
 }
 
@@ -63,13 +63,13 @@ impl Factors {
         (self.before.to_bits(), self.after.to_bits(), self.by_caller)
     }
 
-    /// Whether they change nothing.
+    /// Whether both factors are 1.
     pub fn are_one(&self) -> bool {
         self.before == 1.0 && self.after == 1.0
     }
 
     /// # Errors
-    /// [`Error::InvalidArgument`] or [`Error::Unsupported`] where they have no meaning, or cannot be applied.
+    /// [`Error::InvalidArgument`] or [`Error::Unsupported`] if factors do not apply to the operation.
     pub(super) fn check(&self, dtype: DType, on_device: bool) -> Result<()> {
         if self.are_one() {
             return Ok(());
@@ -83,10 +83,10 @@ impl Factors {
         Ok(())
     }
 
-    /// Applies what comes before, and says what comes after, for a group of `size`.
+    /// Applies the prescale factor for a group of `size`, and returns the work that follows the reduction.
     ///
     /// # Errors
-    /// [`Error::Internal`] if memory cannot be described.
+    /// [`Error::Internal`] if a view of the scaled copy is invalid.
     pub(super) fn apply(&self, request: Request, size: usize) -> Result<Scaled> {
         let mut scaled = Scaled { request, after: None, memory: Vec::new() };
         if self.are_one() || self.by_caller {
@@ -103,7 +103,7 @@ impl Factors {
             }
             Request::ReduceScatter { inputs, output, op } => {
                 if self.before != 1.0 {
-                    // The caller's input stays as it is, and the output is shorter.
+                    // The caller's input must not change, and the output is too short for a copy.
                     let bytes = inputs.iter().map(|input| input.bytes().next_multiple_of(16)).sum::<usize>();
                     scaled.memory = vec![0; bytes.div_ceil(8)];
                     let mut next = scaled.memory.as_mut_ptr().cast::<u8>();
@@ -113,7 +113,7 @@ impl Factors {
                         let copy = unsafe {
                             TensorView::new(next, input.elems(), input.dtype(), input.device(), input.stream())?
                         };
-                        // SAFETY: the views' promise; the copy is nobody else's.
+                        // SAFETY: the views' promise; no other code uses the copy.
                         unsafe { copy.as_bytes_mut().copy_from_slice(input.as_bytes()) };
                         scale(&copy, self.before);
                         // SAFETY: as above.
@@ -128,7 +128,7 @@ impl Factors {
         if self.after != 1.0 {
             let mut factor = self.after;
             if let Some(op) = op.filter(|op| **op == ReduceOp::Average) {
-                // One multiplication, so that integers are truncated once.
+                // One multiplication by both factors, so that integers are truncated once.
                 *op = ReduceOp::Sum;
                 factor /= size as f64;
             }
@@ -175,7 +175,7 @@ pub(super) fn scale(view: &TensorView, factor: f64) {
         DType::Float64 => each!(f64, |value: f64| value * factor),
         DType::Complex64 => each!([f32; 2], |value: [f32; 2]| value.map(|part| part * narrow)),
         DType::Complex128 => each!([f64; 2], |value: [f64; 2]| value.map(|part| part * factor)),
-        // Refused by `check`.
+        // Rejected by `check`.
         DType::Bool => {}
     }
 }

@@ -1,67 +1,67 @@
-//! What members tell each other: news go up the tree, answers come down.
+//! Messages between members: announcements and reports go up the tree, answers go down.
 
 use super::bits::{BitSet, RankSet};
 use super::description::Description;
 
-/// Descriptions of one name that a message tells apart; ranks with further ones are not listed.
+/// Number of different descriptions of one name that a message lists; ranks with further ones are omitted.
 pub(super) const MAX_VARIANTS: usize = 4;
-/// Names that a message about waiting tells.
+/// Number of names that a report about waits lists.
 pub(super) const MAX_WAITING: usize = 32;
 
-/// From a member to its parent, for all ranks behind it. Everything but `report` is told once.
+/// From a member to its parent, about all ranks of its subtree. Every field except `report` is sent once.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
 pub(super) struct Up {
-    /// Answers that the sender has seen.
+    /// Number of answers that the sender has received.
     pub(super) heard: u64,
-    /// Cache positions for which all ranks behind the sender are ready.
+    /// Cache positions for which all ranks of the subtree are ready.
     pub(super) ready: BitSet,
-    /// Those of `ready` which some rank need not be ready for, since it has joined.
+    /// Those of `ready` for which some rank was not needed, because it has joined.
     pub(super) with_neutral: BitSet,
-    /// The same for names that are not in the cache, or there with another description.
+    /// The same for names that are not in the cache, or have another description there.
     pub(super) named: Vec<Announcement>,
-    /// All ranks behind the sender have joined, this one last.
+    /// All ranks of the subtree have joined, this one last.
     pub(super) joined: Option<u32>,
-    /// A rank behind the sender that has joined and has no device to take part with.
+    /// A rank of the subtree that has joined and cannot take part on a device.
     pub(super) unable: Option<u32>,
-    /// Replaces the sender's last one.
+    /// Replaces the sender's last report.
     pub(super) report: Option<Report>,
 }
 
-/// All ranks behind a member are ready for `name`.
+/// All ranks of a subtree are ready for `name`.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub(super) struct Announcement {
     pub(super) name: String,
-    /// What they ask for; more than one if they disagree.
+    /// Their descriptions; more than one if they disagree.
     pub(super) variants: Vec<Variant>,
     pub(super) with_neutral: bool,
 }
 
-/// What some ranks ask for.
+/// A description, and the ranks that have it.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub(super) struct Variant {
     pub(super) description: Description,
     pub(super) ranks: RankSet,
 }
 
-/// Which names have been waited for for a while, behind a member.
+/// The names for which a subtree has waited for some time.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
 pub(super) struct Report {
-    /// No rank behind the sender can do anything else.
+    /// No rank of the subtree can do anything else.
     pub(super) stuck: bool,
-    /// The same, if what `steps` says never comes.
+    /// The same, on the condition that the waits in `steps` never end.
     pub(super) held: bool,
-    /// The longest waits first.
+    /// Waits for names, the longest first.
     pub(super) waiting: Vec<Waiting>,
-    /// Ranks that have joined, and so miss nothing.
+    /// Ranks that have joined, so no name waits for them.
     pub(super) joined: RankSet,
     /// Ranks that wait in a collective without a name.
     pub(super) elsewhere: RankSet,
-    /// What they wait for that is no name ([`super::OtherWaits`]).
+    /// Their waits that are not for a name ([`super::OtherWaits`]).
     pub(super) steps: Vec<Waiting>,
 }
 
 impl Report {
-    /// Somebody behind the sender can go on.
+    /// A rank of the subtree can continue.
     pub(super) fn loosen(&mut self) {
         (self.stuck, self.held) = (false, false);
     }
@@ -72,38 +72,38 @@ impl Report {
 pub(super) struct Waiting {
     pub(super) name: String,
     pub(super) ranks: RankSet,
-    /// Of the rank that has waited longest, when the message was sent.
+    /// Longest wait of these ranks when the message was sent.
     pub(super) age_ms: u64,
 }
 
-/// From a member to its children: the same on all ranks, made by the root.
+/// From a member to its children: the root's answer, equal on all ranks.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
 pub(super) struct Down {
-    /// Answers before this one.
+    /// Number of answers before this one.
     pub(super) number: u64,
-    /// In the first answer: what members must do alike.
+    /// In the first answer: settings that must be equal on all members.
     pub(super) limits: Option<NegotiationLimits>,
     /// Cache positions that all ranks are ready for.
     pub(super) ready: BitSet,
-    /// Those of `ready` in which ranks that have joined take part with neutral elements.
+    /// Those of `ready` to which joined ranks contribute neutral elements.
     pub(super) with_neutral: BitSet,
     pub(super) named: Vec<Response>,
     /// All ranks have joined, this one last.
     pub(super) joined: Option<u32>,
-    /// Ends everything that waits.
+    /// Fails everything that waits.
     pub(super) failure: Option<NegotiationFailure>,
 }
 
 /// See [`Down::limits`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) struct NegotiationLimits {
-    /// Names in the cache.
+    /// Capacity of the cache, in names.
     pub(super) cache: u32,
-    /// Tensors that are ready together run as one operation up to this.
+    /// Fusion size: tensors that are ready together run as one operation up to this many bytes.
     pub(super) fusion_bytes: u64,
 }
 
-/// What becomes of a name.
+/// The decision about a name.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub(super) struct Response {
     pub(super) name: String,
@@ -113,42 +113,42 @@ pub(super) struct Response {
 /// See [`Response`].
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub(super) enum ResponseOutcome {
-    /// It runs.
+    /// The operation runs.
     Agreed {
-        /// As what.
+        /// The common description.
         description: Description,
-        /// Ranks that have joined take part in it.
+        /// Whether joined ranks take part in it.
         with_neutral: bool,
     },
-    /// It fails, for this reason.
+    /// The operation fails, for this reason.
     Refused(String),
 }
 
 /// Why everything that waits fails.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub(super) enum NegotiationFailure {
-    /// Every rank waits, and nothing can become ready.
+    /// Every rank waits, and no name can become ready.
     Stuck {
-        /// Who waits for what.
+        /// Which rank waits for what.
         detail: String,
-        /// Global ranks that wait for what is no name, one for each such thing; that ends as well.
+        /// Global ranks whose waits are not for a name, one for each such wait; these end as well.
         steps: Vec<usize>,
     },
-    /// A step of the ranks has different gradients.
+    /// The ranks have different gradients in a step.
     Apart {
-        /// Who lacks which.
+        /// Which rank lacks which gradients.
         detail: String,
     },
-    /// Ranks were waited for for too long.
+    /// Some ranks have not submitted a name within the time limit.
     Stalled {
-        /// How long.
+        /// The time limit.
         waited_ms: u64,
         /// Names, the longest wait first, and the global ranks that are missing.
         tensors: Vec<(String, Vec<usize>)>,
     },
 }
 
-/// What goes over the transport.
+/// A message on the transport.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub(super) enum NegotiationMessage {
     /// To the parent.

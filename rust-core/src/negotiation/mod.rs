@@ -1,4 +1,4 @@
-//! Collectives by name: any thread submits them in any order, and every rank runs them in one.
+//! Collectives by name: threads submit them in any order, and all ranks run them in one common order.
 //!
 //! ```text
 //! submit("b"), submit("a")        ready: a, b              both ready on all: run [a, b]
@@ -6,29 +6,32 @@
 //!                                  ^------------- answers -------'-> the communicator's worker runs them
 //! ```
 //!
-//! - `machine` decides, as a value without threads; `work` takes calls and messages and does what it says, on the thread of
-//!   the [`Negotiator`] or on one that waits for a call ([`NamedHandle`]).
-//! - A member tells its parent what all ranks behind it are ready for: a bit for each name that was agreed on before
-//!   (`cache`), a description for others. The root answers what all ranks are ready for. So nobody sends or receives
-//!   more than a few messages for whatever is ready together, whatever the numbers of ranks and tensors.
+//! - `machine` makes the decisions, as a state machine without threads. `work` feeds it with calls and messages and
+//!   performs its actions, on the thread of the [`Negotiator`] or on a thread that waits for a call
+//!   ([`NamedHandle`]).
+//! - A member announces to its parent the names for which all ranks of its subtree are ready: one bit for each name
+//!   that was agreed on before (`cache`), a description for others. The root answers the names that are ready on all
+//!   ranks. So a member sends and receives only a few messages for all names that are ready together, for any number
+//!   of ranks and tensors.
 //!
-//! - NEG-1: answers are numbered and reach every member in one order, and what a member does follows from them alone. So
-//!   all members run the same operations in the same order (COL-3), and keep the same cache (NCH-1).
-//! - NEG-2: a name is answered when every rank waits for it or has joined. What they ask for is compared; if it differs,
-//!   that name fails on every rank with the same text, and others go on.
-//! - NEG-3: of one name, a member has one call in negotiation; later ones come after it. So a member says "ready" once
-//!   between two answers, and needs no number to say which call it means.
-//! - NEG-4: a member that says "ready" by position may not have heard of an answer that gave the position away; its
-//!   message says what it has heard, and the receiver remembers what the position was.
-//! - NEG-5: a failure ends all that waits, and what was sent by who had not heard of it counts for nothing; a member that
-//!   keeps a call nevertheless says so again.
-//! - NEG-6: a rank that has joined has nothing waiting, and says nothing until all have joined. So a name can be answered
-//!   without it.
-//! - NEG-7: several collectives may be asked for under one name: they are one entry everywhere here, and so run together
-//!   or not at all.
-//! - NEG-8: who asks by [`Negotiator::request`] hears at once what is wrong with its own call, and nobody else hears of it: it
-//!   has no name yet. Names that the negotiation gives are counted by kind, on success only, and anew after a `join`, so
-//!   that they stay in step.
+//! - NEG-1: answers are numbered and reach every member in the same order, and a member's actions depend on them
+//!   alone. So all members run the same operations in the same order (COL-3), and have the same cache (NCH-1).
+//! - NEG-2: a name is answered when every rank waits for it or has joined. The ranks' descriptions are compared; if
+//!   they differ, that name fails on every rank with the same text, and other names continue.
+//! - NEG-3: a member negotiates one call of a name at a time; later calls wait for it. So a member announces a name
+//!   once between two answers, and needs no number to identify the call.
+//! - NEG-4: a member that announces a name by cache position may not have received the answer that gave the position
+//!   to another name. Its message says which answers it has received, and the receiver remembers earlier uses of the
+//!   position.
+//! - NEG-5: a failure ends all waiting calls. Announcements that were sent before the sender learned of the failure
+//!   are ignored; a member that keeps a call announces it again.
+//! - NEG-6: a rank that has joined has no waiting call, and sends no announcement until all have joined. So a name
+//!   can be answered without it.
+//! - NEG-7: several collectives may be submitted under one name. They are one entry everywhere here, so they run
+//!   together or not at all.
+//! - NEG-8: [`Negotiator::request`] returns errors of its own call at once. The other ranks do not learn of them,
+//!   because the call has no name yet. Generated names are counted by kind, on success only, and restart after a
+//!   `join`, so that they stay equal on all ranks.
 
 pub mod affinity;
 mod bits;
@@ -57,26 +60,26 @@ pub use presence::Gradients;
 pub use tune::FusionTuning;
 pub(crate) use tune::{VOTE, VOTE_END};
 
-/// What a process waits for besides names. If every rank waits and can do nothing else, and not all for the same, each
-/// is told.
+/// Waits of this process that are not for a name. If every rank waits and can do nothing else, and they do not all
+/// wait for the same, these waits end with an error.
 pub trait OtherWaits: Send + Sync {
-    /// What has been waited for for a while; the same text on all ranks that wait for the same.
+    /// Descriptions of waits that have lasted for some time; ranks that wait for the same return the same text.
     fn waits(&self) -> Vec<String>;
-    /// Whether some of it has waited for long on a device that has nothing to do. Then this process can do nothing else, whatever its
-    /// processor does: libraries of devices poll.
+    /// Whether such a wait is for an idle device. Then this process can do nothing else, even if it uses the
+    /// processor, because device libraries poll.
     fn is_at_rest(&self) -> bool;
-    /// Ends all of it. Called on the negotiator's thread, which must not wait.
+    /// Ends all these waits. Called on the negotiator's thread, which must not block.
     fn end(&self, end: WaitEnd);
 }
 
-/// Why what is waited for besides names ends; the same on all ranks.
+/// The error of a wait that is ended; equal on all ranks.
 #[derive(Clone, Debug)]
 pub struct WaitEnd {
-    /// New for each end.
+    /// A number that is new for each error.
     pub number: u64,
-    /// Global ranks that wait for it, one for each thing that is waited for.
+    /// Global ranks that wait, one for each wait.
     pub ranks: Vec<usize>,
-    /// Who waits for what.
+    /// Which rank waits for what.
     pub detail: String,
 }
 

@@ -1,9 +1,9 @@
-//! What a rank contributes that has joined: values that change nothing.
+//! Neutral elements, which a rank that has joined contributes to reductions.
 
 use crate::buffer::{DType, Device, ReduceOp, TensorView};
 use crate::error::Result;
 
-/// Memory full of neutral elements, for a reduction whose result nobody here uses.
+/// Memory filled with neutral elements, for a reduction whose result this rank ignores.
 pub(super) struct Neutral {
     /// Words, so that every element type is aligned.
     words: Vec<u64>,
@@ -14,7 +14,7 @@ pub(super) struct Neutral {
 impl Neutral {
     pub(super) fn new(dtype: DType, op: ReduceOp, elems: usize) -> Self {
         let element = element(dtype, op);
-        // A word is full of whole elements, or an element is two equal words.
+        // A word contains whole elements, or an element consists of two equal words.
         let word: [u8; 8] = std::array::from_fn(|at| element[at % element.len().min(8)]);
         let mut words = vec![u64::from_ne_bytes(word); (elems * dtype.size()).div_ceil(8)];
         if element.len() == 16 {
@@ -49,7 +49,7 @@ fn element(dtype: DType, op: ReduceOp) -> Vec<u8> {
     }
 }
 
-/// The float, or the integer as near as the type comes to it.
+/// The float, or the nearest value of the integer type.
 fn number(dtype: DType, float: f64, integer: i64) -> Vec<u8> {
     match dtype {
         DType::UInt8 => (integer.clamp(0, 255) as u8).to_ne_bytes().to_vec(),

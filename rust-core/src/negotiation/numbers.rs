@@ -1,4 +1,4 @@
-//! A few numbers of all members, reduced by name.
+//! Reductions of a few numbers over all members, by name.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,10 +11,10 @@ use crate::collectives::Request;
 use crate::error::{Error, Result};
 use crate::world::monitor::interrupt_pending;
 
-/// A wait without anything to do looks for signals so often.
+/// Interval at which a wait looks for signals.
 const LOOK_FOR_SIGNALS: Duration = Duration::from_millis(50);
 
-/// Numbers that are under way, or have come.
+/// A reduction of numbers that is running or complete.
 pub struct Numbers {
     outcome: Arc<NumbersState>,
     asked: NamedHandle,
@@ -27,11 +27,11 @@ struct NumbersState {
 }
 
 impl Numbers {
-    /// Asks for the reduction of these numbers, as integers of 64 bits. `told` is called with the outcome, by whatever
-    /// thread learns of it; not if this returns an error.
+    /// Submits the reduction of these 64-bit integers. `told` is called with the result, on any thread; it is not
+    /// called if this function returns an error.
     ///
     /// # Errors
-    /// What this rank cannot ask for ([`Negotiator::request`]).
+    /// As [`Negotiator::request`].
     pub fn submit(
         negotiator: &Negotiator,
         name: Name,
@@ -39,7 +39,8 @@ impl Numbers {
         op: ReduceOp,
         told: impl FnOnce(&Result<Vec<u64>>) + Send + 'static,
     ) -> Result<Self> {
-        // SAFETY: the completion owns the numbers, which lie on the heap, and nobody else touches them before it is called.
+        // SAFETY: the completion owns the numbers, which are on the heap; no other code accesses them before it is
+        // called.
         let view =
             unsafe { TensorView::new(numbers.as_mut_ptr().cast(), numbers.len(), DType::Int64, Device::Cpu, 0) }?;
         let shape = Some(vec![numbers.len() as u64]);
@@ -60,15 +61,16 @@ impl Numbers {
         Ok(Self { outcome, asked: negotiator.request(ask, || Box::new(done))? })
     }
 
-    /// What has come so far.
+    /// The result, if it is known.
     pub fn known(&self) -> Option<Result<Vec<u64>>> {
         self.outcome.told.lock().clone()
     }
 
-    /// Waits for them; `during` says for what.
+    /// Waits for the result; `during` describes the wait in errors.
     ///
     /// # Errors
-    /// [`Error::Interrupted`]; what ended the negotiation, such as a member that has not asked for too long.
+    /// [`Error::Interrupted`]; the error that ended the negotiation, for example because a member did not submit the
+    /// name in time.
     pub fn wait(&self, during: &str) -> Result<Vec<u64>> {
         loop {
             if let Some(result) = self.known() {

@@ -1,5 +1,5 @@
-//! Messages between neighbours in the tree, over the group's transport. A message has a head of fixed size, which is all
-//! of it in the steady state; the rest of a longer one follows.
+//! Messages between neighbours in the tree, over the group's transport. A message has a head of fixed size, which
+//! contains all of it in the steady state; the rest of a longer message follows separately.
 
 use std::sync::Arc;
 
@@ -8,13 +8,13 @@ use super::tree::Tree;
 use crate::error::{Error, Result};
 use crate::transport::{self, Tag, Transport};
 
-/// The tags of collectives and of point-to-point messages are smaller.
+/// Tags from here on; those of collectives and of point-to-point messages are smaller.
 const TAG_NEGOTIATION: Tag = 5 << 40;
-/// Room for some 1,500 names in the cache.
+/// Size of the head: enough for the bits of some 1,500 cached names.
 const HEAD_BYTES: usize = 256;
-/// Before the message: its length.
+/// Bytes of the length before the message.
 const LENGTH_BYTES: usize = 4;
-/// A length above this is no length: all names of a large model with their descriptions are a hundredth of it.
+/// A larger length is an error: the descriptions of all names of a large model take a hundredth of it.
 const MAX_BYTES: usize = 256 << 20;
 
 /// Sends and receives negotiation messages between a member and its neighbours in the tree.
@@ -24,10 +24,10 @@ pub(super) struct Post {
     outgoing: Vec<QueuedPost>,
 }
 
-/// The next message of a neighbour.
+/// The receive of a neighbour's next message.
 struct Incoming {
     from: usize,
-    /// Head and rest, one after the other; they stay where they are until `under_way` has ended.
+    /// Head and rest; the memory does not move until `under_way` has ended.
     bytes: Vec<u8>,
     under_way: transport::Message,
 }
@@ -47,7 +47,7 @@ impl Post {
     /// Starts sending `message` to each of these members.
     ///
     /// # Errors
-    /// [`Error::Internal`] if it cannot be written down.
+    /// [`Error::Internal`] if it cannot be serialized.
     pub(super) fn send(&mut self, to: impl Iterator<Item = usize>, message: &NegotiationMessage) -> Result<()> {
         let mut bytes = vec![0; LENGTH_BYTES];
         bytes = postcard::to_extend(message, bytes).map_err(|error| {
@@ -59,7 +59,7 @@ impl Post {
         let bytes: Arc<[u8]> = bytes.into();
         for to in to {
             for part in [&bytes[..HEAD_BYTES], &bytes[HEAD_BYTES..]].into_iter().filter(|part| !part.is_empty()) {
-                // SAFETY: the bytes live, unchanged, until the message has ended: `retire` and `drop` see to that.
+                // SAFETY: the bytes live, unchanged, until the message has ended, which `retire` and `drop` ensure.
                 let under_way = unsafe { self.transport.post_send(to, TAG_NEGOTIATION, part.as_ptr(), part.len()) };
                 self.outgoing.push(QueuedPost { under_way, _bytes: bytes.clone() });
             }
@@ -67,10 +67,10 @@ impl Post {
         Ok(())
     }
 
-    /// The next message that has come, if one has.
+    /// Returns the next message that has arrived.
     ///
     /// # Errors
-    /// The transport's, or [`Error::Internal`] for what is no message.
+    /// The transport's, or [`Error::Internal`] for an invalid message.
     pub(super) fn receive(&mut self) -> Result<Option<(usize, NegotiationMessage)>> {
         for neighbour in &mut self.neighbours {
             if let Some(message) = neighbour.take(&*self.transport)? {
@@ -80,7 +80,7 @@ impl Post {
         Ok(None)
     }
 
-    /// Forgets what was sent; whether nothing is under way any more.
+    /// Frees the memory of messages that have been sent; returns whether all have been.
     ///
     /// # Errors
     /// The transport's.
@@ -143,7 +143,7 @@ impl Incoming {
 }
 
 fn ask(transport: &dyn Transport, from: usize, bytes: &mut [u8]) -> transport::Message {
-    // SAFETY: the bytes are on the heap and are not touched before the message has ended, which `Post` waits for or
-    // brings about.
+    // SAFETY: the bytes are on the heap and are not accessed before the message has ended, which `Post` waits for or
+    // causes by cancelling it.
     unsafe { transport.post_recv(Some(from), TAG_NEGOTIATION, bytes.as_mut_ptr(), bytes.len()) }
 }

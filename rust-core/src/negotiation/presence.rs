@@ -1,8 +1,9 @@
-//! Which gradients a step has, compared by all ranks: who lacks one would leave the others waiting for its name, and
-//! who has none at all would be a step ahead of them.
+//! Compares which gradients a step has on each rank. A rank that lacks a gradient would leave the others waiting for
+//! its name, and a rank without any gradient would be a step ahead of them.
 //!
-//! A rank asks for it under a name as for a collective ([`Kind::Presence`]), and nothing runs. The error that ranks get if they
-//! differ is made here. If all of a step had been asked for before, what waits then would wait in vain, and ends with it
+//! A rank submits its list under a name like a collective ([`Kind::Presence`]), but no operation runs. The error for
+//! ranks whose lists differ is made here. If all gradients of the step have been submitted, those that still wait
+//! would never be matched; they end with the same error
 //! ([`NegotiationFailure::Apart`](super::message::NegotiationFailure)).
 
 use std::collections::BTreeMap;
@@ -12,17 +13,17 @@ use super::description::Description;
 use super::message::Variant;
 use crate::collectives::Kind;
 
-/// Gradients that a text tells.
+/// Number of gradients that an error lists.
 const SHOWN: usize = 4;
 
 /// The gradients of a step.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Gradients<'a> {
-    /// What they are called, a line for each.
+    /// Their names for errors, one in each line.
     pub names: &'a str,
-    /// What each is known by, whatever ranks call it; without numbers it is the name.
+    /// Numbers that identify them on all ranks; if empty, the names do.
     pub numbers: &'a [u64],
-    /// They have all been asked for.
+    /// Whether all of them have been submitted.
     pub is_last: bool,
 }
 
@@ -31,7 +32,7 @@ impl Description {
         let Gradients { names, numbers, is_last } = *gradients;
         let number = |(at, name): (usize, &str)| numbers.get(at).copied().unwrap_or_else(|| hash(name));
         let mut gradients: Vec<(u64, &str)> = names.lines().enumerate().map(|each| (number(each), each.1)).collect();
-        // Ranks have them in different orders.
+        // Sorted, because ranks may list them in different orders.
         gradients.sort_unstable();
         let (blocks, names): (_, Vec<&str>) = gradients.into_iter().unzip();
         Self { kind: Kind::Presence, blocks, is_last, ..Self::poison(names.join("\n")) }
@@ -43,13 +44,13 @@ fn hash(name: &str) -> u64 {
     name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
-/// In what steps differ, if that is what these are.
+/// Describes in which gradients the ranks' steps differ, if these are lists of gradients.
 pub(super) fn difference(variants: &[Variant], ranks: &[usize]) -> Option<String> {
     let is_step = |variant: &Variant| variant.description.kind == Kind::Presence;
     if variants.len() < 2 || !variants.iter().all(is_step) {
         return None;
     }
-    // By number: a name, and which variants have it.
+    // For each number: a name, and the descriptions that contain it.
     let mut all: BTreeMap<u64, (&str, Vec<usize>)> = BTreeMap::new();
     for (at, Variant { description, .. }) in variants.iter().enumerate() {
         for (number, name) in description.blocks.iter().zip(description.message.lines()) {
@@ -67,7 +68,7 @@ pub(super) fn difference(variants: &[Variant], ranks: &[usize]) -> Option<String
         .map(|(name, have)| (name, merged(&|at| have.contains(&at)), merged(&|at| !have.contains(&at))))
         .filter(|(_, _, without)| !without.is_empty())
         .collect();
-    // Numbers of names say nothing.
+    // For gradients that are identified by numbers, equal names do not help.
     differing.sort_by_key(|(name, ..)| *name);
     let have = |ranks: &RankSet| if ranks.is_one() { "has" } else { "have" };
     let tell = |(name, with, without): &(&str, RankSet, RankSet)| {

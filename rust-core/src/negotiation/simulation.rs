@@ -1,4 +1,5 @@
-//! Groups of up to thousands of ranks in one thread: who gets which message when follows from a seed.
+//! Simulates groups of up to thousands of ranks in one thread; a seed determines the order in which messages are
+//! delivered.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -33,7 +34,7 @@ impl SimulationRandom {
     }
 }
 
-/// An all-reduce whose shape tells its name.
+/// An all-reduce whose shape identifies its name.
 fn sum(shape: u64) -> Description {
     Description {
         kind: Kind::AllReduce,
@@ -51,10 +52,10 @@ fn sum(shape: u64) -> Description {
     }
 }
 
-/// What a rank was told, in order.
+/// The actions of a rank, in order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum SimulationEvent {
-    /// Shapes of what runs as one operation, and whether the rank itself asked for them.
+    /// Shapes of the calls of one operation, and whether the rank itself submitted them.
     Ran(Vec<u64>),
     Failed(String, String),
     Joined(usize),
@@ -81,7 +82,7 @@ struct SimulatedRank {
 
 struct SimulatedWorld {
     ranks: Vec<SimulatedRank>,
-    /// Frames under way by receiver and sender, in order for each pair.
+    /// Messages in flight by receiver and sender, in order for each pair.
     frames: Vec<BTreeMap<usize, VecDeque<Arc<[u8]>>>>,
     now: Duration,
     ticket: SubmissionId,
@@ -179,7 +180,7 @@ impl SimulatedWorld {
         }
     }
 
-    /// Delivers everything in any order that the seed makes, until nothing is under way.
+    /// Delivers all messages in a random order, until none is in flight.
     fn settle(&mut self, random: &mut SimulationRandom) {
         loop {
             let pairs: Vec<(usize, usize)> = (self.frames.iter().enumerate())
@@ -193,7 +194,8 @@ impl SimulatedWorld {
         }
     }
 
-    /// As threads do: whoever has messages takes them all, and then says what is new. Until nothing is under way.
+    /// Delivers as threads do, until no message is in flight: each rank processes all its messages, and then sends
+    /// what is new.
     fn settle_in_rounds(&mut self) {
         while self.frames.iter().any(|queues| !queues.is_empty()) {
             for rank in 0..self.ranks.len() {
@@ -207,7 +209,7 @@ impl SimulatedWorld {
         }
     }
 
-    /// Time passes; every rank looks at how long it has waited, twenty times a second.
+    /// Advances the time; every rank checks its waits twenty times a second.
     fn pass(&mut self, time: Duration, random: &mut SimulationRandom, idle: impl Fn(usize) -> bool) {
         self.pass_with(time, random, |rank| Waits { idle: idle(rank), ..Waits::default() });
     }
@@ -231,7 +233,7 @@ impl SimulatedWorld {
         }
     }
 
-    /// The most that any rank sent or received.
+    /// The largest number of messages that any rank sent or received.
     fn most(&self) -> Traffic {
         let both = self.ranks.iter().flat_map(|rank| [rank.received, rank.sent]);
         both.fold(Traffic::default(), |most, one| Traffic {
@@ -257,7 +259,8 @@ impl SimulatedWorld {
     }
 }
 
-/// 4,096 ranks with the same names in another order each, three times; the bounds do not depend on the number of ranks.
+/// 4,096 ranks submit the same names in different orders, three times; the bounds do not depend on the number of
+/// ranks.
 #[test]
 fn traffic_of_a_rank_does_not_grow_with_the_group() {
     const NAMES: usize = 40;
@@ -285,23 +288,23 @@ fn traffic_of_a_rank_does_not_grow_with_the_group() {
             let most = world.most();
             let children = FAN_IN.min(size - 1);
             match step {
-                // Descriptions: each rank says its own once, and passes on as many as there are.
+                // Descriptions: each rank sends its own once, and forwards as many as there are.
                 0 => assert!(most.messages <= children + 1 && most.bytes <= (children + 1) * NAMES * 64, "{size}"),
-                // One bit a name, one message up and one down a neighbour.
+                // One bit for each name, and one message up and one down for each neighbour.
                 1 => {
                     let bytes = (children + 1) * (NAMES / 8 + 24);
                     assert!(most.messages <= children + 1 && most.bytes <= bytes, "{size} {}", most.bytes);
                     let last = world.ranks[0].events.last();
                     assert!(matches!(last, Some(SimulationEvent::Ran(shapes)) if shapes.len() == NAMES), "{last:?}");
                 }
-                // In four parts, of which nothing is ready on all before the last one in a large group.
+                // In four parts; in a large group, no name is ready on all ranks before the last part.
                 _ => assert!(most.messages <= 4 * (children + 1) * 4, "{size} {}", most.messages),
             }
         }
     }
 }
 
-/// Somebody waits for what a rank never calls: in a large group the news of it are small, too.
+/// A rank never submits a name: in a large group, the reports of it are small, too.
 #[test]
 fn reports_of_a_large_group_are_small_and_name_the_missing() {
     let mut world = SimulatedWorld::new(400, LIMITS, PATIENCE);
@@ -328,7 +331,7 @@ fn reports_of_a_large_group_are_small_and_name_the_missing() {
         assert!(texts[3].starts_with("w03: `w03` timed out after 36"), "{}", texts[3]);
         assert!(texts[3].contains("rank(s) [77, 300]"), "{}", texts[3]);
     }
-    // The late ones come, and wait for a new call of the others.
+    // The late ranks submit the name, and wait for a new call of the others.
     for rank in [77, 300] {
         world.submit(rank, "w03", sum(1), false);
         world.flush(rank);
@@ -371,7 +374,7 @@ fn ranks_that_wait_for_different_names_hear_of_it_within_two_seconds() {
 fn a_slow_rank_is_no_false_alarm() {
     let mut world = SimulatedWorld::new(3, LIMITS, PATIENCE);
     let mut random = SimulationRandom(2);
-    // Rank 1 computes; it waits for something else meanwhile, as a graph may.
+    // Rank 1 computes while it waits for another name, as a graph may.
     world.submit(0, "a", sum(1), true);
     world.submit(1, "b", sum(2), false);
     world.submit(2, "a", sum(1), true);
@@ -388,7 +391,7 @@ fn a_slow_rank_is_no_false_alarm() {
     }
     world.settle(&mut random);
     assert!(world.ranks.iter().all(|rank| rank.answered == 2));
-    // In the same way, but rank 1 has nothing more to compute.
+    // As above, but rank 1 has nothing more to compute.
     world.submit(0, "a", sum(1), true);
     world.submit(1, "b", sum(2), false);
     world.submit(2, "a", sum(1), false);
@@ -473,7 +476,7 @@ fn what_ranks_disagree_in_is_told_to_all() {
                 world.submit(rank, "b", sum(9), false);
                 world.flush(rank);
                 if order[0] == 2 {
-                    // The others hear of it before they ask themselves.
+                    // The other ranks get the failure before they submit their own call.
                     world.settle(&mut random);
                 }
             }
@@ -512,7 +515,7 @@ fn only_reductions_can_do_without_ranks_that_joined() {
         for rank in 0..3 {
             assert_eq!(world.ranks[rank].events.last(), Some(&SimulationEvent::Joined(0)), "{rank}");
         }
-        // In the second round the broadcast is known.
+        // In the second round, the broadcast is in the cache.
         for rank in 0..3 {
             world.submit(rank, "b", broadcast.clone(), true);
             world.flush(rank);
@@ -527,7 +530,7 @@ fn steps_with_other_gradients_end_on_all_ranks() {
     for (size, is_last) in [(3, false), (3, true), (12, true)] {
         let (mut random, mut world) = (SimulationRandom(8), SimulatedWorld::new(size, LIMITS, PATIENCE));
         for round in 0..4 {
-            // The same twice, the second time by its position; a rank that has joined does not matter.
+            // The same twice, the second time by cache position; a rank that has joined makes no difference.
             let lacks = |rank: usize| round == 2 && rank == 1;
             world.ranks[2].machine.join(true, world.now).unwrap();
             world.flush(2);
@@ -554,7 +557,7 @@ fn steps_with_other_gradients_end_on_all_ranks() {
                 assert!(texts.iter().all(|text| text.ends_with(&detail)), "{texts:?}");
             }
             if round == 2 && !is_last {
-                // Its gradient waits.
+                // The gradient of this rank waits.
                 world.submit(1, "v", sum(2), false);
                 world.flush(1);
             }
@@ -574,7 +577,7 @@ fn ranks_that_joined_take_part_on_devices_if_all_of_them_have_one() {
     let on_device = Description { on_device: true, ..sum(3) };
     for size in [3, 12] {
         let mut world = SimulatedWorld::new(size, LIMITS, PATIENCE);
-        // Twice in words, and then by the names' positions.
+        // Twice with descriptions, and then by cache position.
         for (round, without) in [None, Some(size - 1), Some(1), None].into_iter().enumerate() {
             let failures = world.texts(0).len();
             for rank in [1, size - 1] {
@@ -614,8 +617,8 @@ fn ranks_that_joined_take_part_on_devices_if_all_of_them_have_one() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
 
-    /// Any interleaving of calls and messages, names that come several times, caches that are too small, and ranks that
-    /// join: all that is called is answered, once, in one order on all ranks.
+    /// Random interleavings of calls and messages, with names that are submitted several times, caches that are too
+    /// small, and ranks that join: every call is answered once, in the same order on all ranks.
     #[test]
     fn every_interleaving_ends(
         size in 1..14usize,
@@ -629,7 +632,7 @@ proptest! {
     ) {
         let mut random = SimulationRandom(seed);
         let mut world = SimulatedWorld::new(size, NegotiationLimits { cache, fusion_bytes }, PATIENCE);
-        // Each rank calls each name as often as the others, in its own order; those that join call less.
+        // Each rank submits each name equally often, in its own order; ranks that join submit fewer.
         let scripts: Vec<Vec<usize>> = (0..size).map(|rank| {
             let times = if joins && rank % 3 == 1 { times / 2 } else { times };
             let mut script: Vec<usize> = (0..names * times).map(|at| at % names).collect();

@@ -1,12 +1,13 @@
-//! How long names have been waited for, and by whom: warnings, time limits, and the case in which nobody can go on.
+//! Detects stalls: how long names have waited and for which ranks; warnings, time limits, and deadlocks.
 //!
-//! A member whose calls have waited for a while tells its parent, and so the root knows who waits for what, from at most
-//! one message a child and tick. As long as names become ready soon, nothing of this is sent.
+//! A member whose calls have waited for some time sends a report to its parent. So the root knows the waits of all
+//! ranks, from at most one message for each child and tick. As long as names become ready soon, no report is sent.
 //!
-//! Note "stuck". A rank is stuck if it waits, and nothing can come of it any more: a caller said that it does nothing else
-//! meanwhile (`blocking`), or the process has used no processor for a while, which is what a graph looks like in which
-//! all that is left waits for a collective, or a call of a collective without a name. If all ranks are, and no name became ready for a while, none ever will. A
-//! rank that is merely slow is not stuck: it computes, or it waits for nothing.
+//! Note "stuck". A rank is stuck if it waits and nothing else can happen on it: its caller said that it does nothing
+//! else meanwhile (`blocking`), or its process has used no CPU time for a while. The latter covers a graph whose
+//! remaining operations all wait for a collective, and a call of a collective without a name. If all ranks are stuck
+//! and no name became ready for a while, none ever will. A rank that is merely slow is not stuck: it computes, or it
+//! waits for nothing.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -18,46 +19,46 @@ use super::message::{MAX_WAITING, NegotiationFailure, Report, Waiting};
 use super::tree::Tree;
 use crate::error::{Error, Limit};
 
-/// How long names may be waited for.
+/// Time limits of waits.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Patience {
-    /// Until the first warning, and between two.
+    /// Time until the first warning, and between warnings.
     pub(super) warning: Duration,
-    /// Until everything that waits fails.
+    /// Time until everything that waits fails.
     pub(super) limit: Duration,
 }
 
-/// Waits of this length are told to the parent.
+/// Waits of at least this length are reported to the parent.
 pub(super) const REPORT_AFTER: Duration = Duration::from_millis(500);
-/// After so long without news a rank that cannot do anything else is stuck.
+/// A rank that can do nothing else is stuck after this time without an answer.
 pub(super) const STUCK_AFTER: Duration = Duration::from_secs(1);
-/// So long it must look as if something had to be ended before the root believes it: news may be under way.
+/// How long a deadlock must last before the root ends it, because reports or announcements may be in flight.
 const BELIEVE_AFTER: Duration = Duration::from_millis(200);
-/// Names of a rank in a warning, and ranks.
+/// Number of names for each rank, and of ranks, in a warning.
 const SHOWN: usize = 6;
 const SHOWN_RANKS: usize = 64;
 
-/// What a member does besides negotiating.
+/// The activity of a member besides negotiating.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Waits {
-    /// Its process has computed nothing for a while.
+    /// Its process has used no CPU time for a while.
     pub(super) idle: bool,
     /// It has been in a collective without a name for a while.
     pub(super) elsewhere: bool,
-    /// What it has waited for for a while that is no name ([`super::OtherWaits`]).
+    /// Its waits that are not for a name ([`super::OtherWaits`]).
     pub(super) steps: Vec<String>,
 }
 
 /// Detects stalls: names that some ranks have waited for too long.
 pub(super) struct Stall {
     patience: Patience,
-    /// The children's last reports, and when they came.
+    /// The children's last reports, and when they arrived.
     reports: Vec<(Report, Duration)>,
     /// The last report to the parent.
     told: Report,
-    /// This member's last call, or the last answer.
+    /// When this member last submitted a call or got an answer.
     last_news: Duration,
-    /// Calls of this member without an answer, and how many of them block their callers.
+    /// Number of unanswered calls of this member, and of those that block their callers.
     num_pending: usize,
     num_blocking: usize,
     all_stuck_since: Option<Duration>,
@@ -80,7 +81,7 @@ impl Stall {
         }
     }
 
-    /// Whether somebody behind this member waits, or the parent believes so.
+    /// Whether a rank of this subtree waits, or the last report to the parent says so.
     pub(super) fn has_reports(&self) -> bool {
         let says = |report: &Report| {
             report.stuck
@@ -104,8 +105,8 @@ impl Stall {
         }
     }
 
-    /// Something came from a child; `news` if one of its ranks has become ready for something, `current` if it had heard
-    /// all answers when it was sent.
+    /// A message of a child arrived. `news` says that one of its ranks has become ready for a name, `current` that
+    /// the child had received all answers when it sent the message.
     pub(super) fn heard(&mut self, child: usize, report: Option<Report>, news: bool, current: bool, now: Duration) {
         if let Some(report) = report {
             self.reports[child] = (report, now);
@@ -115,7 +116,7 @@ impl Stall {
         }
     }
 
-    /// Names were answered, so nobody is stuck. The children will tell what they still wait for.
+    /// Names were answered, so no rank is stuck. The children will report what they still wait for.
     pub(super) fn answered(&mut self, now: Duration) {
         self.last_news = now;
         self.all_stuck_since = None;
@@ -132,7 +133,7 @@ impl Stall {
         }
     }
 
-    /// Who waits behind this member, now.
+    /// The current waits of this subtree.
     pub(super) fn report(
         &mut self,
         tree: &Tree,
@@ -185,13 +186,13 @@ impl Stall {
         report.steps = others.into_iter().map(step).collect();
         report.steps.sort_by(|a, b| (a.ranks.first(), &a.name).cmp(&(b.ranks.first(), &b.name)));
         report.steps.truncate(MAX_WAITING);
-        // Clocks tick between ranks: what is about as old is sorted by name.
+        // The ranks' clocks tick at different times, so waits of about the same length are sorted by name.
         report.waiting.sort_by(|a, b| (b.age_ms / 250, &a.name).cmp(&(a.age_ms / 250, &b.name)));
         report.waiting.truncate(MAX_WAITING);
         report
     }
 
-    /// What the parent has to be told: `report`, if it says something new.
+    /// The message for the parent: `report`, if it differs from the last one.
     pub(super) fn news(&mut self, report: Report) -> Option<Report> {
         let names = |report: &Report| -> Vec<(String, RankSet)> {
             let mut names: Vec<_> =
@@ -211,7 +212,7 @@ impl Stall {
         })
     }
 
-    /// The root's view: what to tell the user, and what to end.
+    /// The root's decision: which warnings to log, and which waits to end.
     pub(super) fn judge(
         &mut self,
         report: Report,
@@ -219,7 +220,7 @@ impl Stall {
         ranks: &[usize],
         now: Duration,
     ) -> (Option<String>, Option<NegotiationFailure>) {
-        // What all ranks wait for together is merely slow: it may need more than the others on one of them.
+        // A name that all ranks wait for is merely slow: one of them may need further names first.
         let apart = !report.steps.is_empty() && report.steps.iter().all(|step| !step.ranks.missing(size).is_empty());
         if report.waiting.is_empty() {
             self.late_since = None;
@@ -288,7 +289,7 @@ impl Stall {
     }
 }
 
-/// A line for each rank that is missing, with what is waited for; `!` where that took longer than `limit`.
+/// A line for each missing rank with the names that wait for it; `!` marks waits longer than `limit`.
 fn missing_ranks(late: &[(&Waiting, Vec<usize>)], limit: Duration) -> String {
     let ranks: BTreeSet<usize> = late.iter().flat_map(|(_, missing)| missing.iter().copied()).collect();
     let line = |rank: &usize| {
@@ -305,7 +306,7 @@ fn missing_ranks(late: &[(&Waiting, Vec<usize>)], limit: Duration) -> String {
 }
 
 impl NegotiationFailure {
-    /// What a call of `name` ends with.
+    /// The error of a call of `name`.
     pub(super) fn error(&self, name: &str) -> Error {
         match self {
             NegotiationFailure::Stuck { detail, .. } => Error::Mismatch {

@@ -1,8 +1,9 @@
-//! Memory of this rank's device for what it contributes after it has joined: its script gives it no tensors to others'
-//! operations on devices.
+//! Device memory for the neutral elements that a joined rank contributes: its script passes no tensors for the
+//! others' operations on devices.
 //!
-//! - SUP-1: each tensor of an operation gets memory of its own, as the others may send their values through it.
-//! - SUP-2: memory is used again once an operation that had it is over, and freed when the join is.
+//! - SUP-1: each tensor of an operation gets separate memory, because the other members may send their values through
+//!   it.
+//! - SUP-2: memory is reused when the operation that had it is complete, and freed when the join completes.
 
 use std::sync::{Arc, Weak};
 
@@ -16,27 +17,27 @@ use crate::device::memory::{self, DeviceBuffer};
 use crate::device::{Context, Priority, Stream};
 use crate::error::{Error, Result};
 
-/// Where tensors begin.
+/// Alignment of tensors.
 const ALIGNMENT: usize = 256;
-/// Memory comes in multiples of this, so that it fits the next operation as well.
+/// Sizes are rounded up to a multiple of this, so that memory fits later operations as well.
 const GRAIN: usize = 1 << 20;
 
-/// What tells on which device a rank is to take part that has joined.
+/// The candidates for the device on which a joined rank takes part, in order of preference.
 #[derive(Clone, Copy, Default)]
 pub(super) struct DeviceHints {
-    /// Its collectives were called on this one. The others' wait for this rank there, whatever the script says: one that made
-    /// another part of the group elsewhere would leave them waiting.
+    /// The device of its earlier collectives. The other ranks' operations wait for this rank there; with another
+    /// device, the group would have to create another communicator, which they do not.
     pub(super) used: Option<u16>,
-    /// The script has named this one.
+    /// The device that the script named.
     pub(super) named: Option<u16>,
-    /// The framework's current one, which need not be the script's choice.
+    /// The framework's current device, which the script may not have chosen.
     pub(super) current: Option<u16>,
-    /// The number on the host.
+    /// The device with the local rank's number.
     pub(super) local_rank: usize,
 }
 
 impl DeviceHints {
-    /// The device, if there is any. Says so where it is not the one that the script has named.
+    /// Returns the device, if there is one. Logs a warning if it is not the one that the script named.
     pub(super) fn device(&self) -> Option<u16> {
         let device = self.choose(available().and_then(|()| device_count()).unwrap_or(0));
         if let Some(text) = self.warning(device) {
@@ -83,10 +84,10 @@ impl NeutralMemory {
         Ok(Self { stream, spare: Arc::default() })
     }
 
-    /// Memory for tensors of these descriptions.
+    /// Allocates memory for tensors of these descriptions.
     ///
     /// # Errors
-    /// [`Error::Device`], when the memory is exhausted for example.
+    /// [`Error::Device`], for example if the memory is exhausted.
     pub(super) fn allocate<'a>(&self, tensors: impl Iterator<Item = &'a Description>) -> Result<NeutralBuffers> {
         let bytes = tensors.map(|one| (one.bytes as usize).next_multiple_of(ALIGNMENT)).sum::<usize>().max(1);
         let mut spare = self.spare.lock();
@@ -96,7 +97,7 @@ impl NeutralMemory {
             None => DeviceBuffer::zeroed(self.stream.context(), bytes.next_multiple_of(GRAIN))?,
         };
         drop(spare);
-        // SAFETY: the memory is ours, and nothing that is under way uses it.
+        // SAFETY: the memory belongs to this value, and no operation in flight uses it.
         unsafe { memory::fill(buffer.ptr(), 0, bytes, &self.stream)? };
         Ok(NeutralBuffers {
             stream: self.stream.clone(),
@@ -108,10 +109,11 @@ impl NeutralMemory {
 }
 
 impl NeutralBuffers {
-    /// The next tensor's memory, full of what changes nothing; it is there when its stream gets so far.
+    /// Returns the next tensor, filled with neutral elements; the values are there when the stream reaches this
+    /// point.
     ///
     /// # Errors
-    /// [`Error::Device`]; [`Error::Internal`] if there is less memory than was asked for.
+    /// [`Error::Device`]; [`Error::Internal`] if more memory is used than was allocated.
     pub(super) fn next(&mut self, description: &Description) -> Result<TensorView> {
         let elems = description.shape.iter().product::<u64>() as usize;
         let bytes = elems * description.dtype.size();
@@ -119,14 +121,15 @@ impl NeutralBuffers {
         let buffer = buffer.ok_or_else(|| Error::Internal("a tensor has no memory on a device".into()))?;
         let neutral = Neutral::new(description.dtype, description.op, elems.min(1));
         if neutral.as_bytes().iter().any(|byte| *byte != 0) {
-            // Seldom: a minimum, a maximum or a product.
+            // Rare: minimum, maximum or product.
             let neutral = Neutral::new(description.dtype, description.op, elems);
             buffer.write(self.used, neutral.as_bytes(), &self.stream)?;
         }
         let ptr = (buffer.ptr() + self.used as u64) as *mut u8;
         self.used += bytes.next_multiple_of(ALIGNMENT);
         let device = Device::Cuda(self.stream.context().device());
-        // SAFETY: the range lies in the buffer, apart from other tensors', and the operation keeps the buffers until it is over.
+        // SAFETY: the range lies in the buffer and overlaps no other tensor; the operation keeps the buffers until it
+        // is complete.
         unsafe { TensorView::new(ptr, elems, description.dtype, device, self.stream.raw()) }
     }
 }
@@ -150,7 +153,7 @@ mod tests {
         assert_eq!(DeviceHints { used: None, ..signs }.choose(4), Some(2));
         assert_eq!(DeviceHints { used: None, named: None, ..signs }.choose(4), Some(0));
         assert_eq!(DeviceHints { local_rank: 3, ..DeviceHints::default() }.choose(4), Some(3));
-        // Each process sees its own device only.
+        // Each process sees only its own device.
         assert_eq!(DeviceHints { local_rank: 3, ..DeviceHints::default() }.choose(1), Some(0));
         assert_eq!(signs.choose(0), None);
         assert_eq!(DeviceHints { named: Some(4), local_rank: 1, ..DeviceHints::default() }.choose(2), Some(1));
@@ -172,7 +175,7 @@ mod tests {
         ] {
             assert_eq!(signs.warning(signs.choose(2)), None);
         }
-        // On CPUs it means nothing.
+        // On CPUs, the setting has no effect.
         assert_eq!(signs.warning(signs.choose(0)), None);
     }
 }

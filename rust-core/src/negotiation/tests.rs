@@ -74,7 +74,7 @@ fn on_all<T: Send>(job: &[Rank], rank: impl Fn(&Rank) -> T + Sync) -> Vec<T> {
     })
 }
 
-/// Values under reduction, and when that is over.
+/// Values under reduction, and a channel for the result.
 struct PendingReduction {
     values: Vec<f32>,
     outcome: Receiver<Result<Option<usize>>>,
@@ -104,7 +104,7 @@ impl PendingReduction {
         })
     }
 
-    /// A sum that its caller waits for with [`PendingReduction::drive`].
+    /// A sum whose caller waits with [`PendingReduction::drive`].
     fn request(rank: &Rank, name: &str, mut values: Vec<f32>) -> (Self, NamedHandle) {
         // SAFETY: as above.
         let view = unsafe { TensorView::new(values.as_mut_ptr().cast(), values.len(), DType::Float32, Device::Cpu, 0) };
@@ -139,7 +139,7 @@ impl PendingReduction {
 
 impl Drop for PendingReduction {
     fn drop(&mut self) {
-        // The views of an operation under way.
+        // The views of an operation in flight.
         let _ = self.outcome.recv_timeout(TIMEOUT);
     }
 }
@@ -163,7 +163,7 @@ fn names_in_any_order(make: MakeGroup) {
         for step in 0..4 {
             on_all(&job, |rank| {
                 let start = |name: &usize| {
-                    // Of different sizes, so some go together and some alone.
+                    // Of different sizes, so that some are fused and some run alone.
                     let elems = if name.is_multiple_of(20) { 20_000 } else { 1 + name };
                     let values = vec![(rank.me + name + step) as f32; elems];
                     (*name, PendingReduction::sum(rank, &format!("w{name}"), values, false))
@@ -190,7 +190,7 @@ fn threads_and_repeated_names(make: MakeGroup) {
                         let name = format!("t{}", (thread + rank.me) % 3);
                         let again = PendingReduction::sum(rank, &name, vec![turn as f32], false);
                         let more = PendingReduction::sum(rank, &name, vec![turn as f32 + 0.5], true);
-                        // Each name's calls come in one order on each rank, since one thread makes them.
+                        // Each name's calls come in one order on each rank, because one thread submits them.
                         assert_eq!(again.wait().unwrap(), [3.0 * turn as f32]);
                         assert_eq!(more.wait().unwrap(), [3.0 * (turn as f32 + 0.5)]);
                     }
@@ -213,7 +213,7 @@ fn disagreement_is_told_to_all(make: MakeGroup) {
                     data,
                     root: 0,
                 }),
-                // A root that is not there.
+                // A root that does not exist.
                 (2, 1) => PendingReduction::start(rank, "bad", vec![1.0; 4], true, |data| Request::Broadcast {
                     data,
                     root: 9,
@@ -311,7 +311,7 @@ fn callers_that_wait_drive(make: MakeGroup) {
         let expected = (size * (size + 1) / 2) as f32;
         let thread = |rank: &Rank, thread: usize| {
             for step in 0..30 {
-                // Small ones run on this thread, large ones on another.
+                // Small operations run on this thread, large ones on another.
                 let elems = if step % 20 == 7 { 100_000 } else { 1 + step };
                 let beside =
                     PendingReduction::sum(rank, &format!("beside.{thread}.{step}"), vec![rank.me as f32 + 1.0], false);
@@ -320,7 +320,7 @@ fn callers_that_wait_drive(make: MakeGroup) {
                 assert!(pending.drive(&asked).expect("all ranks agree").iter().all(|&value| value == expected));
                 assert_eq!(beside.wait().expect("all ranks agree"), [expected]);
                 if (step + rank.me).is_multiple_of(15) {
-                    // Longer than the negotiation's own thread stands aside.
+                    // Longer than the negotiation's own thread stays asleep.
                     std::thread::sleep(Duration::from_millis(4));
                 }
             }
@@ -346,7 +346,7 @@ fn calls_that_nobody_drives_wake_the_thread(make: MakeGroup) {
             assert_eq!(pending.wait().expect("all ranks agree"), [3.0]);
         });
     }
-    // Without, each would wait for the thread's next look.
+    // Without the wake-up, each call would wait for the thread's next poll.
     assert!(start.elapsed() < LONG_NAP * CALLS / 2, "{:?}", start.elapsed());
 }
 

@@ -1,9 +1,9 @@
-//! The timeline of collectives by name, in the form that users of Horovod know: a process of the trace for each name, with its
-//! negotiation, the moments at which ranks became ready for it, and its operation.
+//! The timeline of collectives by name, in Horovod's format: a trace process for each name, with its negotiation, the
+//! moments at which ranks became ready, and its operation.
 //!
-//! - HTL-1: the process of rank 0 writes, of all groups that it is a member of.
-//! - HTL-2: the file is a whole JSON list after every event: the next one replaces the bracket at the end.
-//! - HTL-3: off, a call costs one atomic load.
+//! - HTL-1: rank 0 writes the timeline, for all groups that it is a member of.
+//! - HTL-2: the file is a valid JSON list after every event: the next event overwrites the closing bracket.
+//! - HTL-3: if no timeline is written, a call costs one atomic load.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -30,24 +30,24 @@ struct NegotiationTimeline {
     path: String,
     start: Instant,
     mark_cycles: bool,
-    /// Names, by which processes of the trace they are.
+    /// The number of each name's trace process.
     names: HashMap<String, usize>,
     events: Option<Sender<Vec<Value>>>,
     writer: Option<JoinHandle<()>>,
 }
 
-/// What a name's operation is called, and what its end says.
+/// Title of a name's operation, and arguments of its end event.
 #[derive(Clone, Debug)]
 pub(super) struct TracedName {
     pub(super) name: String,
     operation: String,
     dtype: &'static str,
-    /// Of rows whose number follows from all ranks': without it.
+    /// For rows whose number depends on all ranks: without the number.
     shape: Vec<u64>,
 }
 
 impl TracedName {
-    /// None while there is no timeline.
+    /// None while no timeline is written.
     pub(super) fn new(name: &str, description: &Description) -> Option<Self> {
         enabled().then(|| Self {
             name: name.to_owned(),
@@ -58,17 +58,17 @@ impl TracedName {
     }
 }
 
-/// Whether there is one.
+/// Whether a timeline is written.
 #[inline]
 pub(crate) fn enabled() -> bool {
     ENABLED.load(Ordering::Relaxed)
 }
 
-/// Starts one in the file `path`, in place of what runs; does nothing if that is the file already. `mark_cycles` marks each
-/// answer, of which there is one where Horovod has a cycle.
+/// Starts a timeline in the file `path`, and ends the current one; does nothing if that is the same file.
+/// `mark_cycles` adds an event for each answer, which corresponds to a cycle of Horovod.
 ///
 /// # Errors
-/// [`Error::Io`] if the file cannot be written, or there can be no thread.
+/// [`Error::Io`] if the file cannot be written, or the thread cannot be started.
 pub fn start(path: &str, mark_cycles: bool) -> Result<()> {
     let mut current = CURRENT.lock();
     if current.as_ref().is_some_and(|timeline| timeline.path == path) {
@@ -102,7 +102,7 @@ pub fn start(path: &str, mark_cycles: bool) -> Result<()> {
     Ok(())
 }
 
-/// Ends it: every event so far is in the file when this returns. Does nothing if there is none.
+/// Ends the timeline: when this returns, the file has every event so far. Does nothing if there is none.
 pub fn stop() {
     end(CURRENT.lock().take());
 }
@@ -112,7 +112,7 @@ fn end(timeline: Option<NegotiationTimeline>) {
     let Some(mut timeline) = timeline else { return };
     drop(timeline.events.take());
     if let Some(writer) = timeline.writer.take() {
-        // A writer that panicked has lost its events; the job is more important than its timeline.
+        // A writer that panicked has lost its events, but the job continues.
         let _ = writer.join();
     }
 }
@@ -126,7 +126,7 @@ fn write(events: &Receiver<Vec<Value>>, file: &mut File) {
             text.push_str(&event.to_string());
         }
         text.push_str("\n]");
-        // HTL-2: over the newline and the bracket.
+        // Overwrites the newline and the bracket (HTL-2).
         let written = file.seek(SeekFrom::End(-2)).and_then(|_| file.write_all(text.as_bytes()));
         if let Err(error) = written {
             tracing::warn!("the timeline ends here: {error}");
@@ -139,7 +139,7 @@ fn write(events: &Receiver<Vec<Value>>, file: &mut File) {
 impl NegotiationTimeline {
     fn send(&self, events: Vec<Value>) {
         if let Some(sender) = &self.events {
-            // The writer may be gone after an error, which it has told.
+            // The writer ends after an error, which it has logged.
             let _ = sender.send(events);
         }
     }
@@ -148,7 +148,7 @@ impl NegotiationTimeline {
         self.start.elapsed().as_micros() as u64
     }
 
-    /// The process of a name, and how it is introduced if it is new.
+    /// The trace process of a name, and its metadata event if it is new.
     fn process(&mut self, name: &str) -> (usize, Vec<Value>) {
         if let Some(&pid) = self.names.get(name) {
             return (pid, Vec::new());
@@ -171,7 +171,7 @@ fn with(name: &str, events: impl FnOnce(&NegotiationTimeline, usize, u64) -> Vec
     }
 }
 
-/// This member asks for it.
+/// This member submits a name.
 pub(super) fn negotiates(traced: &TracedName, rank: usize) {
     let begin = format!("NEGOTIATE_{}", traced.operation);
     with(&traced.name, |_, pid, ts| {
@@ -183,32 +183,32 @@ fn ready(pid: usize, ts: u64, rank: usize) -> Value {
     json!({"ph": "X", "name": rank.to_string(), "ts": ts, "pid": pid, "dur": 0})
 }
 
-/// Other members, by their places in the group, are ready for it.
+/// Other members, given by their ranks in the group, are ready for a name.
 pub(super) fn heard(name: &str, members: Range<usize>, ranks: &[usize]) {
     with(name, |_, pid, ts| ranks[members].iter().map(|rank| ready(pid, ts, *rank)).collect());
 }
 
-/// The operation of names that all members agree on, from then to its end.
+/// The operation of names that all members agreed on, from then to its end.
 pub(super) struct Traces {
-    /// What carries it: `SHM`.
+    /// Name of the transport: `SHM`.
     carrier: &'static str,
     names: Vec<Arc<Trace>>,
 }
 
-/// A name, and which of the operation's collectives are its.
+/// A name, and which collectives of the operation belong to it.
 #[derive(Debug)]
 struct Trace {
     traced: TracedName,
     places: Range<usize>,
-    /// What it does when its collectives run.
+    /// The activity of its collectives.
     runs: String,
-    /// An activity has begun, and not ended.
+    /// An activity has begun and not ended.
     is_active: AtomicBool,
-    /// Of its first output, if that is made when all ranks' rows are known.
+    /// Size of its first output, if it is known only after the exchange of rows.
     rows: OnceLock<u64>,
 }
 
-/// Tells of outputs when they are made.
+/// Records the sizes of outputs when they are allocated.
 #[derive(Debug)]
 struct Allocates {
     trace: Arc<Trace>,
@@ -230,8 +230,8 @@ impl Traces {
         Self { carrier, names: Vec::new() }
     }
 
-    /// All members agree on this one, whose collectives are `requests`. On the CPU it waits for its turn now; a device does
-    /// not tell when it begins.
+    /// All members agree on this operation, whose collectives are `requests`. On the CPU, it waits for its turn from
+    /// now on; for a device, the start is not known.
     pub(super) fn add(&mut self, traced: TracedName, places: Range<usize>, on_device: bool, requests: &mut [Request]) {
         with(&traced.name, |_, pid, ts| {
             vec![
@@ -250,7 +250,7 @@ impl Traces {
         self.names.push(trace);
     }
 
-    /// It is complete, or has failed.
+    /// The operation is complete, or has failed.
     pub(super) fn end(&self) {
         for trace in &self.names {
             trace.turns_to(None);
@@ -265,7 +265,7 @@ impl Traces {
 }
 
 impl Trace {
-    /// One activity ends, and another one begins.
+    /// Ends the current activity and begins another one.
     fn turns_to(&self, activity: Option<&str>) {
         let was_active = self.is_active.swap(activity.is_some(), Ordering::Relaxed);
         with(&self.traced.name, |_, pid, ts| {
@@ -290,12 +290,12 @@ impl PhaseListener for Traces {
     }
 }
 
-/// It failed in its negotiation.
+/// A name failed in its negotiation.
 pub(super) fn fails(traced: &TracedName) {
     with(&traced.name, |_, pid, ts| vec![json!({"ph": "E", "ts": ts, "pid": pid})]);
 }
 
-/// An answer came.
+/// An answer arrived.
 pub(super) fn cycle() {
     if let Some(timeline) = &*CURRENT.lock()
         && timeline.mark_cycles

@@ -1,4 +1,4 @@
-//! Who talks to whom: a tree over the ranks of a group, in which each member covers a row of ranks.
+//! The tree over the ranks of a group in which members communicate. Each member covers a contiguous range of ranks.
 //!
 //! ```text
 //! 0..13, 3 children each:   0 -+- 1..5  -> 1 -+- 2, 3, 4
@@ -8,8 +8,8 @@
 
 use std::ops::Range;
 
-/// Children of a member at most. More of them make the tree flatter and the traffic of one member larger; up to nine
-/// ranks have one level.
+/// Largest number of children. With more, the tree is flatter, and each member has more messages; up to nine ranks
+/// need one level.
 pub(super) const FAN_IN: usize = 8;
 
 /// One member's place in the tree.
@@ -17,9 +17,9 @@ pub(super) const FAN_IN: usize = 8;
 pub(super) struct Tree {
     pub(super) me: usize,
     pub(super) size: usize,
-    /// Whom this member tells what its ranks are ready for; the root has none.
+    /// The parent, to which this member announces what its ranks are ready for; none for the root.
     pub(super) parent: Option<usize>,
-    /// The ranks behind each child, which is the first of them.
+    /// The range of ranks of each child's subtree; the child is the first rank of it.
     pub(super) children: Vec<Range<usize>>,
 }
 
@@ -37,14 +37,14 @@ impl Tree {
         }
     }
 
-    /// This member and all behind it.
+    /// This member's subtree.
     #[cfg(test)]
     pub(super) fn range(&self) -> Range<usize> {
         self.me..self.children.last().map_or(self.me + 1, |last| last.end)
     }
 }
 
-/// The row in parts of nearly one length, as many as a member has children.
+/// Divides the range into parts of nearly equal length, one for each child.
 fn split(row: Range<usize>) -> Vec<Range<usize>> {
     let parts = row.len().min(FAN_IN);
     let edge = |part: usize| row.start + row.len() * part / parts;

@@ -1,4 +1,5 @@
-//! A request as NCCL's operations. What NCCL lacks is made of broadcasts, reductions or messages that run as one.
+//! Maps a request to NCCL's operations. Operations that NCCL lacks are composed of broadcasts, reductions or messages
+//! in one NCCL group.
 
 use crate::buffer::TensorView;
 use crate::collectives::Request;
@@ -9,10 +10,11 @@ use crate::error::{Error, Result};
 /// Queues `request` of member `me` of `size`.
 ///
 /// # Safety
-/// The views are as the request demands, on the communicator's device, until what is queued is done; the stream is of
+/// The views satisfy the request, on the communicator's device, until the queued work is done; the stream belongs to
 /// that device.
 pub(super) unsafe fn queue(comm: &Comm, request: &Request, me: usize, size: usize, stream: &Stream) -> Result<()> {
-    // SAFETY, for every call of the function: the caller's promise, and lengths that the request was checked for.
+    // SAFETY, for every call of the function: the caller's promise, and lengths that validation of the request
+    // checked.
     match request {
         Request::AllReduce { input, output, op } => {
             // SAFETY: see above.
@@ -104,8 +106,8 @@ pub(super) unsafe fn queue(comm: &Comm, request: &Request, me: usize, size: usiz
     }
 }
 
-/// What messages of member `me` to itself copy, if there are no others: from where, and to where. The n-th one that it
-/// sends is the n-th one that it receives.
+/// If all messages are from member `me` to itself, returns the copies that replace them, as source and destination.
+/// The n-th send matches the n-th receive.
 pub(super) fn to_oneself(requests: &[Request], me: usize) -> Result<Option<Vec<(TensorView, TensorView)>>> {
     let (mut sent, mut received) = (Vec::new(), Vec::new());
     for request in requests {
@@ -123,8 +125,8 @@ pub(super) fn to_oneself(requests: &[Request], me: usize) -> Result<Option<Vec<(
     Ok(Some(sent.into_iter().zip(received).collect()))
 }
 
-/// The start of blocks of equal length, which lie side by side, since the members do not know how the others' lie and
-/// must do the same.
+/// The start of blocks of equal length. They must be adjacent, because a member does not know whether the others'
+/// are, and all members must choose the same NCCL operation.
 fn row(blocks: &[TensorView]) -> Result<Option<*mut u8>> {
     let Some(first) = blocks.first() else { return Ok(None) };
     let bytes = first.bytes();

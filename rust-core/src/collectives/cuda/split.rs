@@ -1,13 +1,14 @@
-//! A group's communicator of NCCL out of another group's, which takes less time than to make one anew.
+//! Splits a group's NCCL communicator from another group's, which takes less time than creating one.
 //!
-//! - SPL-1: all members of the parent take part, at the same place of the order of its operations, also those that get no
-//!   group. So this happens only where the caller knows that all of them call
+//! - SPL-1: all members of the parent take part, at the same place of the order of its operations, also members that
+//!   are in no new group. So the caller must know that all of them call
 //!   ([`split_group`](crate::session::Session::split_group)).
-//! - SPL-2: whether the parent was used on devices is known on every member alike, and if it was not, nobody says anything.
-//!   If it was, the members agree between their CPUs before they call NCCL, and then on how it went: all members of the new
-//!   groups have a split communicator, or none has. If one fails while others stay inside of NCCL, the parent's operations on devices end.
-//! - SPL-3: a split communicator becomes the communicator of the new group's first part if all its members use the devices that they used in
-//!   the parent. Otherwise it ends, and they make one anew.
+//! - SPL-2: all members know whether the parent was used on devices. If it was not, no message is exchanged. If it
+//!   was, the members agree on their CPUs before they call NCCL, and again on the result: all members of the new
+//!   groups have a split communicator, or none has. If one fails while others are inside of NCCL, the parent's
+//!   operations on devices are aborted.
+//! - SPL-3: a split communicator becomes the communicator of the new group's first device if all its members use the
+//!   devices that they used in the parent. Otherwise it is destroyed, and the members create a new one.
 
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -17,33 +18,33 @@ use crate::device::driver::relaxed;
 use crate::device::nccl::Parent;
 use crate::error::{Error, Result};
 
-/// How often a look is taken at what is under way.
+/// Polling interval while NCCL splits.
 const LOOK: Duration = Duration::from_millis(1);
 /// How long members may stay inside of NCCL after one of them has failed there.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// What a member of the parent does.
+/// A member's part in a split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Side {
-    /// It is number `key` of the group that `color` tells from the others.
+    /// It becomes a member of the new group with this color, at the position of its `key`.
     In {
-        /// The same on all members of the new group.
+        /// The color, equal on all members of the new group.
         color: usize,
-        /// Its place there.
+        /// Its position in the new group.
         key: usize,
     },
-    /// It gets no group.
+    /// It is in no new group.
     Out,
-    /// It cannot take part, so nobody does.
+    /// It cannot take part, so the communicator is not split.
     Refuses,
 }
 
 impl Cuda {
-    /// Splits this group's NCCL communicator. `agree` tells whether all members of the parent say the same number, and none of them a
-    /// negative one.
+    /// Splits this group's NCCL communicator. `agree` returns whether all members of the parent pass the same,
+    /// non-negative number.
     ///
     /// # Errors
-    /// Those of `agree`. What NCCL refuses is none: there is no split communicator then.
+    /// Those of `agree`. If NCCL cannot split, that is no error: the result has no communicator.
     pub(in crate::collectives) fn split(
         self: &Arc<Self>,
         side: Side,
@@ -51,7 +52,7 @@ impl Cuda {
     ) -> Result<Option<Parent>> {
         let part = match &self.parts.read()[..] {
             [part] if side != Side::Refuses => Some(part.clone()),
-            // A member with parts on several devices would have several communicators to divide.
+            // With several devices, it would not be clear which communicator to split.
             _ => None,
         };
         let agreed = agree(part.as_ref().map_or(-1, |part| part.number as i64))?;
@@ -78,7 +79,8 @@ impl Cuda {
         }
     }
 
-    /// What `agree` gives. Members that wait inside of NCCL for this one, which failed with `error`, would never come: they end.
+    /// Returns the result of `agree`. Members that wait inside of NCCL for this one, which failed with `error`, would
+    /// wait forever; they are aborted.
     fn or_end<T>(self: &Arc<Self>, error: &Error, agree: impl FnOnce() -> T) -> T {
         let (agreed, over) = mpsc::channel::<()>();
         let (own, error) = (self.clone(), error.clone());
@@ -87,7 +89,7 @@ impl Cuda {
                 own.end(error);
             }
         };
-        // Without the thread, they wait for as long as an operation may take.
+        // If the thread cannot be started, they wait until the timeout of an operation.
         let _watch = std::thread::Builder::new().name("smd-cuda-split".into()).spawn(watch);
         let outcome = agree();
         drop(agreed);
@@ -102,7 +104,8 @@ impl Cuda {
     ) -> Result<Option<Parent>> {
         let during = || format!("making groups out of group {} on CUDA devices", self.id);
         let wait = self.wait(&during, start);
-        // Members that allocate memory for the new communicator may wait for their devices, and those for other members.
+        // Creating the communicator allocates device memory, which may wait for the device, and its kernels may wait
+        // for other members.
         while !relaxed(|| part.completed()) {
             self.check(during)?;
             wait.check(|| self.others())?;
@@ -120,18 +123,18 @@ impl Cuda {
         if let Err(error) = &joined
             && !matches!(error, Error::Device { .. })
         {
-            // Somebody may be inside of NCCL still, with whom the next operation would wait.
+            // A member may still be inside of NCCL, and the next operation would wait for it.
             self.end(error.clone());
         }
         joined
     }
 
-    /// What the first part is to begin with (SPL-3).
+    /// The split communicator for the first device (SPL-3).
     pub(in crate::collectives) fn adopt(&self, split_comm: Parent) {
         let mut adopted = self.split_comm.lock();
         adopted.replace(split_comm).iter().for_each(Parent::abort);
         if self.closed.get().is_some() {
-            // Nobody looks for it any more.
+            // Removed, because no other caller uses it.
             adopted.take().iter().for_each(Parent::abort);
         }
     }

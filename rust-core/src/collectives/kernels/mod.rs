@@ -35,15 +35,16 @@ pub(crate) struct Fold<'a> {
     pub(crate) prefetch: *const u8,
 }
 
-/// A fold over many ranks may be made in several places, one after the other: each takes up what the one before it
-/// came to, in the accumulation type ([`carry_bytes`]), and the last one rounds. So it is the same fold (COL-1).
+/// A reduction over many ranks may be divided among several places, one after the other. Each continues with the
+/// result of the one before it, in the accumulation type ([`carry_bytes`]), and the last one rounds. So the result is
+/// that of one fold (COL-1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FoldStage {
-    /// The sources are all ranks.
+    /// All ranks are sources.
     Whole,
-    /// The sources follow the ranks that `carry` stands for; null stands for none. The outputs are a carry again.
+    /// The sources follow the ranks whose result is `carry`; null if there are none. The outputs are a carry again.
     Middle { carry: *const u8 },
-    /// The sources are the last ones of `ranks`.
+    /// The sources are the last ones of `ranks`, after those of a carry.
     Last { carry: *const u8, ranks: usize },
 }
 
@@ -58,7 +59,7 @@ pub(crate) fn carry_bytes(dtype: DType) -> usize {
 /// Whether values of `dtype` can be combined by `op`.
 ///
 /// # Errors
-/// Why not.
+/// If they cannot be combined, with the reason.
 pub(crate) fn check(dtype: DType, op: ReduceOp) -> Result<(), String> {
     use DType::*;
     use ReduceOp::*;

@@ -2,7 +2,7 @@
 
 use num_complex::Complex;
 
-/// A type that values are folded in. Any bits are a value of it.
+/// A type in which values are accumulated. Any bits are a valid value of it.
 pub(super) trait Number: Copy {
     fn sum(self, other: Self) -> Self;
     fn product(self, other: Self) -> Self;
@@ -135,17 +135,17 @@ impl Bits for BoolByte {
     }
 }
 
-/// How elements lie in memory and become numbers, `W` at a time. `I` is the instruction set.
+/// How elements are stored and converted to numbers, `W` at a time. `I` is the instruction set.
 pub(super) trait ElementFormat<I, const W: usize> {
-    /// What they are folded in.
+    /// The accumulation type.
     type Number: Number;
-    /// What lies in memory.
+    /// The stored type.
     type Stored: Copy;
     fn widen(stored: [Self::Stored; W]) -> [Self::Number; W];
     fn narrow(numbers: [Self::Number; W]) -> [Self::Stored; W];
 }
 
-/// Elements that are folded as they are.
+/// Elements that are accumulated in their own type.
 pub(super) struct Plain<T>(T);
 
 impl<I, T: Number, const W: usize> ElementFormat<I, W> for Plain<T> {
@@ -202,7 +202,7 @@ impl<I, const W: usize> ElementFormat<I, W> for Bf16 {
 /// float16, converted as the instruction set can.
 pub(super) struct Half;
 
-/// Conversion between float16 and float32, 16 at a time: the one thing that instruction sets differ in here.
+/// Conversion between float16 and float32, 16 at a time: the only code here that differs between instruction sets.
 pub(super) trait HalfConversion {
     fn widen(stored: [u16; 16]) -> [f32; 16];
     fn narrow(numbers: [f32; 16]) -> [u16; 16];

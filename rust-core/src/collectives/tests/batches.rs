@@ -11,7 +11,7 @@ pub(super) fn batches(make: MakeTransports) {
         let job = job(make, size, TIMEOUT);
         on_all(&job, |me, communicator| {
             let mut random = Random(size as u64);
-            // Per collective: what it works on, and what must come out.
+            // For each collective: the buffers, and the expected result.
             let mut requests = Vec::new();
             let mut kept: Vec<(Vec<Memory>, Vec<Vec<u8>>)> = Vec::new();
             for step in 0..60 {
@@ -61,7 +61,7 @@ pub(super) fn batches(make: MakeTransports) {
     }
 }
 
-/// Whoever cannot take part in a batch fails it as a whole, and all are in step afterwards.
+/// A member that cannot take part in a batch fails the whole batch, and all members are in step afterwards.
 pub(super) fn batches_fail_as_one(make: MakeTransports) {
     let job = job(make, 3, TIMEOUT);
     on_all(&job, |me, communicator| {

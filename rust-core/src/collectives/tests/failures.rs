@@ -74,10 +74,10 @@ pub(super) fn failing_members_are_named(make: MakeTransports) {
     on_all(&job, |_, communicator| communicator.run(&Request::Barrier).unwrap());
 }
 
-/// Those who came pass together; who did not come is named, and hears the next call.
+/// Members that have arrived leave the barrier together; a missing member is named, and takes part in the next call.
 pub(super) fn monitored_barriers(make: MakeTransports) {
     let job = job(make, 3, TIMEOUT);
-    // Long enough for whoever comes at once, on a busy machine too.
+    // Long enough for members that arrive at once, on a busy machine too.
     let short = Some(Duration::from_secs(1));
     on_all(&job, |me, communicator| {
         for round in 0..20 {
@@ -161,7 +161,7 @@ pub(super) fn closing_ends_waits(make: MakeTransports) {
     assert_eq!(communicator.run(&Request::Barrier).unwrap_err().code(), Code::Closed);
 }
 
-/// A rank that vanished without a word is found by the timeout.
+/// A rank that stops without a report is found by the timeout.
 #[test]
 fn a_lost_rank_times_out() {
     let net = MockTransport::net(2, MockOptions { seed: 1, max_delay: Duration::ZERO });

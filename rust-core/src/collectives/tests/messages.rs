@@ -1,4 +1,4 @@
-//! The contract of messages between pairs, over every transport: what is cancelled, and what nobody receives.
+//! The contract of point-to-point messages over every transport: cancellation, and messages that no receive matches.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,7 +17,7 @@ impl Pair {
         Self { ends: make(2) }
     }
 
-    /// Brings both ends on until `ready`, or for `limit`; whether it became ready.
+    /// Makes progress on both ends until `ready` returns true or `limit` has passed; returns whether it became ready.
     fn drive(&self, limit: Duration, ready: impl Fn() -> bool) -> bool {
         let start = Instant::now();
         while !ready() {
@@ -50,15 +50,16 @@ fn is_over(message: &Message) -> bool {
 /// When a send is cancelled.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum CancelTime {
-    /// The receiver has its announcement, and no receive.
+    /// The receiver has the announcement, but no receive is posted.
     Announced,
-    /// A receive is matched, and the sender has not heard of it, unless a thread of the transport's brings it on.
+    /// A receive is matched, and the sender does not know it yet, unless a thread of the transport makes progress for
+    /// it.
     Matched,
-    /// Some of it has come.
+    /// A part of the data has arrived.
     UnderWay,
 }
 
-/// `large` bytes ask before they travel, and take several frames.
+/// Messages of `large` bytes are announced before their data is sent, and take several frames.
 pub(super) fn a_cancelled_send_is_withdrawn(make: MakeTransports, large: usize) {
     for when in [CancelTime::Announced, CancelTime::Matched, CancelTime::UnderWay] {
         let pair = Pair::new(make);
@@ -107,15 +108,15 @@ pub(super) fn a_cancelled_send_is_withdrawn(make: MakeTransports, large: usize) 
 }
 
 pub(super) fn messages_that_nobody_receives_are_bounded(make: MakeTransports) {
-    /// One frame on every transport.
+    /// Fits one frame on every transport.
     const BYTES: usize = 1 << 10;
-    /// Twice as many as a receiver keeps.
+    /// Twice the number of messages that a receiver buffers.
     const COUNT: usize = 8 << 10;
     let pair = Pair::new(make);
     let data: Vec<[u8; BYTES]> = (0..COUNT).map(|number| [(number % 251) as u8; BYTES]).collect();
     let sends: Vec<Message> = data.iter().map(|data| pair.send(5, data)).collect();
     let over = || sends.iter().filter(|send| is_over(send)).count();
-    // Until nothing more is taken.
+    // Until the transport accepts no more.
     let mut before = usize::MAX;
     while over() != before {
         before = over();
@@ -131,7 +132,7 @@ pub(super) fn messages_that_nobody_receives_are_bounded(make: MakeTransports) {
         assert!(received == *expected, "message {number}");
     }
     assert!(pair.drive(LIMIT, || over() == COUNT), "{} of {COUNT}", over());
-    // The receiver has returned the room.
+    // The receiver has returned the buffer space.
     let again: Vec<Message> = data[..COUNT / 4].iter().map(|data| pair.send(5, data)).collect();
     assert!(pair.drive(LIMIT, || again.iter().all(is_over)), "room is not returned");
 }

@@ -1,4 +1,5 @@
-//! The contract of collectives, over every transport: threads are ranks, `reference` says what must come out.
+//! The contract of collectives, over every transport: threads are ranks, and `reference` computes the expected
+//! results.
 
 mod batches;
 mod failures;
@@ -143,7 +144,7 @@ fn windows(make: MakeTransports) {
             {
                 let inputs: Vec<_> = (0..size).map(|rank| Memory::random(dtype, elems, rank as u64)).collect();
                 for window in [&first, &window] {
-                    // Places differ between members.
+                    // Offsets differ between members.
                     let offset_bytes = 64 * (me + 1);
                     let bytes = inputs[me].bytes();
                     // SAFETY: the range lies inside the own part, which only a running operation touches.

@@ -36,8 +36,8 @@ pub(super) fn mock(size: usize) -> Vec<Arc<dyn Transport>> {
     MockTransport::net(size, options).into_iter().map(|end| end as Arc<dyn Transport>).collect()
 }
 
-/// Members on several hosts, which are threads all the same: `host` says where each one is, and what `carriers` hold
-/// moves frames between those of different hosts, with a number for each member's process.
+/// Members on several simulated hosts, all of them threads: `host` is the host of each member; `carriers` move frames
+/// between members of different hosts, with a number for each member's process.
 pub(super) fn on_hosts(host: fn(usize) -> usize, carriers: Vec<(Arc<dyn Carrier>, usize)>) -> Vec<Arc<dyn Transport>> {
     let store = LocalStore::default();
     let size = carriers.len();
@@ -61,24 +61,24 @@ pub(super) fn on_hosts(host: fn(usize) -> usize, carriers: Vec<(Arc<dyn Carrier>
     })
 }
 
-/// Hosts that talk through one engine, whose wire leads back to it.
+/// Hosts that communicate through one engine, whose wire leads back to it.
 pub(super) fn over_mpi(size: usize, host: fn(usize) -> usize) -> Vec<Arc<dyn Transport>> {
     let engine = Engine::start(Box::new(loopback::Loopback::default())).expect("a thread can be started");
     on_hosts(host, vec![(engine, 0); size])
 }
 
-/// Hosts that talk over TCP, each member through a port of its own.
+/// Hosts that communicate over TCP, each member through a port of its own.
 pub(super) fn over_tcp(size: usize, host: fn(usize) -> usize) -> Vec<Arc<dyn Transport>> {
     let networks = tcp::networks(size).into_iter().enumerate();
     on_hosts(host, networks.map(|(rank, network)| (network as Arc<dyn Carrier>, rank)).collect())
 }
 
-/// Two members a host, the last of an odd number alone.
+/// Two members on each host; the last of an odd number is alone.
 pub(super) fn pairs(size: usize) -> Vec<Arc<dyn Transport>> {
     over_mpi(size, |member| member / 2)
 }
 
-/// Members dealt to two hosts one by one, so that the order of ranks goes to and fro.
+/// Members assigned to two hosts in turn, so that adjacent ranks are on different hosts.
 pub(super) fn dealt(size: usize) -> Vec<Arc<dyn Transport>> {
     over_mpi(size, |member| member % 2)
 }
@@ -139,7 +139,7 @@ impl Memory {
         Self { words: vec![0; (elems * dtype.size()).div_ceil(16)], elems, dtype }
     }
 
-    /// Values that tell ranks and places apart; floats are finite.
+    /// Values that differ between ranks and positions; floats are finite.
     pub(super) fn random(dtype: DType, elems: usize, seed: u64) -> Self {
         let mut random = Random(seed.wrapping_mul(0x9e3779b97f4a7c15) + 1);
         let mut memory = Self::zeros(dtype, elems);

@@ -1,4 +1,4 @@
-//! The contract of collectives whose outputs are made once their numbers of rows are known.
+//! The contract of collectives that allocate their outputs once the numbers of rows are known.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use crate::buffer::{DType, TensorView};
 use crate::collectives::{MakeOutputs, Request};
 use crate::error::{Code, Error, Result};
 
-/// A batch gives what its collectives give one by one, whichever of them travel together.
+/// A batch gives the results of its collectives one by one, whichever of them are packed.
 /// Memory that is made once its sizes are known.
 #[derive(Debug)]
 struct DelayedOutputs {
@@ -82,7 +82,7 @@ pub(super) fn rows_of_unknown_number(make: MakeTransports) {
             size - 1
         );
         assert!(errors.iter().all(|error| size == 1 || error.as_ref().is_err_and(|error| error.ends_with(&text))));
-        // One member cannot take what it gets; the others hear of that.
+        // One member cannot allocate its output; the others get its error.
         let errors = on_all(&job, |me, communicator| {
             let mut inputs: Vec<_> =
                 (0..size).map(|to| Memory::zeros(DType::Int16, if to == 0 { 1_000_001 } else { 1 })).collect();

@@ -10,7 +10,7 @@ struct Addition {
 
 #define THREADS 256
 
-// As many elements as fill 16 bytes of the narrower type: what a thread adds.
+// The number of elements that one thread adds: as many as fill 16 bytes of the narrower type.
 constexpr int GROUP = 16 / sizeof(ADDEND);
 
 template <typename T> union Group {
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) add_up(const __grid_consta
     for (int lane = 0; lane < GROUP; ++lane) totals.values[lane] = add(totals.values[lane], addends.values[lane]);
     totals.store(total + group * GROUP);
   }
-  // What is no whole group, or all where addresses do not allow for vectors.
+  // The elements after the last whole group, or all elements if the addresses are not aligned for vectors.
   const u64 stride = (u64)gridDim.x * THREADS;
   for (u64 at = groups * GROUP + group; at < sum.elems; at += stride) total[at] = add(total[at], addend[at]);
 }

@@ -1,18 +1,21 @@
-// What members of a group share for operations between peers: flags by which their blocks meet, and staging memory
-// that peers write to. Nobody reads a peer's memory: a write does not wait for the link, a read does.
+// The memory of a member that its peers map: flags by which the blocks of different members synchronise, and staging
+// memory that peers write to. Members only write to a peer's memory and never read from it, because a read waits for
+// the link.
 //
-// - PEER-1: block b of a member meets block b of every other one; what a block reads in its staging was written by the
-//   peers' blocks with the same number.
-// - PEER-2: words of the flags only grow. They carry the number of the call and its fingerprint, so that members that
-//   call different operations find out instead of mixing their data. Nobody goes on to a later call before the others'
-//   words of this one agree with its own, so whoever finds a later word in a flag knows that they did.
-// - PEER-3: staging has two halves, used in turn. A member that meets the others in call k + 1 has finished call k, so
-//   that they may write to its half of call k again in call k + 2.
-// - PEER-4: the number of the call is kept on the device, so a launch that is replayed by a CUDA graph is one more call.
-//   Each block has a copy of its own, and block 0 writes those of the blocks that a launch does not have, so that no block
-//   waits for another of its launch.
-// - PEER-5: whoever waits looks at the abort word of its own host, and gives up when it is set. A member that gave up
-//   once never meets the others again, so that none takes a later call of it for the one that was given up.
+// - PEER-1: block b of a member synchronises with block b of every other member. The data that a block reads in its
+//   staging memory was written by the peers' blocks with the same number.
+// - PEER-2: flags only grow. A flag carries the number of the call and its fingerprint (a hash of its arguments), so
+//   that members that call different operations detect it instead of mixing their data. A member starts a later call
+//   only after all fingerprints of this one agreed. So a member that reads a later number in a flag knows that they
+//   did.
+// - PEER-3: the staging memory has two halves, used in alternation. When all members have synchronised in call k + 1,
+//   they have finished call k, so its half may be overwritten in call k + 2.
+// - PEER-4: the number of the call is stored on the device, so a launch that a CUDA graph replays counts as a new
+//   call. Each block has its own copy. Block 0 also updates the copies of blocks that a launch does not have, so that
+//   no block waits for another block of its launch.
+// - PEER-5: while a block waits, it polls the abort word in its host's memory, and gives up when it is set. A member
+//   that has given up never synchronises with the others again, so that its later calls are not taken for the aborted
+//   one.
 #pragma once
 
 #include "number.cuh"
@@ -76,12 +79,13 @@ struct Call {
     stopped = *(volatile u64 *)&mine->stopped != 0;
   }
 
-  // A member's half for this call.
+  // This member's staging half for this call.
   __device__ Vector *staging(int rank) const {
     return (Vector *)((char *)(peers.arenas[rank] + 1) + (number & 1) * peers.half_bytes);
   }
 
-  // Counts the call, or as many as its rounds. After a meeting, when every thread of the block has read the number.
+  // Counts the call, or as many calls as it has rounds. Called after a synchronisation, when every thread of the
+  // block has read the number.
   __device__ void count(u64 rounds = 1) const {
     const u64 last = number + rounds - 1;
     if (threadIdx.x == 0) mine->calls[blockIdx.x] = last;
@@ -89,8 +93,8 @@ struct Call {
       for (u32 block = gridDim.x + threadIdx.x; block < MAX_BLOCKS; block += blockDim.x) mine->calls[block] = last;
   }
 
-  // Waits until this block of every member has come to `phase` (0 or 1) of the call; what they wrote before is seen
-  // afterwards. False for the whole block if it must give up.
+  // Waits until this block of every member has reached `phase` (0 or 1) of the call; their earlier writes are visible
+  // afterwards. Returns false to the whole block if it must give up.
   __device__ bool meet(int phase) {
     __syncthreads();
     const u64 epoch = 2 * number + phase;
@@ -100,14 +104,15 @@ struct Call {
     return met;
   }
 
-  // Tells this block of every other member that it has come to `epoch`, and what the block wrote to them. Behind a barrier.
+  // Signals to this block of every other member that it has reached `epoch`, which makes its earlier writes visible.
+  // Called behind a barrier of the block.
   __device__ void tell(u64 epoch) const {
     if (stopped || threadIdx.x >= RANKS || threadIdx.x == peers.me) return;
     store_release(&peers.arenas[threadIdx.x]->flags[blockIdx.x][peers.me], word(epoch));
   }
 
-  // Waits until this block of every member has told of `epoch` or a later one. False for the whole block if it must give
-  // up, now and in later calls.
+  // Waits until this block of every member has signalled `epoch` or a later one. Returns false to the whole block if
+  // it must give up, in this and all later calls.
   __device__ bool wait(u64 epoch) {
     bool stop = stopped;
     if (!stop && threadIdx.x < RANKS && threadIdx.x != peers.me) {

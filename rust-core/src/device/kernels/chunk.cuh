@@ -1,7 +1,7 @@
-// What kernels that go from chunk to chunk share: tensors of float32, which are divided into chunks of CHUNK_ELEMS, and the
-// halves of their bits. What a member has crosses the link as two halves; the low ones are left out where all of them
-// are zero in a unit, which they are in numbers that were bfloat16 before: gradients of what autocast casts. So half of the
-// bytes cross the link, and no bit is lost; a unit has a mark that says which it is.
+// Shared by the chunked kernels: tensors of float32 are divided into chunks of CHUNK_ELEMS, and the 32 bits of each
+// number into a high and a low half. The low halves of a unit are not sent if all of them are zero, as in numbers
+// that were converted from bfloat16: gradients of parameters that autocast casts. This halves the bytes on the link
+// without losing a bit. A mark for each unit says whether its low halves were sent.
 #pragma once
 
 #include "arena.cuh"
@@ -29,13 +29,13 @@ struct Chunks {
   Tensor tensors[MAX_TENSORS];
 };
 
-// The chunk of a round: a part of one tensor, or nothing.
+// The chunk of a round: a part of one tensor, or empty.
 template <u64 CHUNK_ELEMS> struct Chunk {
   u32 tensor;
   u64 before; // Chunks of the tensors before this one.
   u64 start;  // First vector.
 
-  // Goes on to chunk `number` of all.
+  // Advances to chunk `number` of all.
   __device__ void seek(const Chunks &all, u64 number) {
     for (; tensor < all.count; ++tensor) {
       const u64 chunks = (all.tensors[tensor].elems + CHUNK_ELEMS - 1) / CHUNK_ELEMS;

@@ -1,12 +1,12 @@
-// All-reduce of many or large tensors of float32 between two members, in chunks: while a block waits for the peer's part of
-// a chunk, it writes its own part of the next one. OP is an operation of number.cuh.
+// All-reduce of many or large tensors of float32 between two members, in chunks: while a block waits for the peer's
+// part of a chunk, it writes its own part of the next one. OP is an operation of number.cuh.
 //
-// - CHK-1: a round is a call of its own in the count of calls (PEER-4), though one launch makes many. Every block makes all
-//   rounds of the launch, some of them without a chunk.
-// - CHK-2: a block has four slots in the peer's staging memory, apart from the halves of other calls. When it writes chunk
-//   c + 1 the peer has told of c - 1, so it has folded c - 3, whose slot that was.
-// - CHK-3: a member tells of a second round once the first one's fingerprints agree. All rounds have the launch's
-//   fingerprint, and a flag that has gone on to a later round is not compared (PEER-2).
+// - CHK-1: each round counts as a call (PEER-4), although one launch makes many rounds. Every block makes all rounds
+//   of the launch, some of them without a chunk.
+// - CHK-2: a block has four slots in the peer's staging memory, separate from the halves of other calls. Before it
+//   writes chunk c + 1, the peer has signalled c - 1, so the peer has reduced c - 3, which used the same slot.
+// - CHK-3: a member signals its second round only after the fingerprints of the first one agreed. All rounds have the
+//   launch's fingerprint; a flag that has advanced to a later round is not compared (PEER-2).
 #define TYPE f32
 #include "chunk.cuh"
 
@@ -15,7 +15,7 @@
 
 constexpr u64 CHUNK_ELEMS = (u64)UNITS * UNIT_VECTORS * LANES;
 constexpr int WARP_UNITS = UNITS / WARPS;
-// Units that a warp loads before it goes on.
+// Number of units that a warp loads before it processes them.
 constexpr int UNROLL = 4;
 static_assert(WARP_UNITS == 8, "the marks of a warp's units are a byte");
 
@@ -71,7 +71,7 @@ static __device__ __forceinline__ u32 write(const Tensor &tensor, u64 start, Slo
   return marks;
 }
 
-// Folds a chunk with what the peer wrote.
+// Reduces a chunk with the values that the peer wrote.
 static __device__ __forceinline__ void fold(const Tensor &tensor, u64 start, const Slot *received, bool mine_first) {
   const u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
   const bool whole_input = aligned(tensor.input), whole_output = aligned(tensor.output);
@@ -103,13 +103,13 @@ static __device__ __forceinline__ void fold(const Tensor &tensor, u64 start, con
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce_chunks(const __grid_constant__ Chunks all) {
-  // By parity of the round: warps of the next one write before the last thread of this one has read.
+  // Two buffers, by parity of the round: warps of the next round write before the last thread of this round has read.
   __shared__ union {
     Vector vector;
     u8 bytes[WARPS];
   } marks[2];
   Call call(all.peers);
-  // A member that gave up writes nothing more: others may still fold what it sent before (PEER-5).
+  // A member that has given up writes nothing more: others may still be reducing what it sent before (PEER-5).
   if (__syncthreads_or(call.stopped)) return;
   const u32 me = all.peers.me, other = 1 - me;
   Chunk<CHUNK_ELEMS> next = {}, last = {};

@@ -1,5 +1,5 @@
-// Element types as they lie in memory, the types they are folded in, and what the operations mean for them: the same
-// as the CPU's kernels (COL-1, COL-2, KER-2). NVRTC brings no headers, so the narrow floats are made here.
+// Element types in memory, their accumulation types, and the operations: the same as the CPU's kernels (COL-1, COL-2,
+// KER-2). NVRTC includes no headers, so the 16-bit floats are defined here.
 #pragma once
 
 typedef unsigned char u8;
@@ -19,10 +19,10 @@ struct truth { u8 byte; };
 struct c64 { f32 re, im; };
 struct c128 { f64 re, im; };
 
-// What is 16 bytes but aligned to 8 only.
+// A type of 16 bytes that is aligned to 8 only.
 struct Pair { u64 words[2]; };
 
-// 16 bytes that move as one.
+// 16 bytes that one instruction loads or stores.
 typedef uint4 Vector;
 
 // From memory to the accumulation type and back, rounding to nearest, ties to even.
@@ -51,7 +51,7 @@ template <> struct Element<bf16> {
   static __device__ f32 widen(bf16 stored) { return __uint_as_float((u32)stored.bits << 16); }
   static __device__ bf16 narrow(f32 number) {
     const u32 bits = __float_as_uint(number);
-    // A NaN keeps its sign and stays one, whatever its low bits.
+    // A NaN stays a NaN with its sign, whatever its low bits.
     const bool nan = (bits & 0x7fffffff) > 0x7f800000;
     const u32 rounded = nan ? bits | 0x400000 : bits + 0x7fff + ((bits >> 16) & 1);
     return {(u16)(rounded >> 16)};

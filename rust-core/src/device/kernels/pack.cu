@@ -25,12 +25,13 @@ template <typename From, typename To> struct Cast {
     return Element<To>::narrow((typename Element<To>::Number)Element<From>::widen(value));
   }
 };
-// Bits are not touched without a cast.
+// Without a cast, bits are copied unchanged.
 template <typename T> struct Cast<T, T> {
   static __device__ T of(T value) { return value; }
 };
 
-// As many as fill 16 bytes of the narrower type, so that its side moves in one access.
+// The number of elements that one thread moves: as many as fill 16 bytes of the narrower type, so that they are one
+// access.
 constexpr int NARROWER = sizeof(FROM) < sizeof(TO) ? sizeof(FROM) : sizeof(TO);
 constexpr int GROUP = 16 / NARROWER;
 

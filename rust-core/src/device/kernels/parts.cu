@@ -1,16 +1,16 @@
 // All-reduce of many or large tensors of float32 between RANKS members, three or more, in chunks of which each member
-// folds a part. OP is an operation of number.cuh.
+// reduces a part. OP is an operation of number.cuh.
 //
-// In round r a block sends the other members' parts of chunk r, folds its own part of chunk r - 1 with what they sent
-// and sends them the result, and takes the results of chunk r - 2. So what crosses the link has a round's time for it.
+// In round r, a block sends the other members' parts of chunk r, reduces its own part of chunk r - 1 and sends the
+// result, and copies the results of chunk r - 2. So all data has a whole round to cross the link.
 //
-// - FOLD-1: a round is a call of its own in the count of calls (CHK-1), and so is one more, in which the last parts are
-//   folded and told of.
-// - FOLD-2: a block has four slots at every member. Whoever tells of round r has folded the chunks up to r - 1, and taken
-//   those up to r - 3. A member that sends chunk r has heard of r - 2, or begins a launch and has heard of all rounds of
-//   the ones before: chunk r - 4 is folded. One that sends results of chunk r - 1 has heard of r - 1: those of r - 5 are
-//   taken.
-// - FOLD-3: a member tells of a second round once the first one's fingerprints agree (CHK-3).
+// - FOLD-1: each round counts as a call (CHK-1), and so does one more round, in which the last parts are reduced and
+//   signalled.
+// - FOLD-2: a block has four slots at every member. A member that signals round r has reduced the chunks up to r - 1
+//   and copied the results up to r - 3. Before a member sends chunk r, it has waited for the others' r - 2, or has
+//   begun a launch and waited for all rounds of the previous one; so chunk r - 4, which used the same slot, is
+//   reduced. Before it sends results of chunk r - 1, it has waited for r - 1; so the results of r - 5 are copied.
+// - FOLD-3: a member signals its second round only after the fingerprints of the first one agreed (CHK-3).
 #define TYPE f32
 #include "chunk.cuh"
 
@@ -21,7 +21,7 @@ constexpr int OTHERS = RANKS - 1, WARP_UNITS = PART_UNITS / WARPS;
 constexpr u64 PART_VECTORS = (u64)PART_UNITS * UNIT_VECTORS, CHUNK_ELEMS = RANKS * PART_VECTORS * LANES;
 static_assert(RANKS > 2 && WARP_UNITS >= 1, "every warp has units");
 
-// What a member sends of another one's part.
+// The part of a chunk that one member sends to another.
 struct Sent {
   Vector highs[PART_UNITS][WARP];
   Vector lows[PART_UNITS][WARP];
@@ -39,10 +39,10 @@ static __device__ __forceinline__ Slot *slot(const Chunks &all, u32 owner, u64 n
   return slots + blockIdx.x * SLOTS + number % SLOTS;
 }
 
-// Of `from` among the others of `owner`.
+// The position of `from` among the members other than `owner`.
 static __device__ __forceinline__ u32 place(u32 from, u32 owner) { return from - (from > owner); }
 
-// Where this thread's warp works in a chunk.
+// The part of a chunk on which this thread's warp works.
 struct Work {
   const Tensor &tensor;
   u64 start; // First vector of the chunk.
@@ -60,7 +60,7 @@ struct Work {
   }
 };
 
-// Sends what this member has of the others' parts. `marks` are of each of them.
+// Sends this member's values of the others' parts. `marks` has the marks for each of them.
 static __device__ __forceinline__ void send(const Chunks &all, const Work &work, u64 number, u8 (*marks)[WARPS]) {
   const u32 me = all.peers.me;
   const bool vectors_are_whole = aligned(work.tensor.input);
@@ -76,7 +76,7 @@ static __device__ __forceinline__ void send(const Chunks &all, const Work &work,
                  work.tensor.elems, vectors_are_whole);
 #pragma unroll
   for (int other = 0; other < OTHERS; ++other) {
-    // Everybody begins with another one.
+    // Each member begins with a different receiver.
     const u32 member = (me + 1 + other) % RANKS;
     Sent &to = slot(all, member, number)->sent[place(me, member)];
     u32 present = 0;
@@ -102,12 +102,12 @@ static __device__ __forceinline__ u32 finish(u32 sum) {
   return __float_as_uint(OP::finish(__uint_as_float(sum), RANKS));
 }
 
-// Folds this member's part in the order of the members (COL-1), and sends the result to all.
+// Reduces this member's part in the order of the members (COL-1), and sends the result to all.
 static __device__ __forceinline__ void fold(const Chunks &all, const Work &work, u64 number) {
   const u32 me = all.peers.me;
   const bool whole_input = aligned(work.tensor.input), whole_output = aligned(work.tensor.output);
   const Slot *mine = slot(all, me, number);
-  // Halves of what was sent; of its own part a member has the two vectors.
+  // The values of other members arrive as halves; this member's own are whole vectors.
   Vector highs[WARP_UNITS][RANKS], lows[WARP_UNITS][RANKS];
 #pragma unroll
   for (int step = 0; step < WARP_UNITS; ++step) {
@@ -153,7 +153,7 @@ static __device__ __forceinline__ void fold(const Chunks &all, const Work &work,
   }
 }
 
-// Takes the others' results.
+// Copies the others' results.
 static __device__ __forceinline__ void take(const Chunks &all, const Work &work, u64 number) {
   const u32 me = all.peers.me;
   const bool vectors_are_whole = aligned(work.tensor.output);
@@ -177,16 +177,16 @@ static __device__ __forceinline__ void take(const Chunks &all, const Work &work,
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce_parts(const __grid_constant__ Chunks all) {
-  // By parity of the round: warps of the next one write before the last thread of this one has read.
+  // Two buffers, by parity of the round: warps of the next round write before the last thread of this round has read.
   __shared__ union {
     Vector vectors[RANKS];
     u8 bytes[RANKS][WARPS];
   } marks[2];
   Call call(all.peers);
-  // A member that gave up writes nothing more: others may still fold what it sent before (PEER-5).
+  // A member that has given up writes nothing more: others may still be reducing what it sent before (PEER-5).
   if (__syncthreads_or(call.stopped)) return;
   const u32 me = all.peers.me;
-  // Those of this round, the one before and the one before that.
+  // The chunks of this round, the previous one and the one before.
   Chunk<CHUNK_ELEMS> now = {}, before = {}, first = {};
   for (u32 round = 0; round <= all.rounds + 1; ++round) {
     const u64 number = call.number + round;

@@ -1,15 +1,16 @@
-// All-reduce and reduce-scatter between peers that write to each other's staging memory. TYPE is an element of number.cuh,
-// OP one of its operations, RANKS the number of members. A reduction to one member is an all-reduce that the others have no
-// output for.
+// All-reduce and reduce-scatter between peers that write to each other's staging memory. TYPE is an element type and
+// OP an operation of number.cuh, RANKS the number of members. A reduction to one member is an all-reduce for which
+// the other members have no output.
 //
-// Every element is folded in rank order in its accumulation type and rounded once (COL-1), by one member (two shots) or by
-// each (one shot), so all members get the same bits, and the CPU's.
+// Every element is reduced in rank order in its accumulation type and rounded once (COL-1), by one member (two-shot)
+// or by each of them (one-shot). So all members get the same bits, equal to the CPU's.
 #include "arena.cuh"
 #include "vectors.cuh"
 
 typedef Element<TYPE>::Number Number;
 
-// Vectors of each member that a thread loads before it folds: some eight loads hide the memory's latency.
+// Number of vectors of each member that a thread loads before it reduces them: about eight loads hide the memory's
+// latency.
 constexpr int UNROLL = RANKS >= 8 ? 1 : 8 / RANKS;
 
 // Mirrored by collectives/cuda/p2p/mod.rs.
@@ -46,12 +47,12 @@ static __device__ __forceinline__ Vector fold(const Vector (&vectors)[RANKS]) {
   return lanes.vector;
 }
 
-// Positions of a message, or of a part of it, that belong to this thread: alike on all members (PEER-1).
+// The positions of a message, or of a part of it, that this thread processes; equal on all members (PEER-1).
 static __device__ __forceinline__ u64 first_position() { return (u64)blockIdx.x * blockDim.x + threadIdx.x; }
 static __device__ __forceinline__ u64 stride() { return (u64)gridDim.x * blockDim.x; }
 
-// Folds `count` vectors: this member's own come from `own`, the others' from what they wrote, `distance` vectors apart.
-// Each result is given to `take` with its position.
+// Reduces `count` vectors: this member's own are at `own`, the others' in the staging memory, `distance` vectors
+// apart. Calls `take` with each result and its position.
 template <typename Own, typename Take>
 static __device__ __forceinline__ void fold_all(const Call &call, u64 distance, u64 count, Own own, Take take) {
   const Vector *received = call.staging(call.peers.me);
@@ -73,8 +74,8 @@ static __device__ __forceinline__ void fold_all(const Call &call, u64 distance, 
   }
 }
 
-// Moves the vectors at `count` positions of every member but this one: `from` a member and a position `to` them, where
-// `has` says that there is something.
+// Copies the vectors at `count` positions for every other member: `from` returns the vector for a member and a
+// position, `to` its destination, and `has` says whether there is one.
 template <typename Has, typename From, typename To>
 static __device__ __forceinline__ void move_all(u32 me, u64 count, Has has, From from, To to) {
   for (u64 at = first_position(); at < count; at += UNROLL * stride()) {
@@ -96,7 +97,7 @@ static __device__ __forceinline__ void move_all(u32 me, u64 count, Has has, From
   }
 }
 
-// Each member writes all of its data to each other one: one meeting, (n - 1) times the bytes.
+// One-shot: each member writes all of its data to each other one. One synchronisation, (n - 1) times the bytes.
 extern "C" __global__ void __launch_bounds__(512) one_shot(const __grid_constant__ AllReduce all) {
   Call call(all.peers);
   const u64 vectors = (all.elems + LANES - 1) / LANES;
@@ -124,7 +125,8 @@ extern "C" __global__ void __launch_bounds__(512) one_shot(const __grid_constant
       [&](u64 at, const Vector &vector) { store(all.output, at, all.elems, whole_output, vector); });
 }
 
-// Each member folds a part of the data, and writes the result to the others: two meetings, 2 (n - 1) / n times the bytes.
+// Two-shot: each member reduces a part of the data, and writes the result to the others. Two synchronisations, 2 (n -
+// 1) / n times the bytes.
 extern "C" __global__ void __launch_bounds__(512) two_shot(const __grid_constant__ AllReduce all) {
   Call call(all.peers);
   const u64 vectors = (all.elems + LANES - 1) / LANES;
@@ -136,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(512) two_shot(const __grid_constant
       me, part, has, [&](int rank, u64 at) { return load(all.input, rank * part + at, all.elems, whole_input); },
       [&](int rank, u64 at, const Vector &vector) { call.staging(rank)[me * part + at] = vector; });
   if (!call.meet(0)) return;
-  // Results lie behind what is to be folded.
+  // Results are stored behind the data to reduce.
   const u64 results = RANKS * part, first = me * part;
   const u64 count = first >= vectors ? 0 : vectors - first < part ? vectors - first : part;
   fold_all(

@@ -1,4 +1,4 @@
-// Tensors of TYPE, in vectors.
+// Access to tensors of TYPE in vectors.
 #pragma once
 
 #include "number.cuh"
@@ -13,7 +13,7 @@ union Lanes {
 
 static __device__ __forceinline__ bool aligned(const void *address) { return (u64)address % 16 == 0; }
 
-// Vector `at` of a tensor that may start anywhere and end inside a vector.
+// Loads vector `at` of a tensor, which may start at any element and end inside a vector.
 static __device__ __forceinline__ Vector load(const TYPE *from, u64 at, u64 elems, bool whole) {
   if (whole && (at + 1) * LANES <= elems) return ((const Vector *)from)[at];
   Lanes lanes;
@@ -24,7 +24,7 @@ static __device__ __forceinline__ Vector load(const TYPE *from, u64 at, u64 elem
   return lanes.vector;
 }
 
-// Nothing, without a tensor.
+// Does nothing without a tensor.
 static __device__ __forceinline__ void store(TYPE *to, u64 at, u64 elems, bool whole, const Vector &vector) {
   if (!to) return;
   if (whole && (at + 1) * LANES <= elems) {

@@ -1,4 +1,4 @@
-//! Communicators that run operations: how they are opened, watched, aborted and closed.
+//! Communicators that run operations: how they are created, polled, aborted and closed.
 
 use std::cell::Cell;
 use std::ffi::c_int;
@@ -11,25 +11,25 @@ use super::parent::{Config, Handle, POLL_NAP, Parent, call, free, state};
 use crate::device::driver::{Context, relaxed};
 use crate::error::{Error, Result};
 
-/// This process's member of a group, which runs operations. Dropped without [`Comm::close`] or [`Comm::abort`] it stays until
-/// the process ends: both may wait, which a drop must not.
+/// This process's communicator of a group, which runs operations. If it is dropped without [`Comm::close`] or
+/// [`Comm::abort`], it stays until the process ends: both may wait, and a drop must not.
 #[derive(Debug)]
 pub struct Comm {
     /// Reentrant, since [`Comm::group`] holds it while its body calls operations.
     operations: ReentrantMutex<Handle>,
     /// Shares its abort flag with `operations` (NCL-4).
     stop: Parent,
-    /// What other groups are made out of.
+    /// The communicator from which other groups' are split.
     parent: Parent,
     context: &'static Context,
 }
 
 impl Comm {
-    /// The communicator for the operations of the group that `parent` has joined as its member `rank`. All members call it. Waits
-    /// for them until `check` fails.
+    /// Creates the communicator for the operations of the group that `parent` has joined as its member `rank`.
+    /// Collective. Waits for the other members until `check` fails.
     ///
     /// # Errors
-    /// [`Error::Device`], or that of `check`, with what is left to abort.
+    /// [`Error::Device`], or that of `check`, with the communicators that must still be aborted.
     pub fn open(
         parent: Parent,
         rank: usize,
@@ -59,7 +59,7 @@ impl Comm {
     /// See [`Parent::split`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`Parent::split`].
     pub fn split(
         &self,
         color_and_key: Option<(usize, usize)>,
@@ -68,15 +68,15 @@ impl Comm {
         self.parent.split(color_and_key, check)
     }
 
-    /// What has gone wrong behind the back of the calls, if something has. Nothing is known while a call is under way.
+    /// Returns NCCL's asynchronous error, if there is one. Returns none while a call is running.
     pub fn async_error(&self) -> Option<Error> {
         let handle = self.operations.try_lock()?;
-        // A communicator that another thread ends has no error of its own.
+        // A communicator that another thread is aborting has no error of its own.
         state(&handle, self.context, "communicating").err().filter(|error| !matches!(error, Error::Closed { .. }))
     }
 
-    /// Runs `body`, whose calls may stay inside of NCCL for as long as a member does not come, on a thread of its own. When `check`
-    /// fails, the communicator is aborted, which brings `body` back.
+    /// Runs `body` on a thread of its own, because its calls may stay inside of NCCL until all members have come. If
+    /// `check` fails, the communicator is aborted, which makes `body` return.
     ///
     /// # Errors
     /// Those of `check` and `body`.
@@ -100,27 +100,27 @@ impl Comm {
         })
     }
 
-    /// Ends every operation, here and on the device, and frees the communicator, whatever another thread does with it (NCL-4).
-    /// Waits for the device to stop. Does nothing the second time.
+    /// Aborts every operation, on the host and on the device, and frees the communicator, whatever other threads do
+    /// with it (NCL-4). Waits for the device to stop. Does nothing on a second call.
     pub fn abort(&self) {
         self.stop.abort();
         free(&self.operations.lock(), self.context, |functions| functions.ncclCommAbort);
         self.parent.abort();
     }
 
-    /// Frees the communicator when its operations are done and NCCL has sent all of their data. The other members do the
-    /// same at about the same time. Where `check` ends that wait, the communicator is aborted. Does nothing the second time,
-    /// or after [`Comm::abort`].
+    /// Frees the communicator when its operations are done and NCCL has sent all of their data. The other members do
+    /// the same at about the same time. If `check` fails, the communicator is aborted instead. Does nothing on a
+    /// second call, or after [`Comm::abort`].
     ///
     /// # Errors
-    /// What ended the wait.
+    /// The error that ended the wait.
     pub fn close(&self, check: impl FnMut() -> Result<()>) -> Result<()> {
         // SAFETY: the communicator exists.
         let finalize = |nccl: &Functions, comm| relaxed(|| unsafe { (nccl.ncclCommFinalize)(comm) });
         match self.interruptible(check, || self.call("closing a group", finalize)) {
             Ok(()) => {
                 free(&self.operations.lock(), self.context, |functions| functions.ncclCommDestroy);
-                // These have run nothing that others wait for.
+                // These have run no operation that other members wait for.
                 self.stop.abort();
                 self.parent.abort();
             }
@@ -133,7 +133,7 @@ impl Comm {
         Ok(())
     }
 
-    /// Runs `body`, whose operations become one: they start together and may depend on each other.
+    /// Runs `body` as an NCCL group: its operations start together and may depend on each other.
     ///
     /// # Errors
     /// Those of `body`, [`Error::Device`].

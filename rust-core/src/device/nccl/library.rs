@@ -1,4 +1,4 @@
-//! The library: where it is found, its functions, and its answers as errors.
+//! The NCCL library: how it is found, its functions, and its result codes as errors.
 
 use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
 use std::path::PathBuf;
@@ -15,8 +15,8 @@ pub(super) const IN_PROGRESS: c_int = 7;
 
 macro_rules! functions {
     ($($name:ident($($argument:ty),*) -> $answer:ty;)*) => {
-        /// NCCL's functions, as its header declares them; answers are numbers here, since a newer NCCL may have more
-        /// of them than an enum lists.
+        /// NCCL's functions, as its header declares them. Result codes are integers here, because a newer NCCL may
+        /// have codes that an enum lacks.
         #[expect(non_snake_case, reason = "NCCL's names")]
         pub(super) struct Functions { $(pub(super) $name: unsafe extern "C" fn($($argument),*) -> $answer,)* }
 
@@ -58,7 +58,7 @@ pub(super) struct Nccl {
     path: String,
 }
 
-/// Loads NCCL; the answer of the first call stays.
+/// Loads NCCL; the first result is cached.
 pub(super) fn nccl() -> Result<&'static Nccl> {
     static ANSWER: OnceLock<Result<Nccl>> = OnceLock::new();
     ANSWER.get_or_init(load).as_ref().map_err(Clone::clone)
@@ -124,14 +124,14 @@ pub fn describe() -> Result<String> {
 
 impl Nccl {
     pub(super) fn check(&self, answer: c_int, comm: ncclComm_t, doing: impl FnOnce() -> String) -> Result<()> {
-        // What is in progress is waited for by `Parent::settle`.
+        // `ncclInProgress` is waited for by `Parent::settle`.
         if answer == SUCCESS || answer == IN_PROGRESS {
             return Ok(());
         }
         // SAFETY: NCCL's strings are static or live until the next error of the thread, and end with a zero.
         let text =
             unsafe { CStr::from_ptr((self.functions.ncclGetErrorString)(answer)) }.to_string_lossy().into_owned();
-        // SAFETY: NCCL accepts null here, and asks no more of a communicator than that it exists.
+        // SAFETY: NCCL accepts null here, and requires of a communicator only that it exists.
         let last = unsafe { (self.functions.ncclGetLastError)(comm) };
         // SAFETY: as above.
         let last = if last.is_null() { "".into() } else { unsafe { CStr::from_ptr(last) }.to_string_lossy() };
@@ -145,7 +145,7 @@ impl Nccl {
 mod tests {
     use super::*;
 
-    /// Where there is an NCCL at all, it is found and has what is needed; no device is needed for that.
+    /// Where NCCL is installed, it is found and has all functions; this needs no device.
     #[test]
     fn the_library_is_new_enough_or_named_as_missing() {
         match describe() {

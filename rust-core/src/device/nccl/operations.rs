@@ -1,4 +1,4 @@
-//! Operations of a communicator, queued into a stream, and the types and reductions that NCCL has.
+//! Operations of a communicator, queued into a stream, and the types and reductions that NCCL supports.
 
 use std::ffi::c_int;
 
@@ -10,14 +10,14 @@ use crate::device::stream::Stream;
 use crate::error::{Error, Result};
 
 impl Comm {
-    /// Queues `output = op over members (input)`. Waits for the members where NCCL is not connected with them yet.
+    /// Queues `output = op over members (input)`. Waits for the other members if NCCL has not connected to them yet.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for what NCCL does not reduce, [`Error::Device`].
+    /// [`Error::Unsupported`] for types or reductions that NCCL lacks, [`Error::Device`].
     ///
     /// # Safety
-    /// Here and below: views are memory of the communicator's device, of equal length where they correspond, until what
-    /// was queued is done; the stream is of that device.
+    /// Here and below: views are memory of the communicator's device, of equal length where they correspond, until
+    /// the queued work is done; the stream belongs to that device.
     pub unsafe fn all_reduce(
         &self,
         input: &TensorView,
@@ -32,7 +32,7 @@ impl Comm {
         })
     }
 
-    /// Queues the same for `root` alone.
+    /// Queues a reduction whose result only `root` gets.
     ///
     /// # Errors
     /// As [`Comm::all_reduce`].
@@ -77,13 +77,13 @@ impl Comm {
         })
     }
 
-    /// Queues the collection of every member's input, as long on all, into `output`.
+    /// Queues `output = inputs of all members, in rank order`; inputs are equally long on all members.
     ///
     /// # Errors
     /// [`Error::Device`].
     ///
     /// # Safety
-    /// As [`Comm::all_reduce`]; at `output` is room for the inputs of all members.
+    /// As [`Comm::all_reduce`]; `output` has space for the inputs of all members.
     pub unsafe fn all_gather(&self, input: &TensorView, output: *mut u8, stream: &Stream) -> Result<()> {
         let (elems, dtype) = moved(input);
         // SAFETY: the caller's promise.
@@ -92,13 +92,13 @@ impl Comm {
         })
     }
 
-    /// Queues `output = op over members (block of this member in input)`; blocks are as long on all members.
+    /// Queues `output = op over members (block of this member in input)`; blocks are equally long on all members.
     ///
     /// # Errors
     /// As [`Comm::all_reduce`].
     ///
     /// # Safety
-    /// As [`Comm::all_reduce`]; at `input` is a block for every member.
+    /// As [`Comm::all_reduce`]; `input` has a block for every member.
     pub unsafe fn reduce_scatter(
         &self,
         input: *const u8,
@@ -113,7 +113,7 @@ impl Comm {
         })
     }
 
-    /// Queues a message to member `to`. Several belong into one [`Comm::group`].
+    /// Queues a message to member `to`. Several messages must be in one [`Comm::group`].
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -128,7 +128,7 @@ impl Comm {
         })
     }
 
-    /// Queues the receipt of a message from member `from`.
+    /// Queues a receive from member `from`.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -148,7 +148,7 @@ fn queue(stream: &Stream) -> sys::cudaStream_t {
     stream.raw() as sys::cudaStream_t
 }
 
-/// A view as what is only moved.
+/// The address, length and type of a view for operations that do not compute.
 fn moved(view: &TensorView) -> (usize, ncclDataType_t) {
     (view.bytes(), ncclDataType_t::ncclUint8)
 }
@@ -166,7 +166,7 @@ pub fn reduction(view: &TensorView, op: ReduceOp) -> Result<(usize, ncclDataType
         Err(Error::Unsupported(format!("NCCL has no reduction `{op}` of {dtype}: move the tensor to the CPU for it")))
     };
     if dtype == DType::Bool {
-        // Values are 0 and 1.
+        // Bools have the values 0 and 1.
         return match op {
             ReduceOp::Sum | ReduceOp::Max | ReduceOp::BitOr => Ok((view.elems(), Type::ncclUint8, Op::ncclMax)),
             ReduceOp::Product | ReduceOp::Min | ReduceOp::BitAnd => Ok((view.elems(), Type::ncclUint8, Op::ncclMin)),
@@ -189,7 +189,7 @@ pub fn reduction(view: &TensorView, op: ReduceOp) -> Result<(usize, ncclDataType
     let op = match op {
         ReduceOp::Sum => Op::ncclSum,
         ReduceOp::Average => Op::ncclAvg,
-        // Not the products of the parts, and there is no order.
+        // Complex products are not products of the components, and complex numbers have no order.
         ReduceOp::Product | ReduceOp::Min | ReduceOp::Max if parts == 2 => return refuse(),
         ReduceOp::Product => Op::ncclProd,
         ReduceOp::Min => Op::ncclMin,

@@ -1,4 +1,4 @@
-//! Handles of communicators, and the communicators that others are made out of.
+//! Handles of NCCL communicators, and the communicators from which others are split.
 
 use std::cell::Cell;
 use std::ffi::{c_char, c_int};
@@ -12,14 +12,14 @@ use crate::device::driver::{Context, relaxed};
 use crate::device::ending;
 use crate::error::{Error, Result};
 
-/// Marks a field of the configuration that NCCL may choose.
+/// The value of a field of the configuration that NCCL may choose itself.
 const UNSET: c_int = c_int::MIN;
-/// The color of a member that gets no communicator.
+/// The color of a member that gets no communicator in a split.
 const NO_COLOR: c_int = -1;
-/// The sleep between two looks at what NCCL's threads, or one of ours, are doing.
+/// Polling interval for NCCL's threads, and for threads of the core inside of NCCL.
 pub(super) const POLL_NAP: Duration = Duration::from_micros(200);
 
-/// `ncclConfig_t` as of 2.18, which every later version accepts: it goes by the size and version inside.
+/// `ncclConfig_t` as of 2.18. Every later version accepts it, because it contains its size and version.
 #[repr(C)]
 pub(super) struct Config {
     size: usize,
@@ -34,7 +34,7 @@ pub(super) struct Config {
 }
 
 impl Config {
-    /// Of a communicator whose calls wait for what they ask for.
+    /// Configuration of a communicator whose calls block.
     pub(super) const BLOCKING: Self = Self {
         size: size_of::<Self>(),
         magic: 0xcafe_beef,
@@ -46,18 +46,18 @@ impl Config {
         net_name: std::ptr::null(),
         split_share: 0,
     };
-    /// Of one that runs no operations, and so needs no more than one channel.
+    /// Configuration of a communicator that runs no operations, so one channel is enough.
     const PARENT: Self = Self { blocking: 0, min_ctas: 1, max_ctas: 1, ..Self::BLOCKING };
-    /// Of one whose splits share its abort flag; they also share its channels.
+    /// Configuration of a communicator whose splits share its abort flag; they also share its channels.
     pub(super) const SHARED: Self = Self { blocking: 0, split_share: 1, ..Self::BLOCKING };
 }
 
-/// What the members of a communicator tell each other before they make it.
+/// NCCL's unique id, which the members of a communicator exchange before they create it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UniqueId([u8; 128]);
 
 impl UniqueId {
-    /// A new one. NCCL starts a thread that serves it.
+    /// Creates an id. NCCL starts a thread that serves it.
     ///
     /// # Errors
     /// [`Error::Unsupported`] without NCCL, [`Error::Device`].
@@ -71,15 +71,15 @@ impl UniqueId {
         Ok(Self(id.internal.map(|byte| byte as u8)))
     }
 
-    /// Its bytes.
+    /// The bytes of the id.
     pub fn bytes(&self) -> &[u8] {
         &self.0
     }
 
-    /// The id with these bytes, which come from another member.
+    /// Creates the id from bytes that another member sent.
     ///
     /// # Errors
-    /// [`Error::Internal`] if their number is wrong.
+    /// [`Error::Internal`] if the number of bytes is wrong.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let bytes = bytes.try_into().map_err(|_| Error::Internal(format!("a unique id of {} bytes", bytes.len())))?;
         Ok(Self(bytes))
@@ -90,10 +90,10 @@ impl UniqueId {
 #[derive(Debug)]
 pub(super) struct Handle(pub(super) Cell<ncclComm_t>);
 
-// SAFETY: NCCL accepts calls for a communicator from any thread, one at a time, which the mutex around it sees to.
+// SAFETY: NCCL accepts calls for a communicator from any thread, one at a time; the mutex around it ensures that.
 unsafe impl Send for Handle {}
 
-/// Runs `call` with a communicator's handle, under its lock.
+/// Calls `call` with a communicator's handle, under its lock.
 pub(super) fn call(
     handle: &Handle,
     context: &Context,
@@ -109,7 +109,7 @@ pub(super) fn call(
     nccl.check(call(&nccl.functions, raw), raw, || format!("{name} on `cuda:{}`", context.device()))
 }
 
-/// Asks for what NCCL's threads have found, and whether they are at work still.
+/// Returns the state of NCCL's threads: an error, in progress, or done.
 pub(super) fn state(handle: &Handle, context: &Context, during: &str) -> Result<bool> {
     let mut state = SUCCESS;
     // SAFETY: the communicator exists, and `state` is valid for the write.
@@ -120,7 +120,7 @@ pub(super) fn state(handle: &Handle, context: &Context, during: &str) -> Result<
     Ok(state == IN_PROGRESS)
 }
 
-/// Frees a communicator with `how`, which `handle` has no more.
+/// Frees a communicator with the NCCL function `how`, after taking it out of `handle`.
 pub(super) fn free(
     handle: &Handle,
     context: &'static Context,
@@ -131,14 +131,14 @@ pub(super) fn free(
     let Ok(_entered) = context.enter() else { return };
     // SAFETY: the handle was taken out under the lock, so no other thread uses or frees the communicator.
     let answer = relaxed(|| unsafe { how(&nccl.functions)(raw) });
-    // Nobody can be told of an error.
+    // The caller cannot handle an error.
     if answer != SUCCESS && answer != IN_PROGRESS {
         tracing::debug!("a communicator of `cuda:{}` ended with NCCL's answer {answer}", context.device());
     }
 }
 
-/// A non-blocking communicator that runs no operations: groups are made out of it, and a [`Comm`]. Dropped without an abort it
-/// stays until the process ends: an abort may wait, which a drop must not.
+/// A non-blocking communicator that runs no operations; a [`Comm`] and other groups' communicators are split from it.
+/// If it is dropped without an abort, it stays until the process ends: an abort may wait, and a drop must not.
 #[derive(Debug)]
 pub struct Parent {
     handle: Mutex<Handle>,
@@ -146,8 +146,8 @@ pub struct Parent {
 }
 
 impl Parent {
-    /// Begins to join a group as member `rank` of `size`, on the device of `context`. Returns at once; nothing but
-    /// [`Parent::settle`] and [`Parent::abort`] may be called before the first has succeeded.
+    /// Starts to join a group as member `rank` of `size`, on the device of `context`. Returns at once. Until
+    /// [`Parent::settle`] has succeeded, only it and [`Parent::abort`] may be called.
     ///
     /// # Errors
     /// [`Error::Unsupported`] without NCCL, [`Error::Device`].
@@ -177,12 +177,12 @@ impl Parent {
         self.context
     }
 
-    /// Divides the members: those that give the same color become one of a communicator of their own, in the order of their
-    /// keys; who gives none gets none. All members call it at the same place of their programs. Waits for all of them until
-    /// `check` fails; this communicator is of no use then and must be aborted.
+    /// Splits the communicator: members with the same color form a new communicator, in the order of their keys; a
+    /// member without a color gets none. Collective. Waits for all members until `check` fails; after that, this
+    /// communicator must be aborted.
     ///
     /// # Errors
-    /// [`Error::Device`]; [`Error::Closed`] after the communicator's end; those of `check`.
+    /// [`Error::Device`]; [`Error::Closed`] if the communicator was freed; those of `check`.
     pub fn split(
         &self,
         color_and_key: Option<(usize, usize)>,
@@ -194,7 +194,7 @@ impl Parent {
         Ok(Some(new))
     }
 
-    /// The handle of a new communicator, which has not settled if it is non-blocking.
+    /// Returns the handle of the new communicator, which is not settled yet if it is non-blocking.
     pub(super) fn divide(
         &self,
         color_and_key: Option<(usize, usize)>,
@@ -220,10 +220,10 @@ impl Parent {
         Ok((!raw.is_null()).then_some(raw))
     }
 
-    /// Waits until NCCL's threads have done what the last call asked for. Looks at `check` meanwhile, and ends with its error.
+    /// Waits until NCCL's threads have completed the last call. Polls `check` meanwhile, and returns its error.
     ///
     /// # Errors
-    /// [`Error::Device`]; [`Error::Closed`] once another thread has ended the communicator; those of `check`.
+    /// [`Error::Device`]; [`Error::Closed`] if another thread has freed the communicator; those of `check`.
     pub fn settle(&self, during: &str, mut check: impl FnMut() -> Result<()>) -> Result<()> {
         while state(&self.handle.lock(), self.context, during)? {
             check()?;
@@ -232,7 +232,7 @@ impl Parent {
         Ok(())
     }
 
-    /// Ends what NCCL's threads do for the communicator, and frees it. Does nothing the second time.
+    /// Aborts NCCL's threads for the communicator, and frees it. Does nothing on a second call.
     pub fn abort(&self) {
         free(&self.handle.lock(), self.context, |functions| functions.ncclCommAbort);
     }

@@ -1,4 +1,4 @@
-//! Asks the user's script for hosts, once a second. The script is a child as others are: nobody waits for it.
+//! Runs the user's host discovery script once a second. It runs as a child process that the driver does not wait for.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -11,14 +11,14 @@ use super::args::HostList;
 use super::hosts::parse;
 use crate::error::{Error, Result};
 
-/// From the start of one run to the start of the next.
+/// Interval between the starts of two runs.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// A script that takes longer is ended.
+/// Time limit of one run.
 const LONGEST_RUN: Duration = Duration::from_secs(60);
 
-/// Where hosts come from.
+/// The source of hosts.
 pub(super) enum Discovery {
-    /// They are always the same, and told once.
+    /// A fixed list, which is reported once.
     Fixed(Option<HostList>),
     Script(Script),
 }
@@ -29,7 +29,7 @@ pub(super) struct Script {
     slots_per_host: Option<usize>,
     run: Option<ScriptRun>,
     next: Instant,
-    /// It has found hosts before.
+    /// Whether a run has found hosts before.
     has_worked: bool,
     last_failure: String,
 }
@@ -43,7 +43,7 @@ struct ScriptRun {
 }
 
 impl Script {
-    /// A script by its path, or a command for the shell.
+    /// The script's path, or a command for the shell.
     pub fn new(script: &OsString, slots_per_host: Option<usize>) -> Self {
         let command = match std::path::absolute(script) {
             Ok(path) if Path::new(script).is_file() => vec![path.into_os_string()],
@@ -55,7 +55,7 @@ impl Script {
 }
 
 impl Discovery {
-    /// When to look again if nothing happens before.
+    /// When to call again if nothing else happens.
     pub fn next(&self) -> Option<Instant> {
         match self {
             Discovery::Fixed(_) => None,
@@ -63,11 +63,11 @@ impl Discovery {
         }
     }
 
-    /// The hosts, if a run has ended since the last call. A failure is passed on as a text to show, and ends the job if the
-    /// script has not worked before.
+    /// Returns the hosts, if a run has ended since the last call. A failed run returns a text to log, and is an error
+    /// if no run has succeeded before.
     ///
     /// # Errors
-    /// [`Error::Config`] for that first failure.
+    /// [`Error::Config`] if the first run fails.
     pub fn poll(&mut self, now: Instant, say: &mut dyn FnMut(String)) -> Result<Option<HostList>> {
         let script = match self {
             Discovery::Fixed(hosts) => return Ok(hosts.take()),
@@ -111,7 +111,7 @@ impl Script {
             }
         }
         let run = self.run.as_mut().expect("it was made above");
-        // The end first, then the output: what it printed before it ended is all there.
+        // Checks for the end first and reads the output afterwards, so that all of it is read.
         let exit = run.process.exit();
         run.read();
         let exit = match exit {

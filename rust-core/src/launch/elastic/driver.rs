@@ -1,43 +1,44 @@
-//! Who works where, and when a new session begins: a state machine without processes, sockets or a clock, so that every
-//! order of events can be tested.
+//! Assigns workers to hosts and decides when a new session begins. A state machine without processes, sockets or a
+//! clock, so that tests can cover every order of events.
 //!
 //! ```text
 //!   starting --enters--> waiting --seated--> training --enters again--> waiting ..
 //!       \_________________\____________________\________ended
 //! ```
 //!
-//! - DRV-1: a session begins when every worker that lives waits for one. So nobody has a part in two.
-//! - DRV-2: ranks go host by host, the oldest host first (HSL-1), but hosts with workers of an earlier session before all
-//!   others, and such workers first on their host. So rank 0 of a later session has the state; without any such worker there
-//!   is none.
-//! - DRV-3: a worker that fails takes its host along: its workers are ended, and the host is banned (HSL-2).
-//! - DRV-4: nothing waits for ever: neither for slots, nor for a worker that does not come back, since both have a time limit.
-//! - DRV-5: a worker that has ended well means that the training is done. No session begins after that.
+//! - DRV-1: a session begins when every live worker waits for one. So no worker takes part in two sessions.
+//! - DRV-2: ranks are assigned host by host, the oldest host first (HSL-1). Hosts with workers of an earlier session
+//!   come before all others, and such workers come first on their host. So rank 0 of a later session has the training
+//!   state, if any worker has it.
+//! - DRV-3: when a worker fails, all workers of its host are ended, and the host is banned (HSL-2).
+//! - DRV-4: waits for slots and for workers that must return have a time limit.
+//! - DRV-5: a worker that has ended with success means that the training is done. No session begins after that.
 
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
 use super::hosts::{HostPool, WorkerSlot};
 
-/// Members of a running session hear again of places that differ from theirs, in case a script lost the first word.
+/// Interval at which members of a running session are notified again of changed places, in case a script missed the
+/// first notification.
 const REPEAT: Duration = Duration::from_secs(5);
 
-/// What the user asked for.
+/// The user's options.
 #[derive(Clone, Debug)]
 pub struct ElasticLimits {
     /// Slots that the first session waits for.
     pub first: usize,
-    /// Slots without which nobody trains.
+    /// Smallest number of slots with which training continues.
     pub least: usize,
-    /// Slots beyond which none is used.
+    /// Largest number of slots that are used.
     pub most: usize,
-    /// Sessions after the first, at most.
+    /// Largest number of sessions after the first.
     pub resets: Option<usize>,
-    /// DRV-4.
+    /// Time limit of waits (DRV-4).
     pub timeout: Duration,
 }
 
-/// Names a worker: a process.
+/// The id of a worker process.
 pub type WorkerId = usize;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,7 +46,7 @@ enum WorkerState {
     Starting,
     Waiting,
     Training,
-    /// It was told to end; how it does tells nothing.
+    /// The driver ended it, so its exit status does not matter.
     Ending,
 }
 
@@ -54,54 +55,54 @@ struct Worker {
     id: WorkerId,
     place: WorkerSlot,
     state: WorkerState,
-    /// It has been in a session.
+    /// It has been in a session, so it has training state.
     is_old: bool,
 }
 
-/// What the driver wants done.
+/// An action that the driver requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum WorkerAction {
     /// Start a process.
     Start {
-        /// Its name from now on.
+        /// Its id.
         worker: WorkerId,
-        /// Where.
+        /// Its host and slot.
         place: WorkerSlot,
-        /// What it will probably be.
+        /// Its expected rank.
         rank: usize,
-        /// Of so many.
+        /// Expected number of ranks.
         size: usize,
     },
     /// End a process.
     Stop {
-        /// Which.
+        /// Its id.
         worker: WorkerId,
     },
-    /// Tell one that waits that there is no place for it.
+    /// Tell a waiting worker that it has been removed from the job.
     Remove {
-        /// Which.
+        /// Its id.
         worker: WorkerId,
     },
     /// Begin a session.
     Seat {
-        /// In the order of ranks.
+        /// The workers in the order of their ranks.
         workers: Vec<WorkerId>,
     },
-    /// Tell those who train.
+    /// Notify the workers of the running session.
     Notify {
         /// Places were removed (1), added (2), or both (3).
         kinds: u8,
     },
-    /// Tell the user.
+    /// Log a text for the user.
     Say(String),
 }
 
-/// How the job ended.
+/// The outcome of the job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JobOutcome {
     /// The training is done.
     Done,
-    /// Why it could not go on.
+    /// The reason why it could not continue.
     Failed(String),
 }
 
@@ -110,25 +111,25 @@ pub enum JobOutcome {
 pub struct Driver {
     limits: ElasticLimits,
     hosts: HostPool,
-    /// Those that have not ended.
+    /// Workers that have not ended.
     workers: Vec<Worker>,
     made: usize,
     sessions: usize,
     succeeded: bool,
-    /// How the first worker failed since a session last began.
+    /// The first failure of a worker since the last session began.
     failure: Option<String>,
-    /// Since when there are too few slots.
+    /// When the number of slots became too small.
     short_since: Option<Instant>,
-    /// Since when somebody waits for a session.
+    /// When the first worker began to wait for a session.
     waiting_since: Option<Instant>,
-    /// The places that those who train were told of, and when.
+    /// The places of which the running session was notified, and when.
     told: Option<(Vec<WorkerSlot>, Instant)>,
     outcome: Option<JobOutcome>,
     actions: Vec<WorkerAction>,
 }
 
 impl Driver {
-    /// A job that may use these hosts and those that are discovered.
+    /// Creates a job that may use these hosts and discovered ones.
     pub fn new(limits: ElasticLimits, hosts: HostPool) -> Self {
         Self {
             limits,
@@ -146,12 +147,12 @@ impl Driver {
         }
     }
 
-    /// What is to be done since the last call, in order.
+    /// Returns the actions since the last call, in order.
     pub fn take_actions(&mut self) -> Vec<WorkerAction> {
         std::mem::take(&mut self.actions)
     }
 
-    /// How the job ended, once it has and no worker is left.
+    /// The outcome, once the job has ended and no worker is left.
     pub fn outcome(&self) -> Option<&JobOutcome> {
         self.outcome.as_ref().filter(|_| self.workers.is_empty())
     }
@@ -168,7 +169,7 @@ impl Driver {
         self.settle(now);
     }
 
-    /// It does not any more, and will ask again or end.
+    /// A worker's request has ended without a place; it asks again or ends.
     pub fn withdrew(&mut self, id: WorkerId, now: Instant) {
         if self.worker(id).is_some_and(|worker| worker.state == WorkerState::Waiting) {
             self.enter(id, WorkerState::Starting);
@@ -176,7 +177,7 @@ impl Driver {
         self.settle(now);
     }
 
-    /// A worker has ended: well, or as `failure` says. `jitter`, 0 to 1, spreads the ends of bans.
+    /// A worker has ended: with success, or as `failure` says. `jitter`, 0 to 1, spreads the ends of bans.
     pub fn ended(&mut self, id: WorkerId, failure: Option<String>, jitter: f64, now: Instant) {
         let Some(index) = self.workers.iter().position(|worker| worker.id == id) else { return };
         let worker = self.workers.remove(index);
@@ -195,7 +196,7 @@ impl Driver {
         self.settle(now);
     }
 
-    /// The user takes a host for a bad one, as if a worker had failed there.
+    /// Bans a host, as if a worker had failed there.
     pub fn ban(&mut self, host: &str, jitter: f64, now: Instant) {
         self.leave(host, jitter, now);
         self.settle(now);
@@ -206,18 +207,18 @@ impl Driver {
         &self.hosts
     }
 
-    /// DRV-3.
+    /// Bans a host and ends its workers (DRV-3).
     fn leave(&mut self, host: &str, jitter: f64, now: Instant) {
         self.hosts.ban(host, now, jitter);
         self.stop(|worker| worker.place.host == host);
     }
 
-    /// The user wants no more, for this reason.
+    /// Ends the job, for this reason.
     pub fn stop_all(&mut self, why: &str) {
         self.end(JobOutcome::Failed(why.to_owned()));
     }
 
-    /// Lets time pass; returns when to call next, at the latest.
+    /// Advances the time; returns the latest time of the next call.
     pub fn tick(&mut self, now: Instant) -> Option<Instant> {
         self.hosts.refresh(now);
         self.settle(now);
@@ -259,7 +260,7 @@ impl Driver {
         }
     }
 
-    /// Does all that can be done now.
+    /// Performs all transitions that are possible now.
     fn settle(&mut self, now: Instant) {
         if self.outcome.is_some() {
             return;
@@ -280,7 +281,7 @@ impl Driver {
         self.begin(&places, now);
     }
 
-    /// DRV-5: who still trains may finish, nobody else is needed.
+    /// After a success, running workers may finish, and the others are ended (DRV-5).
     fn wind_up(&mut self) {
         self.stop(|worker| worker.state == WorkerState::Starting);
         let waiting: Vec<WorkerId> =
@@ -294,7 +295,7 @@ impl Driver {
         }
     }
 
-    /// Why the job cannot go on, if it cannot.
+    /// The reason why the job cannot continue, if there is one.
     fn why_not(&mut self, places: &[WorkerSlot], needed: usize, now: Instant) -> Option<String> {
         let live = || self.workers.iter().filter(|worker| worker.state != WorkerState::Ending);
         let cause = || self.failure.as_ref().map_or_else(String::new, |failure| format!("; first: {failure}"));
@@ -353,7 +354,7 @@ impl Driver {
         if training.is_empty()
             || self.workers.iter().any(|worker| worker.state == WorkerState::Waiting && worker.is_old)
         {
-            // Nobody to tell, or the session has ended already.
+            // No worker to notify, or the session has ended already.
             self.told = None;
             return;
         }
@@ -370,7 +371,7 @@ impl Driver {
         }
     }
 
-    /// DRV-1.
+    /// Begins a session, if all live workers wait for one (DRV-1).
     fn begin(&mut self, places: &[WorkerSlot], now: Instant) {
         let waits = |worker: &Worker| worker.state == WorkerState::Waiting;
         if !self.workers.iter().any(waits) {
@@ -380,7 +381,7 @@ impl Driver {
         if !self.workers.iter().all(waits) {
             let trains = self.workers.iter().any(|worker| worker.state == WorkerState::Training);
             if trains && !self.workers.iter().any(|worker| waits(worker) && worker.is_old) {
-                // A session goes on: new workers wait for its end, however long it takes.
+                // A session is running: new workers wait for its end without a time limit.
                 self.waiting_since = None;
                 return;
             }
@@ -411,7 +412,7 @@ impl Driver {
         for worker in &mut self.workers {
             let WorkerSlot { host, slot } = &worker.place;
             if has_place(worker) {
-                // DRV-2.
+                // Orders the workers by rank (DRV-2).
                 let age = places.iter().position(|place| place.host == *host);
                 seats.push(((!with_state.contains(host), age, !worker.is_old, *slot), worker.id));
             } else {
@@ -432,7 +433,7 @@ impl Driver {
         self.actions.push(WorkerAction::Seat { workers: seats.into_iter().map(|(_, id)| id).collect() });
     }
 
-    /// DRV-4: who has not come back by now is stuck.
+    /// A worker that has not returned in time is ended (DRV-4).
     fn give_up_late(&mut self) {
         let late: Vec<WorkerId> =
             self.workers.iter().filter(|worker| worker.state != WorkerState::Waiting).map(|worker| worker.id).collect();

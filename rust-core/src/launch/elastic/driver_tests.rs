@@ -141,7 +141,7 @@ fn who_does_not_come_back_is_ended() {
 
 #[test]
 fn rank_0_has_the_state_whatever_became_of_the_hosts() {
-    // Its host was gone for a moment, so another has become the oldest.
+    // The host was missing for a moment, so another host is the oldest now.
     let mut job = TestJob::new(1, 1, 9);
     job.hosts("a:1");
     job.enter(&[0]);
@@ -220,8 +220,8 @@ fn a_success_ends_those_that_have_not_begun() {
     assert_eq!(job.driver.outcome(), Some(&JobOutcome::Done));
 }
 
-/// Whatever happens in whatever order: a session has each worker that lives once, in the order of places, rank 0 has been in
-/// the one before if there was one, and the job ends.
+/// For random orders of events: a session has each live worker once, in the order of places; rank 0 has been in the
+/// previous session if there was one; and the job ends.
 #[test]
 fn every_order_of_events_keeps_the_invariants() {
     for seed in 0..400u64 {

@@ -1,8 +1,8 @@
-//! The hosts that a job may use, in the order in which they came, and those that it may not use for a while.
+//! The hosts that a job may use, in the order in which they were found, and banned hosts.
 //!
-//! - HSL-1: a host that stays keeps its place in the order, so the first places always belong to the oldest host.
-//! - HSL-2: a host where a worker failed is not used again before its time is over, or at all if no time is given. It then is
-//!   the youngest.
+//! - HSL-1: a host that remains keeps its place in the order, so the first places always belong to the oldest host.
+//! - HSL-2: a host where a worker failed is banned for a while, or forever if no time is given. When the ban ends, it
+//!   is the youngest host.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -12,16 +12,16 @@ use std::time::{Duration, Instant};
 pub struct WorkerSlot {
     /// The host's name, as discovered.
     pub host: String,
-    /// Which of its slots.
+    /// The slot of the host.
     pub slot: usize,
 }
 
-/// How long a host is not used after its n-th failure: `low` doubled n times, at most `high`.
+/// The duration of a ban after the n-th failure: `low` doubled n times, at most `high`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cooldown {
-    /// The first time, at least.
+    /// Shortest duration.
     pub low: Duration,
-    /// At most.
+    /// Longest duration.
     pub high: Duration,
 }
 
@@ -40,27 +40,27 @@ pub fn jitter() -> f64 {
 #[derive(Clone, Debug)]
 struct Ban {
     failures: u32,
-    /// None: for ever.
+    /// When the ban ends; none if it never does.
     until: Option<Instant>,
 }
 
-/// The hosts of an elastic job with their slots, and the hosts that are excluded for a while.
+/// The hosts of an elastic job with their slots, and the banned hosts.
 #[derive(Clone, Debug)]
 pub struct HostPool {
     cooldown: Option<Cooldown>,
-    /// Oldest first, with slots.
+    /// Hosts with their slots, oldest first.
     order: Vec<(String, usize)>,
     bans: HashMap<String, Ban>,
     discovered: Vec<(String, usize)>,
 }
 
 impl HostPool {
-    /// No host yet. Without `cooldown` a ban is for ever.
+    /// Creates an empty list. Without `cooldown`, bans never end.
     pub fn new(cooldown: Option<Cooldown>) -> Self {
         Self { cooldown, order: Vec::new(), bans: HashMap::new(), discovered: Vec::new() }
     }
 
-    /// Takes what the discovery found. A host that is listed twice has the slots of both lines.
+    /// Updates the list with the discovered hosts. A host that is listed twice has the slots of both lines.
     pub fn discover(&mut self, found: Vec<(String, usize)>, now: Instant) {
         let mut merged: Vec<(String, usize)> = Vec::new();
         for (host, slots) in found {
@@ -73,7 +73,7 @@ impl HostPool {
         self.refresh(now);
     }
 
-    /// Lets time pass: bans end.
+    /// Ends bans whose time is over.
     pub fn refresh(&mut self, now: Instant) {
         let usable = |(host, slots): &&(String, usize)| *slots > 0 && !self.is_banned(host, now);
         let found: Vec<(String, usize)> = self.discovered.iter().filter(usable).cloned().collect();
@@ -86,7 +86,7 @@ impl HostPool {
         self.order = order;
     }
 
-    /// A worker failed there (HSL-2). `jitter` is 0 to 1.
+    /// Bans the host of a failed worker (HSL-2). `jitter` is 0 to 1.
     pub fn ban(&mut self, host: &str, now: Instant, jitter: f64) {
         let failures = self.bans.get(host).map_or(0, |ban| ban.failures);
         let until = self.cooldown.map(|cooldown| now + cooldown.after(failures, jitter));
@@ -94,19 +94,19 @@ impl HostPool {
         self.refresh(now);
     }
 
-    /// When a ban of a host that is there ends next.
+    /// The time at which the next ban of a discovered host ends.
     pub fn next_end(&self, now: Instant) -> Option<Instant> {
         let bans = self.discovered.iter().filter_map(|(host, _)| self.bans.get(host)?.until);
         bans.filter(|until| *until > now).min()
     }
 
-    /// Whether every host that was discovered is banned for ever.
+    /// Whether every discovered host is banned forever.
     pub fn all_lost(&self) -> bool {
         let lost = |host: &str| self.bans.get(host).is_some_and(|ban| ban.until.is_none());
         !self.discovered.is_empty() && self.discovered.iter().all(|(host, _)| lost(host))
     }
 
-    /// Whether a worker failed there and its time is not over.
+    /// Whether the host is banned.
     pub fn is_banned(&self, host: &str, now: Instant) -> bool {
         self.bans.get(host).is_some_and(|ban| ban.until.is_none_or(|until| until > now))
     }
@@ -124,7 +124,7 @@ impl HostPool {
     }
 }
 
-/// Reads the discovery's output: a line is `host:slots`, or `host` where a number is given.
+/// Parses the discovery's output: each line is `host:slots`, or `host` if there is a default number of slots.
 pub(super) fn parse(text: &str, slots_per_host: Option<usize>) -> Result<Vec<(String, usize)>, String> {
     let mut hosts = Vec::new();
     for line in text.lines().map(str::trim).filter(|line| !line.is_empty()) {

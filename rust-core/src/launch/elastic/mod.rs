@@ -1,12 +1,13 @@
-//! `smdrun elastic`: a job whose hosts come and go, and whose workers may die without ending it.
+//! `smdrun elastic`: a job whose hosts are added and removed while it runs, and whose workers may die without ending
+//! it.
 //!
 //! ```text
 //!   discovery script --hosts--> driver --start, stop--> workers            discovery.rs, driver.rs, supervisor.rs
-//!                                 |  \--seats--> rendezvous --rank--> workers that wait
-//!                                 \-----news of hosts------^--> those that train, who then come for new ranks
+//!                                 |  \--places-> rendezvous --rank--> waiting workers
+//!                                 \-----changed hosts------^--> training workers, which then ask for new ranks
 //! ```
 //!
-//! What is decided is in [`driver`], which has no processes and no clock; [`supervisor`] does it.
+//! The decisions are in [`driver`], which has no processes and no clock; [`supervisor`] carries them out.
 
 mod args;
 mod discovery;
@@ -28,7 +29,7 @@ pub(super) fn main(argv: &[OsString]) -> i32 {
     let args = match args::parse(argv) {
         Ok(args) => args,
         Err(usage) => {
-            // What is left to say when not even this can be written?
+            // Nothing can be reported if writing to standard error fails.
             let _ = usage.print();
             return usage.exit_code();
         }

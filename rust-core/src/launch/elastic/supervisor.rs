@@ -1,4 +1,4 @@
-//! Does what the driver decides: starts and ends workers, passes their output on, and gives out ranks.
+//! Carries out the driver's actions: starts and ends workers, forwards their output, and assigns ranks.
 
 use std::collections::{BTreeMap, HashSet};
 use std::ffi::OsString;
@@ -30,11 +30,12 @@ use crate::world::rendezvous::Server;
 use crate::world::rendezvous::job::JobEvent;
 use crate::world::rendezvous::message::HostsUpdated;
 
-/// The longest sleep: an end is noticed in this time even if its SIGCHLD was lost to another thread.
+/// The longest sleep: the end of a child is noticed within this time even if its SIGCHLD was delivered to another
+/// thread.
 const LONGEST_SLEEP: Duration = Duration::from_millis(250);
-/// From SIGTERM to SIGKILL.
+/// Time between SIGTERM and SIGKILL.
 const TERMINATE_TIME: Duration = Duration::from_secs(5);
-/// What a worker without a place gets to end by itself.
+/// How long a worker without a place has to end by itself.
 const FAREWELL_TIME: Duration = Duration::from_secs(30);
 
 /// Runs the job to its end and returns the exit code.
@@ -50,7 +51,7 @@ pub(super) fn run(args: &ElasticArgs) -> Result<i32> {
         (Some(script), _) => Discovery::Script(Script::new(script, args.slots_per_host)),
         (None, hosts) => Discovery::Fixed(hosts.clone()),
     };
-    // First of all: threads that are started later inherit the mask, so signals arrive here only.
+    // Before any thread is started: later threads inherit the signal mask, so signals arrive only here.
     let signals = Signals::take().map_err(|error| Error::io("taking over the signals", error))?;
     let reaper = OrphanReaper::start().map_err(|error| Error::io("starting the orphan reaper", error))?;
     crate::log::start(None);
@@ -60,12 +61,12 @@ pub(super) fn run(args: &ElasticArgs) -> Result<i32> {
         output_dir: args.output_dir.clone(),
         horovod: args.horovod,
         timestamp: args.prefix_timestamp,
-        // What ends such a job is more than one worker's end.
+        // The report of a job names several workers, so the job has a text of its own.
         reason_file: None,
         ssh: Ssh { port: args.ssh_port, identity: args.ssh_identity_file.clone() },
     };
     let secret = environment::random_hex(32)?;
-    // Hosts that need the network may come at any time, but a fixed list says all.
+    // Discovered hosts may be remote at any time; a fixed list shows whether any is.
     let listed = args.hosts.iter().flatten().map(|(host, _)| host.as_str());
     let bind = match args.hosts {
         Some(_) => plan.addresses(listed)?.0,
@@ -111,16 +112,16 @@ struct Running {
     process: Process,
     streams: Streams,
     tail: Tail,
-    /// The rank that it was started for: lines are marked with it.
+    /// The rank for which it was started; its output lines are marked with it.
     rank: usize,
-    /// When it is killed.
+    /// When it gets SIGKILL.
     deadline: Option<(Instant, Signal)>,
 }
 
 struct ElasticSupervisor {
     plan: LaunchPlan,
     max_np: usize,
-    /// What workers hear of the user's patience.
+    /// The grace period of workers, from the command line.
     timeout: Duration,
     driver: Driver,
     discovery: Discovery,
@@ -129,10 +130,10 @@ struct ElasticSupervisor {
     reaper: OrphanReaper,
     workers: BTreeMap<WorkerId, Running>,
     printer: Printer<Stdout, Stderr>,
-    /// Those that workers were started for.
+    /// The hosts for which workers were started.
     ranks: HashSet<usize>,
     start: Instant,
-    /// A signal has asked us to stop.
+    /// A signal has asked the job to stop.
     asked: bool,
 }
 
@@ -165,7 +166,7 @@ impl ElasticSupervisor {
         }
     }
 
-    /// Sleeps until there is a signal, output, events, or `sleep` has passed.
+    /// Sleeps until there is a signal, output, an event, or `sleep` has passed.
     fn wait_for_events(&self, signals: &Signals, sleep: Duration) -> Result<()> {
         let pipes = self.workers.values().flat_map(|worker| worker.streams.pipes());
         let mut fds: Vec<_> = [signals.as_fd(), self.server.bell()]
@@ -187,7 +188,7 @@ impl ElasticSupervisor {
                 self.asked = true;
                 self.driver.stop_all(&format!("stopped by {}", signals::name(other)));
             }
-            // The second one means it.
+            // A second Ctrl-C ends the job at once.
             _ => self.workers.values().for_each(|worker| worker.process.signal(Signal::KILL)),
         }
     }
@@ -211,7 +212,7 @@ impl ElasticSupervisor {
             }
         }
         if !ended.is_empty() {
-            // What they said last.
+            // The workers' remaining output.
             self.read_output();
         }
         for (id, exit) in ended {
@@ -224,7 +225,7 @@ impl ElasticSupervisor {
         Ok(())
     }
 
-    /// Ends what is left of a worker's group.
+    /// Ends the remaining processes of a worker's group.
     fn release(&self, worker: Running) {
         worker.process.signal(Signal::KILL);
         self.reaper.remove(worker.process.pid());
@@ -255,7 +256,7 @@ impl ElasticSupervisor {
             if let (Sink::Stderr, OutputPiece::Line(line), Some(worker)) = (sink, &piece, self.workers.get_mut(&id)) {
                 worker.tail.push(line, at);
             }
-            // Nobody may read us any more; the training goes on.
+            // Output can no longer be written, but the training continues.
             let _ = self.printer.rank(sink, rank, &piece);
         }
     }
@@ -269,7 +270,7 @@ impl ElasticSupervisor {
             match action {
                 WorkerAction::Start { worker, place, rank, size } => match self.start(worker, &place, rank, size) {
                     Ok(started) => drop(self.workers.insert(worker, started)),
-                    // Other hosts may do better.
+                    // The worker could not be started here; other hosts may succeed.
                     Err(error) => self.driver.ended(worker, Some(error.text()), jitter(), Instant::now()),
                 },
                 WorkerAction::Stop { worker } => self.end_at(worker, Instant::now(), Signal::TERM),
@@ -319,13 +320,13 @@ impl ElasticSupervisor {
         const TORCHRUN: [&str; 6] =
             ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
         let mut variables = environment::without_launchers(std::env::vars_os());
-        // The rank changes; who asks for it asks the session.
+        // The rank may change later; scripts ask the session for it.
         TORCHRUN.iter().for_each(|name| drop(variables.remove(std::ffi::OsStr::new(name))));
         variables.entry("OMP_NUM_THREADS".into()).or_insert_with(|| "1".into());
         let seat =
             LocalSeat { host: place.host.clone(), host_index: 0, local: (place.slot, place.slot + 1), cross: (0, 1) };
         let own = seat.horovod_variables().into_iter().chain([
-            // What it starts as: scripts log it.
+            // The initial rank, which scripts log.
             ("HOROVOD_RANK", rank.to_string()),
             ("HOROVOD_SIZE", size.to_string()),
             ("HOROVOD_CONTROLLER", "gloo".to_owned()),

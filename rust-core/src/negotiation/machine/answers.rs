@@ -1,4 +1,4 @@
-//! Answers: what the root makes of what is ready, and what every member does when it hears it, alike on all of them.
+//! Answers: the root's decisions about names that are ready, and their effect, which is equal on all members.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use crate::negotiation::presence;
 use crate::negotiation::stall::REPORT_AFTER;
 
 impl Machine {
-    /// The root's answer to what is ready, if anything is.
+    /// The root's answer to names that are ready on all members, if there are any.
     pub(super) fn decide(&mut self) -> Option<Down> {
         let (mut ready, mut with_neutral) = self.complete();
         let mut failure = None;
@@ -46,7 +46,7 @@ impl Machine {
         Down { number: self.number, limits, ..Down::default() }
     }
 
-    /// Decides what becomes of a name, and in `failure` why everything that waits ends.
+    /// Decides the result of a name; sets `failure` if everything that waits must end.
     fn answer(&self, announcement: Announcement, failure: &mut Option<NegotiationFailure>) -> Response {
         let Announcement { name, mut variants, with_neutral } = announcement;
         let first = &variants[0].description;
@@ -79,7 +79,7 @@ impl Machine {
         format!("{}: {}", first.difference(&variants[1].description), all.join(", "))
     }
 
-    /// Does what an answer says; the same on all members.
+    /// Applies an answer; has the same effect on all members.
     pub(super) fn apply(&mut self, down: Down, now: Duration, actions: &mut Vec<NegotiationAction>) {
         if let Some(limits) = down.limits {
             self.limits = limits;
@@ -176,7 +176,7 @@ impl Machine {
         parts.push((class, bytes, part));
     }
 
-    /// The call of this name that was negotiated is answered; the one behind it is next.
+    /// The current call of this name is answered; the next one is negotiated from now on.
     fn pop(&mut self, name: &Arc<str>, next: &mut Offers) -> Option<SubmissionId> {
         let queue = self.pending.get_mut(name)?;
         self.stall.pending(queue.first.blocking, -1);
@@ -193,7 +193,8 @@ impl Machine {
         Some(ticket)
     }
 
-    /// Makes operations of what was agreed on, alike on all members: the same classes beside each other, as many as fit.
+    /// Turns the agreed names into operations, equally on all members: operations of one class are adjacent and are
+    /// fused up to the limit.
     fn run(&self, mut parts: Vec<(u64, u64, Operand)>, actions: &mut Vec<NegotiationAction>) {
         parts.sort_by_key(|(class, ..)| *class);
         let (mut batch, mut bytes, mut device) = (Vec::new(), 0, false);
@@ -212,7 +213,8 @@ impl Machine {
         }
     }
 
-    /// A name lost its position: who said it by that has said it in words from now on.
+    /// A name was evicted from the cache: ranks that announced it by position count as having announced it by its
+    /// description.
     fn evict(&mut self, old: Evicted) {
         for at in 0..self.sources.len() {
             if self.sources[at].ready.take(old.position) {
@@ -230,8 +232,8 @@ impl Machine {
         }
     }
 
-    /// Ends everything that waits (NEG-5), and returns what has to be said again: calls that are so young that the verdict
-    /// cannot have meant them. A rank may be late for one call, and then come to the next one with the others.
+    /// Fails everything that waits (NEG-5), and returns the calls to announce again: those that are so young that the
+    /// failure cannot refer to them. A rank may be late for one call and then submit the next one with the others.
     fn void(&mut self, failure: &NegotiationFailure, now: Duration, actions: &mut Vec<NegotiationAction>) -> Offers {
         self.void_before = self.number;
         self.named.clear();
@@ -251,7 +253,7 @@ impl Machine {
         if let NegotiationFailure::Stuck { detail, steps } = &failure
             && !steps.is_empty()
         {
-            // Before calls fail: who hears of that may begin its next step at once.
+            // Before calls fail: their callbacks may begin the next step at once.
             let detail = format!("every rank waits, and not all for the same: {detail}");
             actions.push(NegotiationAction::EndSteps(WaitEnd { number: self.number, ranks: steps.clone(), detail }));
         }
@@ -263,7 +265,7 @@ impl Machine {
         self.pending.iter().map(again).collect()
     }
 
-    /// Why ranks that have joined cannot be done without.
+    /// Why the operation cannot run without the ranks that have joined, if it cannot.
     fn refuse_neutral(&self, description: &Description) -> Option<String> {
         let is_supported = |one: &&Description| matches!(one.kind, Kind::AllReduce | Kind::Adasum | Kind::Presence);
         if let Some(one) = description.each().find(|one| !is_supported(one)) {
@@ -272,7 +274,7 @@ impl Machine {
                 "{title} is not supported with Join: some ranks have called `join()`, and `{name}` needs every rank"
             ));
         }
-        // A rank that is unable has joined, so it would have to contribute a neutral element.
+        // A rank without a device has joined, so it would have to contribute a neutral element on a device.
         let rank = self.ranks[self.unable.filter(|_| description.on_device)? as usize];
         let title = description.kind.title();
         Some(format!(

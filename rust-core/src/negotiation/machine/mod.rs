@@ -1,6 +1,6 @@
-//! One member's part of the negotiation, without threads, clocks or messages under way: what happens goes in, what is
-//! to be done comes out. So it runs the same in the thread of a [`super::Negotiator`] and in a simulation of thousands of
-//! ranks.
+//! The state machine of one member's negotiation, without threads, clocks or a transport: events are passed in, and
+//! actions are returned. So the thread of a [`super::Negotiator`] and a simulation of thousands of ranks run the same
+//! code.
 
 mod answers;
 
@@ -19,45 +19,45 @@ use super::tree::Tree;
 use super::tune::{Trial, Tuner};
 use crate::error::{Error, Result};
 
-/// A submission of this member, by the number that its owner gave it.
+/// The id of a submission of this member, assigned by the caller.
 pub(super) type SubmissionId = u64;
 
-/// Calls of this member whose turn has come.
+/// Calls of this member that are answered, in the order in which they run.
 type Offers = Vec<(Arc<str>, Arc<Description>)>;
 
-/// What the owner does next, in this order.
+/// An action for the caller, to be performed in order.
 #[derive(Debug)]
 pub(super) enum NegotiationAction {
-    /// Tells the parent.
+    /// Sends a message to the parent.
     Up(Up),
-    /// Tells every child.
+    /// Sends a message to every child.
     Down(Down),
-    /// Runs these as one operation, after all before.
+    /// Runs these calls as one operation, after all earlier ones.
     Run(Vec<Operand>),
-    /// Ends a submission with an error.
+    /// Fails a submission with an error.
     Fail(SubmissionId, Error),
-    /// Ends what waits and is no name ([`super::OtherWaits::end`]).
+    /// Ends a wait that is not for a name ([`super::OtherWaits::end`]).
     EndSteps(WaitEnd),
-    /// Ends `join`: all have joined, this global rank last.
+    /// Completes `join`: all ranks have joined, this global rank last.
     Joined(usize),
-    /// Tells the user.
+    /// Logs a warning.
     Warn(String),
-    /// Tells the user what else is ended.
+    /// Logs which other waits are ended.
     Blame(String),
-    /// A size of what runs together was tried.
+    /// Logs a fusion size that autotuning tried.
     Tried(Trial),
 }
 
 /// This member's part in one collective of an operation.
 #[derive(Debug)]
 pub(super) enum Operand {
-    /// As it asked for.
+    /// The call that it submitted.
     Own(SubmissionId),
-    /// It has joined, so it contributes what changes nothing, and has no use for the result.
+    /// The member has joined, so it contributes a neutral element and ignores the result.
     Neutral(Arc<Description>),
 }
 
-/// A call of this member that has no answer.
+/// A call of this member that has no answer yet.
 #[derive(Debug)]
 pub(super) struct Submission {
     ticket: SubmissionId,
@@ -66,34 +66,34 @@ pub(super) struct Submission {
     pub(super) since: Duration,
 }
 
-/// The calls of one name: the first is being negotiated, the others come after it (NEG-3).
+/// The calls of one name: the first is being negotiated, the others wait for it (NEG-3).
 #[derive(Debug)]
 pub(super) struct Queue {
     pub(super) first: Submission,
     behind: VecDeque<Submission>,
 }
 
-/// Where news come from: this member itself, or a child that speaks for several ranks.
+/// The source of an announcement: this member itself, or a child, which reports for several ranks.
 #[derive(Debug)]
 struct ReportSource {
     ranks: Range<usize>,
-    /// Ready by cache position, without an answer.
+    /// Cache positions that it announced and that have no answer.
     ready: BitSet,
     with_neutral: BitSet,
-    /// All its ranks have joined.
+    /// Whether all its ranks have joined.
     joined: bool,
-    /// Answers that it has seen.
+    /// Number of answers that it has received.
     heard: u64,
 }
 
-/// A name that somebody announced in words.
+/// A name that some source announced with a description.
 #[derive(Debug, Default)]
 struct NamedCall {
     variants: Vec<Variant>,
     /// Sources that announced it, as bits.
     from: u32,
     with_neutral: bool,
-    /// Passed on to the parent.
+    /// Whether it was announced to the parent.
     sent: bool,
 }
 
@@ -118,39 +118,39 @@ pub(super) struct Machine {
     limits: NegotiationLimits,
     cache: Cache,
     pending: HashMap<Arc<str>, Queue>,
-    /// This member first, then the children.
+    /// Sources: this member first, then its children.
     sources: Vec<ReportSource>,
     named: HashMap<Arc<str>, NamedCall>,
-    /// Names in `named` to look at, because something came for them.
+    /// Names in `named` that got an announcement since the last look.
     fresh: Vec<Arc<str>>,
-    /// Positions that were passed on to the parent.
+    /// Positions that were announced to the parent.
     sent: BitSet,
-    /// Evictions that some child may not have seen (NEG-4), with the number of the answer.
+    /// Evictions that a child may not have seen (NEG-4), with the number of the answer.
     evictions: Vec<(u64, Evicted)>,
-    /// Answers so far.
+    /// Number of answers so far.
     number: u64,
-    /// What was sent before the answer with this number was ended by a failure (NEG-5).
+    /// Announcements from before the answer with this number were ended by a failure (NEG-5).
     void_before: u64,
-    /// `join` was called and is not over; it counts once nothing is pending.
+    /// `join` was called and has not completed; it takes effect once no call is pending.
     joining: bool,
-    /// The rank behind this member that joined last, and whether the parent knows.
+    /// The rank of this subtree that joined last, and whether the parent was told.
     last_joined: usize,
     told_joined: bool,
-    /// Whether this member can take part on devices after it has joined.
+    /// Whether this member can take part in operations on devices after it has joined.
     has_device: bool,
-    /// A rank behind this member that has joined and cannot, and whether the parent knows.
+    /// A rank of this subtree that has joined and cannot, and whether the parent was told.
     unable: Option<u32>,
     told_unable: bool,
     stall: Stall,
-    /// Of the root, if sizes are tried; and the size that its next answer tells.
+    /// The root's autotuning, if enabled, and the fusion size for its next answer.
     tuner: Option<Tuner>,
     next_fusion: Option<u64>,
-    /// For the timeline: names that children said they are ready for, and which members those speak for.
+    /// For the timeline: names that children announced, and the members for which they did.
     log: Option<Vec<(Arc<str>, Range<usize>)>>,
 }
 
 impl Machine {
-    /// The part of the member at `tree`. `limits` are the root's.
+    /// Creates the state of the member at `tree`. `limits` are those of the root.
     pub(super) fn new(tree: Tree, ranks: Arc<[usize]>, limits: NegotiationLimits, patience: Patience) -> Self {
         let source = |ranks| ReportSource {
             ranks,
@@ -188,26 +188,26 @@ impl Machine {
         }
     }
 
-    /// Tries sizes of what runs together; the root's part.
+    /// Enables autotuning of the fusion size; only on the root.
     pub(super) fn tune(&mut self, tuner: Tuner) {
         self.limits.fusion_bytes = tuner.first();
         self.tuner = Some(tuner);
     }
 
-    /// Whether to keep what [`Machine::take_log`] gives.
+    /// Sets whether to record what [`Machine::take_log`] returns.
     pub(super) fn log_ready(&mut self, on: bool) {
         self.log = on.then(Vec::new);
     }
 
-    /// Names that children have said they are ready for, and the members that they speak for.
+    /// Names that children announced, and the members for which they did.
     pub(super) fn take_log(&mut self) -> Vec<(Arc<str>, Range<usize>)> {
         self.log.take().unwrap_or_default()
     }
 
-    /// This member asks for `description` under `name`.
+    /// Submits a call of this member under `name`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] between `join` and its end.
+    /// [`Error::InvalidArgument`] between `join` and its completion.
     pub(super) fn submit(
         &mut self,
         ticket: SubmissionId,
@@ -228,7 +228,7 @@ impl Machine {
             queue.behind.push_back(Submission { ticket, description, blocking, since: now });
             return Ok(());
         }
-        // What the cache knows is not kept twice.
+        // A description that the cache contains is not stored twice.
         let slot = self.cache.position(name).and_then(|position| self.cache.slot(position));
         let (name, description) = match slot {
             Some(slot) if *slot.description == description => (slot.name.clone(), slot.description.clone()),
@@ -248,13 +248,13 @@ impl Machine {
         self.fresh.push(name.clone());
     }
 
-    /// This member becomes ready for a name.
+    /// Marks this member as ready for a name.
     fn offer(&mut self, name: &Arc<str>, description: &Arc<Description>) {
         match self.cache.position(name) {
             Some(position) if self.cache.slot(position).is_some_and(|slot| slot.description == *description) => {
                 self.sources[0].ready.set(position);
                 if self.named.contains_key(name) {
-                    // Somebody behind this member has announced it in words, with another description.
+                    // Some rank of this subtree has announced the name with another description.
                     self.fresh.push(name.clone());
                 }
             }
@@ -262,11 +262,11 @@ impl Machine {
         }
     }
 
-    /// This member has nothing more to do: [`NegotiationAction::Joined`] follows when no member has. `has_device`: it can take part in
-    /// what the others do on devices.
+    /// This member has no further calls: [`NegotiationAction::Joined`] follows when all members have joined.
+    /// `has_device` says whether it can take part in the others' operations on devices.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if it did so already.
+    /// [`Error::InvalidArgument`] if it has joined already.
     pub(super) fn join(&mut self, has_device: bool, now: Duration) -> Result<()> {
         if self.joining {
             return Err(Error::InvalidArgument("`join()` was called while another one waits".into()));
@@ -277,20 +277,20 @@ impl Machine {
         Ok(())
     }
 
-    /// Whether anything of this member waits.
+    /// Whether any call of this member waits.
     pub(super) fn is_waiting(&self) -> bool {
         !self.pending.is_empty() || self.joining
     }
 
-    /// Whether time matters to what others wait for: the root's judgement, or a report that grows old.
+    /// Whether `tick` must be called: this member is the root of a wait, or has a report that is due.
     pub(super) fn has_news(&self) -> bool {
         self.stall.has_reports()
     }
 
-    /// Takes what a neighbour in the tree sent.
+    /// Processes a message of a neighbour in the tree.
     ///
     /// # Errors
-    /// [`Error::Internal`] for what a neighbour cannot have sent.
+    /// [`Error::Internal`] if the message is invalid.
     pub(super) fn receive(
         &mut self,
         from: usize,
@@ -327,7 +327,7 @@ impl Machine {
         if let Some(last) = up.joined {
             self.sources[at].joined = true;
             self.last_joined = last as usize;
-            // Names that waited for these ranks only.
+            // Names that were waiting only for the ranks that have joined.
             self.fresh.extend(self.named.keys().cloned());
         }
         self.unable = self.unable.or(up.unable);
@@ -357,7 +357,8 @@ impl Machine {
     fn hear_ready(&mut self, at: usize, ready: &BitSet, with_neutral: &BitSet) {
         let heard = self.sources[at].heard;
         if self.evictions.iter().any(|(number, _)| *number >= heard) {
-            // The sender's positions may mean what was there before (NEG-4).
+            // The sender may have used a position before it learned that the position was given to another name
+            // (NEG-4).
             for position in ready.iter() {
                 let then = |(number, old): &&(u64, Evicted)| *number >= heard && old.position == position;
                 match self.evictions.iter().find(then) {
@@ -377,12 +378,12 @@ impl Machine {
             self.sources[at].ready.add(ready);
             self.sources[at].with_neutral.add(with_neutral);
         }
-        // Others may have announced such a name in words, with another description.
+        // Other sources may have announced the name with another description.
         let mixed = |name: &&Arc<str>| self.cache.position(name).is_some_and(|position| ready.get(position));
         self.fresh.extend(self.named.keys().filter(mixed).cloned());
     }
 
-    /// A source is ready for a name that it said by position.
+    /// A source announced a name by position.
     fn put_in_words(&mut self, at: usize, name: &Arc<str>, description: &Description, with_neutral: bool) {
         let ranks = RankSet::of(self.sources[at].ranks.clone());
         let named = self.named.entry(name.clone()).or_default();
@@ -399,20 +400,20 @@ impl Machine {
         }
     }
 
-    /// Passes on what has become ready; the root answers it.
+    /// Announces names that have become ready; on the root, answers them.
     pub(super) fn flush(&mut self, now: Duration, actions: &mut Vec<NegotiationAction>) {
         self.note_join();
         if self.tree.parent.is_some() {
             return self.tell_parent(actions);
         }
-        // An answer may be followed at once by the next call of a name, in a group of one.
+        // In a group of one, the next call of a name may be ready right after an answer.
         while let Some(down) = self.decide() {
             self.apply(down, now, actions);
             self.note_join();
         }
     }
 
-    /// This member has joined once nothing of it waits (NEG-6).
+    /// Lets a pending `join` take effect once no call of this member waits (NEG-6).
     fn note_join(&mut self) {
         if self.joining && self.pending.is_empty() && !self.sources[0].joined {
             self.sources[0].joined = true;
@@ -424,7 +425,8 @@ impl Machine {
         }
     }
 
-    /// Cache positions that all ranks behind this member have become ready for, and those of them to which joined ranks contribute.
+    /// Cache positions for which all ranks of this subtree are ready, and those of them to which joined ranks
+    /// contribute.
     fn complete(&mut self) -> (BitSet, BitSet) {
         let (mut complete, mut with_neutral) = Default::default();
         let words = self.sources.iter().map(|source| source.ready.num_words()).max().unwrap_or(0);
@@ -446,7 +448,7 @@ impl Machine {
         (complete, with_neutral)
     }
 
-    /// A name in words that all ranks behind this member have become ready for.
+    /// A name with a description for which all ranks of this subtree are ready.
     fn announcement(&mut self, name: &Arc<str>) -> Option<Announcement> {
         let named = self.named.get(name).filter(|named| !named.sent)?;
         let position = self.cache.position(name);
@@ -505,7 +507,7 @@ impl Machine {
         }
     }
 
-    /// Takes out all calls of this member that have no answer.
+    /// Removes all calls of this member that have no answer.
     pub(super) fn drain(&mut self) -> Vec<(Arc<str>, SubmissionId)> {
         let mut all: Vec<(Arc<str>, SubmissionId)> = Vec::new();
         for (name, queue) in self.pending.drain() {
@@ -519,7 +521,7 @@ impl Machine {
         all
     }
 
-    /// To be called a few times a second: looks at how long names have waited.
+    /// Checks how long names have waited. Called a few times a second.
     pub(super) fn tick(&mut self, now: Duration, waits: Waits, actions: &mut Vec<NegotiationAction>) {
         let joined = self.sources[0].joined;
         let report = self.stall.report(&self.tree, &self.pending, joined, waits, now);

@@ -17,7 +17,7 @@ struct ChunkLayout {
     entry: &'static str,
     /// Elements of a chunk.
     chunk_elems: usize,
-    /// Elements that one block processes in a round.
+    /// Calls, as PEER-4 counts them, that a launch makes in addition to its rounds.
     slot_bytes: usize,
     /// Number of synchronisations of a launch in addition to its rounds.
     more_calls: u32,
