@@ -1,10 +1,10 @@
-//! Which rank holds which part of parameters, gradients and optimizer states that are sharded over ranks.
+//! Which rank holds which part of sharded parameters, gradients and optimizer states.
 //!
 //! Two layouts:
-//! - optimizer state sharding puts all parameters behind each other, and divides the row evenly ([`Shards`]). A rank's
-//!   shard is contiguous; a parameter may lie on several ranks.
-//! - sharded data parallelism divides each parameter by itself ([`shard_elems`]), so that shards of one layer can be
-//!   gathered alone.
+//! - optimizer state sharding concatenates all parameters and divides the result evenly ([`Shards`]). A rank's shard
+//!   is contiguous; a parameter may be divided among several ranks.
+//! - sharded data parallelism divides each parameter separately ([`shard_elems`]), so that the shards of one layer
+//!   can be gathered separately.
 //!
 //! - SHA-1: shards of all ranks have the same size. The last ones are padded.
 
@@ -13,17 +13,17 @@ use crate::error::{Error, Result};
 /// A part of a parameter, in elements of the flattened parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShardPiece {
-    /// Place of the parameter in the list that was divided.
+    /// Position of the parameter in the list.
     pub parameter: usize,
     /// First element.
     pub start: usize,
     /// One past the last element.
     pub end: usize,
-    /// Where the piece begins in its shard.
+    /// Offset of the piece in its shard.
     pub offset: usize,
 }
 
-/// Parameters behind each other, divided evenly over ranks.
+/// Concatenated parameters, divided evenly over ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shards {
     elems: usize,
@@ -31,10 +31,10 @@ pub struct Shards {
 }
 
 impl Shards {
-    /// Divides parameters with so many elements over `ranks`; the size of a shard is a multiple of `alignment`.
+    /// Divides parameters of these sizes in elements over `ranks`; the size of a shard is a multiple of `alignment`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there are no ranks or no alignment.
+    /// [`Error::InvalidArgument`] if there are no ranks, or the alignment is 0.
     pub fn new(sizes: &[usize], ranks: usize, alignment: usize) -> Result<Self> {
         if ranks == 0 || alignment == 0 {
             return Err(Error::InvalidArgument(format!(
@@ -63,13 +63,13 @@ impl Shards {
         self.elems
     }
 
-    /// What each rank holds.
+    /// The pieces of each rank's shard.
     pub fn pieces(&self) -> &[Vec<ShardPiece>] {
         &self.pieces
     }
 }
 
-/// Elements of each rank's shard of a parameter that is divided by itself, padding included.
+/// Number of elements of each rank's shard of a parameter that is divided separately, with padding.
 pub fn shard_elems(size: usize, ranks: usize) -> usize {
     size.div_ceil(ranks)
 }
@@ -77,7 +77,7 @@ pub fn shard_elems(size: usize, ranks: usize) -> usize {
 /// The groups of sharded data parallelism.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ShardingGroups {
-    /// Ranks that hold one model together, neighbours first: they exchange most.
+    /// Ranks that together hold one model. They are adjacent, because they communicate most.
     pub sharding: Vec<Vec<usize>>,
     /// Ranks that hold the same shard.
     pub replication: Vec<Vec<usize>>,

@@ -1,23 +1,23 @@
-//! The `modelparallel` parameters: every key once, with its kind, and the rules between them.
+//! The `modelparallel` parameters: each key is declared once, with its kind and default, and the rules between keys.
 //!
-//! - PAR-1: the launcher hands on only what was given, and always `partitions`. It fills in no defaults: a value from
-//!   the launcher wins over one in the script, and a default must not.
+//! - PAR-1: the launcher passes on only the given keys, and always `partitions`. It adds no defaults, because values
+//!   from the launcher override those of the script, and defaults must not.
 
 use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
 
-/// What a value may be.
+/// The kind of a value.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum ValueKind {
     Bool,
-    /// A whole number of at least this much.
+    /// An integer of at least this value.
     Int(u64),
     /// A number in this range.
     Float(f64, f64),
     Text,
     Choice(&'static [&'static str]),
-    /// `spread`, `cluster` or the letters D, P and T in any order and case.
+    /// `spread`, `cluster`, or the letters D, P and T in any order and case.
     Placement,
 }
 
@@ -26,13 +26,13 @@ enum ValueKind {
 struct ConfigKey {
     name: &'static str,
     kind: ValueKind,
-    /// What the library takes where nobody says anything.
+    /// The default of the library.
     default: DefaultValue,
 }
 
 #[derive(Clone, Copy, Debug)]
 enum DefaultValue {
-    /// It follows from other keys, or there is none.
+    /// There is none, or it follows from other keys.
     None,
     Bool(bool),
     Int(u64),
@@ -44,14 +44,14 @@ const fn key(name: &'static str, kind: ValueKind, default: DefaultValue) -> Conf
     ConfigKey { name, kind, default }
 }
 
-/// A switch that is off unless somebody says otherwise.
+/// A boolean that is false by default.
 const fn switch(name: &'static str) -> ConfigKey {
     key(name, ValueKind::Bool, DefaultValue::Bool(false))
 }
 
 /// Every key, for the launcher and for the library.
 const KEYS: &[ConfigKey] = &[
-    // What a schedule may keep on a rank.
+    // Memory that a schedule may use on a rank.
     key("activation_memory_bytes", ValueKind::Int(1), DefaultValue::None),
     key("active_microbatches", ValueKind::Int(1), DefaultValue::None),
     key("activation_loading_horizon", ValueKind::Int(1), DefaultValue::Int(4)),
@@ -74,7 +74,7 @@ const KEYS: &[ConfigKey] = &[
     switch("offload_activations"),
     key("optimize", ValueKind::Choice(&["memory", "speed"]), DefaultValue::Text("memory")),
     key("partition_file", ValueKind::Text, DefaultValue::None),
-    // Two names of one number.
+    // Two names of the same number.
     key("partitions", ValueKind::Int(1), DefaultValue::None),
     key("pipeline_parallel_degree", ValueKind::Int(1), DefaultValue::Int(1)),
     key(
@@ -96,7 +96,7 @@ const KEYS: &[ConfigKey] = &[
     key("tensor_parallel_degree", ValueKind::Int(1), DefaultValue::Int(1)),
 ];
 
-/// Every key but `partitions`, whose other name is there, with its default; null where there is none, or it follows from others.
+/// All keys except `partitions`, an alias, with their defaults; null if there is none, or it follows from other keys.
 pub fn defaults() -> Map<String, Value> {
     let value = |default| match default {
         DefaultValue::None => Value::Null,
@@ -109,11 +109,11 @@ pub fn defaults() -> Map<String, Value> {
     keys.map(|key| (key.name.to_owned(), value(key.default))).collect()
 }
 
-/// What is given of `parameters`, each value checked by itself and in its normal form. Unknown keys are dropped with a line in
-/// `warnings`, those that start with `_` silently, and so is null where there is no default.
+/// Returns the given `parameters` with validated and normalised values. Unknown keys are dropped with a text in
+/// `warnings`, except keys that start with `_`. Null is dropped, too, for keys without a default.
 ///
 /// # Errors
-/// [`Error::Config`] that names the key, its value and what is allowed.
+/// [`Error::Config`] naming the key, its value and the allowed values.
 pub fn checked(parameters: Map<String, Value>, warnings: &mut Vec<String>) -> Result<Map<String, Value>> {
     let mut given = Map::new();
     for (name, value) in parameters {
@@ -127,7 +127,7 @@ pub fn checked(parameters: Map<String, Value>, warnings: &mut Vec<String>) -> Re
             None => warnings.push(format!("`{name}` is no modelparallel parameter: ignored")),
         }
     }
-    // Scripts and Hugging Face look for the first.
+    // Scripts and Hugging Face look for `partitions`.
     if let (Some(old), Some(new)) = (given.get("partitions"), given.get("pipeline_parallel_degree"))
         && old != new
     {
@@ -138,17 +138,17 @@ pub fn checked(parameters: Map<String, Value>, warnings: &mut Vec<String>) -> Re
     Ok(given)
 }
 
-/// The rules between keys that are given.
+/// Checks the rules between given keys.
 ///
 /// # Errors
-/// [`Error::Config`] that names them.
+/// [`Error::Config`] naming the keys.
 pub fn check_rules(given: &Map<String, Value>) -> Result<()> {
     let mut given = given.clone();
     name_partitions(&mut given);
     ModelParallel { given }.check_rules()
 }
 
-/// The number of partitions under the name by which scripts and Hugging Face look for it.
+/// Adds the number of partitions under the name `partitions`, which scripts and Hugging Face look for.
 fn name_partitions(given: &mut Map<String, Value>) {
     if !given.contains_key("partitions") {
         let new = given.get("pipeline_parallel_degree").cloned();
@@ -156,17 +156,17 @@ fn name_partitions(given: &mut Map<String, Value>) {
     }
 }
 
-/// Checked parameters of a model-parallel job.
+/// Validated parameters of a model-parallel job.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct ModelParallel {
     given: Map<String, Value>,
 }
 
 impl ModelParallel {
-    /// Checks `parameters`; unknown keys are dropped with a line in `warnings`, those that start with `_` silently.
+    /// Validates `parameters`; unknown keys are dropped with a text in `warnings`, except keys that start with `_`.
     ///
     /// # Errors
-    /// [`Error::Config`] that names the key, its value and what is allowed.
+    /// [`Error::Config`] naming the key, its value and the allowed values.
     pub fn new(parameters: Map<String, Value>, warnings: &mut Vec<String>) -> Result<Self> {
         let mut given = checked(parameters, warnings)?;
         name_partitions(&mut given);
@@ -175,7 +175,7 @@ impl ModelParallel {
         Ok(parameters)
     }
 
-    /// What was given, and `partitions` (PAR-1).
+    /// The given keys, and `partitions` (PAR-1).
     pub fn given(&self) -> &Map<String, Value> {
         &self.given
     }
@@ -191,7 +191,7 @@ impl ModelParallel {
         self.given.iter().map(|(key, value)| format!("{key}={}", literal(value))).collect::<Vec<_>>().join(",")
     }
 
-    /// The rules that need the number of processes.
+    /// Checks the rules that depend on the number of processes.
     ///
     /// # Errors
     /// [`Error::Config`] with the sizes.
@@ -260,24 +260,24 @@ impl ModelParallel {
         Ok(())
     }
 
-    /// A degree; all of them are 1 unless given.
+    /// The value of a degree; 1 by default.
     fn degree(&self, key: &str) -> u64 {
         self.given.get(key).and_then(Value::as_u64).unwrap_or(1)
     }
 
-    /// Whether a switch is given and on.
+    /// Whether a boolean is given and true.
     fn is_on(&self, key: &str) -> bool {
         self.given.get(key) == Some(&Value::Bool(true))
     }
 }
 
-/// The value if it is of this kind, in its normal form.
+/// Returns the normalised value if it is of this kind.
 fn check(key: &str, kind: ValueKind, value: Value) -> Result<Value> {
     let expected = match kind {
         ValueKind::Bool if value.is_boolean() => return Ok(value),
         ValueKind::Bool => "true or false".to_owned(),
         ValueKind::Int(least) if value.as_u64().is_some_and(|number| number >= least) => return Ok(value),
-        // A configuration may spell a large count as 5e8.
+        // A configuration may write a large integer as 5e8.
         ValueKind::Int(least) => match value.as_f64() {
             Some(number) if number.fract() == 0.0 && number >= least as f64 && number < 9.0e15 => {
                 return Ok((number as u64).into());
@@ -304,7 +304,7 @@ fn check(key: &str, kind: ValueKind, value: Value) -> Result<Value> {
     Err(Error::Config(format!("`{key}` is {value}: expected {expected}")))
 }
 
-/// The strategy as the library spells it.
+/// Normalises the name of a placement strategy.
 fn placement(text: &str) -> Option<String> {
     if matches!(text, "cluster" | "spread") {
         return Some(text.to_owned());

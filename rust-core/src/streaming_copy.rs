@@ -1,5 +1,5 @@
-//! Copies for the two ends of an exchange. What each of them gains over `memcpy` was measured on a Zen 4 server at
-//! 25 MiB: fetching ahead makes publish-and-fold 15 % faster, streaming makes the copy out 1.4 times as fast.
+//! Copies into and out of shared memory. Measured against `memcpy` on a Zen 4 server at 25 MiB: prefetching makes
+//! publish-and-fold 15 % faster, and streaming stores make the copy out 1.4 times as fast.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Instant;
@@ -8,27 +8,27 @@ use std::time::Instant;
 #[cfg(target_arch = "x86_64")]
 const AHEAD_BYTES: usize = 4096;
 
-/// Copies chunks to where peers read them, by ordinary stores or past the caches: whichever is faster at present. One
-/// for each group, used by one thread at a time.
+/// Copies chunks to memory that peers read, by ordinary or by streaming stores, whichever is faster at present. Each
+/// group has one, which one thread at a time uses.
 ///
-/// Note "stores". A line that a peer has read is in that peer's cache, and an ordinary store must take it back first.
-/// Cores that share a cache do so at 10 to 25 GB/s, and the chunk then stays in that cache for its readers. Cores that
-/// share none (two sockets, or two chiplets of one) do so at 2.3 GB/s on the same server, while streaming stores drop the
-/// peer's copy and go to memory at 28 GB/s. Nothing says which it is; a virtual machine even changes from one to the
-/// other while it runs. So the start of a copy is timed.
+/// Note "stores". A cache line that a peer has read is in that peer's cache, and an ordinary store must first
+/// invalidate it there. Cores that share a cache do so at 10 to 25 GB/s, and the chunk then stays in that cache for
+/// its readers. Cores that share none (two sockets, or two chiplets of one) do so at 2.3 GB/s on the same server,
+/// while streaming stores invalidate the peer's copy and write to memory at 28 GB/s. The system does not report which
+/// case applies, and in a virtual machine it may change at run time. So the start of a copy is timed.
 #[derive(Debug, Default)]
 pub(crate) struct Publisher {
-    /// Copies that still go past the caches before the next one is timed.
+    /// Number of copies with streaming stores until the next one is timed.
     streams: AtomicU32,
 }
 
-/// Copies of less are not timed.
+/// Smaller copies are not timed.
 const TIMED_BYTES: usize = 8 << 10;
-/// How much of a copy is timed: in the slow case, about 3 us.
+/// Number of bytes that are timed: about 3 us in the slow case.
 const TRIAL_BYTES: usize = 8 << 10;
-/// Slower than this, 4.3 GB/s, is the slow case: from memory it is twice as fast.
+/// Bandwidth limit of the slow case, 4.3 GB/s; copies from memory are twice as fast.
 const SLOW_NANOSECONDS_A_LINE: u128 = 15;
-/// Copies after a slow trial before the next.
+/// Number of copies after a slow trial until the next one.
 const STREAMS_A_TRIAL: u32 = 32;
 
 impl Publisher {
@@ -37,7 +37,7 @@ impl Publisher {
         self.streams.load(Ordering::Relaxed) > 0
     }
 
-    /// Copies a chunk that this core reads soon again to where peers read it next.
+    /// Copies a chunk that this core reads again soon to memory that peers read next.
     ///
     /// # Safety
     /// `from` is valid for reads and `to` for writes of `bytes` bytes; they do not overlap.
@@ -87,8 +87,8 @@ unsafe fn plain(from: *const u8, to: *mut u8, bytes: usize) {
     }
 }
 
-/// Copies past the caches, so that the target's old contents are neither fetched nor taken back from anybody: for what
-/// nobody reads soon, or what a far core reads next.
+/// Copies with streaming stores, so that the destination's cache lines are neither read nor invalidated in another
+/// cache: for data that is not read soon, or that another socket's core reads next.
 ///
 /// # Safety
 /// As [`Publisher::publish`].
@@ -105,7 +105,8 @@ pub(crate) unsafe fn stream(from: *const u8, to: *mut u8, bytes: usize) {
     }
 }
 
-/// The loop of [`stream`] for one instruction set: whole lines by `$line(from, to)`, where `to` is aligned to 64.
+/// The loop of [`stream`] for one instruction set: `$line(from, to)` copies one cache line; `to` is aligned to 64
+/// bytes.
 #[cfg(target_arch = "x86_64")]
 macro_rules! streaming {
     ($name:ident, $feature:literal, $line:expr) => {
@@ -123,7 +124,7 @@ macro_rules! streaming {
                     _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(at + AHEAD_BYTES).cast());
                     $line(from.add(at), to.add(at));
                 }
-                // Streaming stores are ordered with nothing else, and an arrival must not overtake them.
+                // Streaming stores are weakly ordered, and an arrival must not overtake them.
                 _mm_sfence();
                 let done = head + whole;
                 std::ptr::copy_nonoverlapping(from.add(done), to.add(done), bytes - done);

@@ -1,4 +1,4 @@
-//! The timeline: what each rank did when, as a Chrome trace that Perfetto opens (`SMD_TIMELINE`).
+//! The timeline: what each rank does over time, as a Chrome trace for Perfetto (`SMD_TIMELINE`).
 //!
 //! ```text
 //! [
@@ -6,11 +6,11 @@
 //! {"name":"reducing","ph":"X","pid":1,"tid":2000,"ts":123.456,"dur":7.890,"args":{"bytes":1048576}},
 //! ```
 //!
-//! - TRC-1: all ranks of a host append to one file, complete lines in one write each, so that lines never mix. The
-//!   format allows a list without its end, so a killed rank leaves a readable file.
-//! - TRC-2: time is CLOCK_MONOTONIC, which all processes of a host share; a rank is a process of the trace.
-//! - TRC-3: off, a span costs one atomic load. On, it costs two clock readings and a message to the writer thread; if
-//!   that thread cannot keep up, events are dropped and counted, and nobody waits.
+//! - TRC-1: all ranks of a host append to one file, in one write for each complete line, so that lines never mix. The
+//!   format allows a missing end of the list, so the file of a killed rank is readable.
+//! - TRC-2: times are CLOCK_MONOTONIC, which all processes of a host share; each rank is a process of the trace.
+//! - TRC-3: without a timeline, a span costs one atomic load. With one, it costs two clock readings and a message to
+//!   the writer thread. If that thread falls behind, events are dropped and counted; no caller waits.
 
 use std::collections::HashSet;
 use std::fmt::Write as _;
@@ -25,7 +25,7 @@ use parking_lot::{Mutex, RwLock};
 use crate::config;
 use crate::error::{Error, Result};
 
-/// Events that may wait for the writer.
+/// Number of events that may wait for the writer.
 const QUEUE: usize = 1 << 14;
 
 static ENABLED: AtomicBool = AtomicBool::new(false);
@@ -33,29 +33,29 @@ static DROPPED: AtomicU64 = AtomicU64::new(0);
 static SENDER: RwLock<Option<Sender<WriterMessage>>> = RwLock::new(None);
 static WRITER: Mutex<Option<JoinHandle<()>>> = Mutex::new(None);
 
-/// A line of the picture.
+/// The track of an event in the trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Track {
     /// Operations of a communicator, by its id.
     Group(u64),
-    /// A bucket of a reducer, which is told by its communicator's id.
+    /// A bucket of a reducer.
     Bucket {
-        /// The communicator's id.
+        /// The id of the reducer's communicator.
         reducer: u64,
         /// Position in the plan.
         bucket: usize,
     },
-    /// A stage of a pipeline, by its place in the graph.
+    /// A stage of a pipeline, by its index in the graph.
     Stage(u64),
 }
 
 impl Track {
-    /// A number that is unique in the process for groups and buckets of ordinary sizes; used for the order of lines.
+    /// A number for the order of tracks; unique in the process for groups and buckets of ordinary sizes.
     fn id(self) -> u64 {
         match self {
             Track::Group(id) => (id % 1_000_000) * 1000,
             Track::Bucket { reducer, bucket } => (reducer % 1_000_000) * 1000 + 1 + bucket as u64,
-            // Above all groups.
+            // After all groups.
             Track::Stage(stage) => 1_000_000_000 + stage,
         }
     }
@@ -70,14 +70,14 @@ impl Track {
     }
 }
 
-/// The name of a line that says from which other stage a stage of a pipeline takes values, and the number's name in it.
+/// Name of the event that shows which stages a stage gets values from, and of its argument.
 pub const TAKES: &str = "takes";
-/// The name of a line about a call that left the pipeline: all ranks waited for one of them.
+/// Name of the event of a call that left the pipeline: all ranks waited for one of them.
 pub const SYNCHRONOUS: &str = "synchronous";
 /// See [`TAKES`].
 pub const TAKES_FROM: &str = "stage";
 
-/// A number that says more about a span, such as `("bytes", 1024)`.
+/// An argument of an event, such as `("bytes", 1024)`.
 pub type Arg = Option<(&'static str, u64)>;
 
 struct TraceEvent {
@@ -105,8 +105,8 @@ pub fn now() -> u64 {
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// Records that `name` lasted from `start` to `end` (of [`now`]). Does nothing while the timeline is off, or if `start`
-/// is zero, which is what is left when it was switched on in between.
+/// Records that `name` lasted from `start` to `end` (of [`now`]). Does nothing without a timeline, or if `start` is
+/// zero, because the timeline was started in between.
 pub fn complete(name: &'static str, track: Track, start: u64, end: u64, arg: Arg) {
     if !enabled() || start == 0 {
         return;
@@ -118,7 +118,7 @@ pub fn complete(name: &'static str, track: Track, start: u64, end: u64, arg: Arg
     }
 }
 
-/// Something that lasts as long as this value.
+/// Records an event that lasts as long as this value.
 #[derive(Debug)]
 #[must_use = "the span ends when the value is dropped"]
 pub struct Span {
@@ -151,7 +151,8 @@ impl Drop for Span {
 pub fn start(rank: usize, first: bool) -> Result<()> {
     let Some(path) = config::TIMELINE.text() else { return Ok(()) };
     let open = |truncate: bool| {
-        // Append mode makes each write a line of its own, whoever else writes (TRC-1); it excludes `truncate`.
+        // In append mode, concurrent writes of several processes do not overwrite each other (TRC-1); it excludes
+        // `truncate`.
         let file = OpenOptions::new().create(true).append(true).open(&path)?;
         if truncate {
             file.set_len(0)?;
@@ -183,7 +184,7 @@ pub fn stop() {
         let _ = sender.send(WriterMessage::Stop);
     }
     if let Some(writer) = WRITER.lock().take() {
-        // A writer that panicked has lost its events; the job is more important than its timeline.
+        // A writer that panicked has lost its events, but the job continues.
         let _ = writer.join();
     }
     let dropped = DROPPED.swap(0, Ordering::Relaxed);
@@ -200,7 +201,7 @@ fn write(receiver: &Receiver<WriterMessage>, mut file: &File, rank: usize) {
         r#"{{"name":"process_name","ph":"M","pid":{rank},"args":{{"name":"rank {rank}"}}}},
 {{"name":"process_sort_index","ph":"M","pid":{rank},"args":{{"sort_index":{rank}}}}},"#
     );
-    // Blocks for the first message of a batch, takes what else is there, and writes it at once.
+    // Waits for the first message of a batch, adds all further ones that are there, and writes them together.
     let mut running = true;
     while running {
         if !lines.is_empty() {

@@ -54,25 +54,25 @@ pub struct Stage {
 /// Transfers between ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LinkCost {
-    /// From the end of the sender's task to the start of the receiver's, in the unit of [`Costs`].
+    /// Latency: time from the end of the sender's task to the start of the receiver's, in the unit of [`Costs`].
     pub latency: u64,
-    /// Bytes in one unit of time; 0 is without limit.
+    /// Bandwidth: bytes in one unit of time; 0 means unlimited.
     pub bytes_per_tick: u64,
 }
 
 impl LinkCost {
-    /// How long `bytes` take.
+    /// Time to transfer `bytes` bytes.
     pub fn time(&self, bytes: u64) -> u64 {
         self.latency + bytes.checked_div(self.bytes_per_tick).unwrap_or(0)
     }
 }
 
-/// Which rank has which stage of a chain.
+/// The assignment of a chain's stages to ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StagePlacement {
     /// Stage `i` is on rank `i % ranks`: 0 1 2 0 1 2.
     Looped,
-    /// There and back: 0 1 2 2 1 0, so that the loss is where the input is.
+    /// Forth and back: 0 1 2 2 1 0, so that the rank with the input also computes the loss.
     There,
 }
 
@@ -82,17 +82,17 @@ pub struct Graph {
     ranks: usize,
     microbatches: usize,
     stages: Vec<Stage>,
-    /// For each stage, who takes a value of it, and how large it is.
+    /// For each stage, the stages that use its value, with the value's size.
     consumers: Vec<Vec<(usize, u64)>>,
     link: LinkCost,
 }
 
 impl Graph {
-    /// A graph of `stages` (GRAPH-1) that each of `microbatches` passes.
+    /// A graph of `stages` (GRAPH-1) for `microbatches` microbatches.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if a stage is on no rank, an edge leads backwards, or a stage with a backward
-    /// feeds only stages without one.
+    /// [`Error::InvalidArgument`] if a stage is on no rank, an edge leads backwards, or only stages without a
+    /// backward use the values of a stage with one.
     pub fn new(ranks: usize, microbatches: usize, stages: Vec<Stage>, link: LinkCost) -> Result<Self> {
         let mut consumers = vec![Vec::new(); stages.len()];
         if ranks == 0 || microbatches == 0 || stages.is_empty() {
@@ -130,7 +130,7 @@ impl Graph {
         Ok(Self { ranks, microbatches, stages, consumers, link })
     }
 
-    /// A chain of `chunks` stages on each of `ranks` ranks, all alike.
+    /// A chain with `chunks` equal stages on each of `ranks` ranks.
     ///
     /// # Errors
     /// As [`Graph::new`].
@@ -158,18 +158,18 @@ impl Graph {
         Self::new(ranks, microbatches, stages, LinkCost::default())
     }
 
-    /// The same graph with another price of transfers.
+    /// The same graph with another cost of transfers.
     pub fn with_link(mut self, link: LinkCost) -> Self {
         self.link = link;
         self
     }
 
-    /// Ranks of the pipeline.
+    /// Number of ranks of the pipeline.
     pub fn ranks(&self) -> usize {
         self.ranks
     }
 
-    /// Microbatches of a step.
+    /// Number of microbatches of a step.
     pub fn microbatches(&self) -> usize {
         self.microbatches
     }
@@ -179,17 +179,17 @@ impl Graph {
         &self.stages
     }
 
-    /// One of them.
+    /// The stage with this index.
     pub fn stage(&self, index: usize) -> &Stage {
         &self.stages[index]
     }
 
-    /// Stages that take a value of `stage`, with its size.
+    /// Stages that use a value of `stage`, with its size.
     pub fn consumers(&self, stage: usize) -> &[(usize, u64)] {
         &self.consumers[stage]
     }
 
-    /// Price of transfers.
+    /// Cost of transfers.
     pub fn link(&self) -> LinkCost {
         self.link
     }
@@ -199,7 +199,7 @@ impl Graph {
         if self.stages[from].rank == self.stages[to].rank { 0 } else { self.link.time(bytes) }
     }
 
-    /// Work of each rank in one step.
+    /// Compute time of each rank in one step.
     pub fn work(&self) -> Vec<u64> {
         let mut work = vec![0; self.ranks];
         for stage in &self.stages {
@@ -209,8 +209,8 @@ impl Graph {
         work
     }
 
-    /// For each stage, on how many ranks in a row the value that it makes is worked on until there is a loss, itself
-    /// included: 1 for a stage whose values go nowhere else.
+    /// For each stage, the number of consecutive ranks on which its value is processed until the loss, including its
+    /// own: 1 for a stage whose values no other stage uses.
     pub fn heights(&self) -> Vec<usize> {
         let mut heights = vec![1; self.stages.len()];
         for index in (0..self.stages.len()).rev() {

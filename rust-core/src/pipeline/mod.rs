@@ -1,23 +1,24 @@
-//! Pipelines: which rank does what, in which order, when a model is spread over ranks and a batch is cut into
-//! microbatches.
+//! Pipelines: the order of computations and transfers on each rank, when a model is spread over ranks and a batch is
+//! split into microbatches.
 //!
 //! ```text
 //!   StageGraph ──> Graph ── schedule::plan ──> Program ── validate ──> executed
 //!   (tasks in   (stages, edges,            (one list of              |
-//!    stages)     microbatches)              actions a rank)          └─ simulate ──> Timeline: bubble, memory, picture
+//!    stages)     microbatches)              actions per rank)          └─ simulate ──> Timeline: bubble, memory, picture
 //! ```
 //!
-//! `operations` does the first part for steps that come as one graph, gradients and all.
+//! `operations` derives the stages for steps that are recorded as one graph with gradients.
 //!
-//! Everything here is a value: no process, no tensor. Every rank plans for itself and comes to the same program, so
-//! nobody asks anybody for an order.
+//! All types here are values, without processes or tensors. Every rank computes the same program by itself, so no
+//! messages are needed to agree on it.
 //!
-//! - PIPE-1: a program is a projection of one order of all actions of all ranks that respects every dependency.
-//!   So it cannot deadlock, whatever tasks and transfers cost when it is executed.
+//! - PIPE-1: there is one order of all actions of all ranks that respects every dependency, and each rank's list is
+//!   its part of that order. So a program cannot deadlock, whatever its tasks and transfers cost.
 //! - PIPE-2: messages between two ranks are sent and received in the same order, in each direction.
-//! - PIPE-3: a program is a function of the graph, the schedule and the bounds alone; no clock, no hash order.
-//! - PIPE-4: microbatches pass each stage in order, forwards and backwards, so that gradients are always added up in
-//!   the same order.
+//! - PIPE-3: a program depends on the graph, the schedule and the bounds only, and not on a clock or the order of a
+//!   hash map.
+//! - PIPE-4: microbatches pass each stage in order, in forwards and backwards, so that gradients are always
+//!   accumulated in the same order.
 
 mod action;
 mod draw;

@@ -6,22 +6,23 @@ use std::str::FromStr;
 use super::Action;
 use crate::error::{Error, Result};
 
-/// What each rank does, in its order. Its text has a line for each rank, `rank: actions`, and parses back.
+/// The actions of each rank, in order. The text form has a line for each rank, `rank: actions`, and can be parsed
+/// back.
 ///
-/// A receive says when a message is needed. Messages between two ranks come in the order of their receives (PIPE-2),
-/// so whoever executes a program may let them come before.
+/// A receive marks where a message is needed. Messages between two ranks arrive in the order of their receives
+/// (PIPE-2), so an executor may post receives earlier.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Program {
     ranks: Vec<Vec<Action>>,
 }
 
 impl Program {
-    /// Of these lists.
+    /// A program with these lists.
     pub fn new(ranks: Vec<Vec<Action>>) -> Self {
         Self { ranks }
     }
 
-    /// The lists.
+    /// The lists of all ranks.
     pub fn ranks(&self) -> &[Vec<Action>] {
         &self.ranks
     }
@@ -31,7 +32,7 @@ impl Program {
         &self.ranks[rank]
     }
 
-    /// Without transfers, which follow from the rest.
+    /// Removes the transfers, which follow from the computations.
     pub fn computations(&self) -> Self {
         let keep = |actions: &Vec<Action>| actions.iter().filter(|action| action.kind.computes()).copied().collect();
         Self { ranks: self.ranks.iter().map(keep).collect() }

@@ -1,5 +1,5 @@
-//! `smdrun report`: a pipeline as it ran, beside what the same programs would have taken if each task always took its mean
-//! time and transfers none.
+//! `smdrun report`: shows a pipeline as it ran, and as a simulation of the same programs in which each task takes its
+//! mean time and transfers take none.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::path::PathBuf;
@@ -33,7 +33,7 @@ pub(crate) struct ReportArgs {
     svg: Option<PathBuf>,
 }
 
-/// A line of the trace, as far as it matters here.
+/// An event of the trace, with the fields that are used here.
 #[derive(Deserialize)]
 struct TraceLine {
     name: String,
@@ -41,7 +41,7 @@ struct TraceLine {
     pid: usize,
     #[serde(default)]
     tid: u64,
-    /// Microseconds.
+    /// In microseconds.
     #[serde(default)]
     ts: f64,
     #[serde(default)]
@@ -60,15 +60,15 @@ struct RecordedTask {
     end: u64,
 }
 
-/// What one rank computed in one step.
+/// The computations of one rank in one step.
 #[derive(Default)]
 struct RecordedStep {
     tasks: Vec<RecordedTask>,
-    /// From which stage values come to which.
+    /// Edges between stages.
     edges: BTreeSet<(u64, u64)>,
 }
 
-/// What a line says of a stage.
+/// Arguments of an event about a stage.
 enum StageRecord {
     Ran(RecordedTask),
     Takes { from: u64, at: u64 },
@@ -126,7 +126,8 @@ pub(crate) fn show(args: &ReportArgs) -> Result<String> {
     Ok(text)
 }
 
-/// How many calls left the pipeline, if any did. Every rank of a pipeline has a line for each.
+/// A text with the number of calls that left the pipeline, if there were any. Every rank of a pipeline has an event
+/// for each.
 fn calls_that_left(text: &str) -> Option<usize> {
     let mut ranks: HashMap<usize, usize> = HashMap::new();
     for line in text.lines() {
@@ -138,12 +139,12 @@ fn calls_that_left(text: &str) -> Option<usize> {
     ranks.into_values().max()
 }
 
-/// For each rank its steps. A step ends where a rank does the same again.
+/// The steps of each rank. A new step begins where a rank repeats a task.
 fn steps(text: &str) -> BTreeMap<usize, Vec<RecordedStep>> {
     let mut stages: HashMap<(usize, u64), u64> = HashMap::new();
     let mut said: BTreeMap<usize, Vec<(u64, StageRecord)>> = BTreeMap::new();
     for line in text.lines() {
-        // Lines of a rank that was killed may be anything; the first is `[`.
+        // The file of a killed rank may end with an invalid line; the first line is `[`.
         let Ok(line) = serde_json::from_str::<TraceLine>(line.trim().trim_end_matches(',')) else { continue };
         if line.name == "thread_name" {
             let name = line.args.get("name").and_then(serde_json::Value::as_str).unwrap_or_default();
@@ -171,7 +172,7 @@ fn steps(text: &str) -> BTreeMap<usize, Vec<RecordedStep>> {
     }
     let mut ranks = BTreeMap::new();
     for (rank, mut list) in said {
-        // What a forward takes stands behind it, with its start.
+        // An event with the inputs of a forward follows it and has the same start.
         list.sort_by_key(|(_, said)| said.start());
         let mut steps = vec![RecordedStep::default()];
         let mut seen = HashSet::new();
@@ -195,8 +196,8 @@ fn steps(text: &str) -> BTreeMap<usize, Vec<RecordedStep>> {
     ranks
 }
 
-/// For each rank, how many steps all ranks of its pipeline have. Replicas, of which the first step tells, may have different
-/// numbers.
+/// For each rank, the number of steps that all ranks of its pipeline have. The first step shows which ranks are
+/// replicas; these may have different numbers of steps.
 fn whole_steps(all: &BTreeMap<usize, Vec<RecordedStep>>) -> BTreeMap<usize, usize> {
     let mut pipelines: Vec<(HashSet<u64>, Vec<usize>)> = Vec::new();
     for (&rank, steps) in all {
@@ -217,8 +218,8 @@ fn stages_of(step: &RecordedStep) -> HashSet<u64> {
     step.tasks.iter().map(|task| task.stage).collect()
 }
 
-/// Of replicas that run the same stages in a step and have it as a whole, the one of the lowest ranks. In another step, the same
-/// stage may be another rank's.
+/// One pipeline of a step: of replicas that ran the same stages completely, the one with the lowest ranks. In another
+/// step, a stage may be on another rank.
 fn one_pipeline<'a>(
     all: &'a BTreeMap<usize, Vec<RecordedStep>>,
     whole: &BTreeMap<usize, usize>,
@@ -258,8 +259,8 @@ fn action(task: &RecordedTask) -> Action {
     Action::compute(task.kind, task.stage as usize, task.microbatch as usize)
 }
 
-/// The same lists, each task at the mean time of its stage. If the trace does not say what stages take, they follow one
-/// another.
+/// Programs with the same tasks, each with the mean time of its stage. If the trace does not contain the edges
+/// between stages, the stages form a chain.
 fn simulated(ranks: &[&RecordedStep]) -> Result<Timeline> {
     let count = tasks(ranks).map(|task| task.stage as usize + 1).max().unwrap_or(0);
     let microbatches = tasks(ranks).map(|task| task.microbatch as usize + 1).max().unwrap_or(0);
@@ -281,7 +282,8 @@ fn simulated(ranks: &[&RecordedStep]) -> Result<Timeline> {
             return Err(Error::InvalidArgument(format!("nobody ran stage {stage} in this step")));
         };
         let back = of(&[ActionKind::Backward, ActionKind::Input]);
-        // A stage whose values want no gradient hands on none: an edge from one with a backward would ask for it.
+        // A stage without a backward passes no gradient on, so a stage with a backward cannot depend on it through
+        // this edge.
         let hands_on = |from: &usize| *from < stage && (back.is_some() || !stages[*from].backward);
         let takes = edges.iter().filter(|edge| edge.1 == stage as u64).map(|edge| edge.0 as usize).filter(hands_on);
         let inputs = takes.map(|from| Edge { from, bytes: 0 }).collect();
@@ -377,7 +379,7 @@ mod tests {
         );
     }
 
-    /// A replica that had fewer batches, or a rank of which died, says nothing of the others' steps.
+    /// A replica with fewer batches, or one of whose ranks died, does not limit the steps of the others.
     #[test]
     fn a_replica_may_be_shorter() {
         let without = |rank: usize| -> String {
@@ -392,7 +394,7 @@ mod tests {
         assert_eq!((first(1), first(2)), ("step 1 of 2, ranks [2, 3]".into(), "step 1 of 2, ranks [0, 1]".into()));
     }
 
-    /// A stage is one rank's in a step and another's in the next: they are no replicas all the same.
+    /// A stage may change its rank between steps; the two ranks are not replicas.
     #[test]
     fn replicas_are_told_apart_step_by_step() {
         let mut text = String::from("[\n");
@@ -402,7 +404,7 @@ mod tests {
                     "{{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":{rank},\"tid\":{stage},\"args\":{{\"name\":\"stage {stage} of the pipeline\"}}}},\n"
                 );
             }
-            // In the first step, rank 0 has stage 0; then a stage 1, and the one after that again.
+            // In the first step, rank 0 runs stages 0, 1 and then the next one.
             for (step, stage) in [rank, 1 - rank, 1 - rank].into_iter().enumerate() {
                 for (name, start) in [("forward", 0), ("backward", 30)] {
                     let ts = 100 * step + start + 10 * usize::from(stage == 1 && start == 0);
@@ -416,7 +418,7 @@ mod tests {
         assert!(text.contains(", ranks [0, 1]\n"), "{text}");
     }
 
-    /// Three ranks, one stage each, one microbatch: 1 and 2 both take what 0 makes, and run beside each other.
+    /// Three ranks with one stage each and one microbatch: 1 and 2 both use the value of 0, and run in parallel.
     #[test]
     fn stages_wait_for_those_whose_values_they_take() {
         let mut text = String::from("[\n");

@@ -1,17 +1,18 @@
-//! From the tasks of a microbatch to stages: what one rank computes without waiting for another.
+//! Groups the tasks of a microbatch into stages, which a rank computes without waiting for another rank.
 //!
 //! ```text
-//!   tasks ── extend ──> stages ── finish ──> what each keeps and gives ── graph ──> schedules
-//!   (rank, level, values,             (seeds of the backward,
-//!    prices)                           what is returned)
+//!   tasks ── extend ──> stages ── finish ──> memory and outputs ── graph ──> schedules
+//!   (rank, level, values,             (backward roots,
+//!    costs)                            returned values)
 //! ```
 //!
-//! - LAY-1: a stage holds the tasks of one rank that have the same level, the number of changes of the rank before them. So an
-//!   edge leads to a later stage, and stages can be ordered.
-//! - LAY-2: a stage that only one other stage of its rank takes values from becomes a part of that: it need not run earlier.
-//! - LAY-4: a gradient comes back for a value only if a value at which a backward begins depends on it through values that
-//!   want gradients. So a parameter that no loss depends on has no gradient, as in one process.
-//! - LAY-3: a layout is a function of its tasks, in their order: every rank comes to the same one.
+//! - LAY-1: a stage holds the tasks of one rank that have the same level, which is the number of changes of rank
+//!   before them. So every edge leads to a later stage, and stages can be ordered.
+//! - LAY-2: a stage whose values only one other stage of its rank uses is merged into that stage, because it need not
+//!   run earlier.
+//! - LAY-4: a value gets a gradient only if a backward root depends on it through values that require gradients. So a
+//!   parameter that no loss depends on has no gradient, as in one process.
+//! - LAY-3: the stages depend on the tasks and their order only, so every rank computes the same ones.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -19,31 +20,31 @@ use std::ops::Range;
 use super::{Costs, Edge, Graph, LinkCost, Stage};
 use crate::error::{Error, Result};
 
-/// A tensor that a task makes. Values are numbered in the order in which they are made.
+/// A tensor that a task computes. Values are numbered in the order in which they are computed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ProducedTensor {
-    /// Its size.
+    /// Size in bytes.
     pub bytes: u64,
-    /// Whether a gradient comes back for it.
+    /// Whether it requires a gradient.
     pub wants_gradient: bool,
 }
 
-/// What is computed at once, for one microbatch.
+/// A unit of computation for one microbatch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Task {
-    /// Who does it.
+    /// The rank that runs it.
     pub rank: usize,
-    /// See LAY-1.
+    /// The level (LAY-1).
     pub level: usize,
-    /// Numbers of the values that it takes.
+    /// Numbers of its inputs.
     pub takes: Vec<usize>,
-    /// The values that it makes.
+    /// The values that it computes.
     pub makes: Vec<ProducedTensor>,
-    /// Its prices.
+    /// Its costs.
     pub costs: Costs,
-    /// Bytes that it keeps for its backward, beside the values that it takes and makes.
+    /// Bytes that it saves for its backward, in addition to its inputs and outputs.
     pub kept_bytes: u64,
-    /// Bytes that the second part of its backward takes.
+    /// Bytes that the second part of its backward needs.
     pub waiting_bytes: u64,
 }
 
@@ -52,20 +53,20 @@ pub struct Task {
 pub struct Section {
     /// The rank.
     pub rank: usize,
-    /// The tasks' numbers, in order.
+    /// Numbers of the tasks, in order.
     pub tasks: Vec<usize>,
-    /// Values of other stages, by the stage that makes them.
+    /// Inputs from other stages, by producer.
     pub takes: BTreeMap<usize, Vec<usize>>,
-    /// Values for other stages, by the stage that takes them.
+    /// Outputs to other stages, by consumer.
     pub gives: BTreeMap<usize, Vec<usize>>,
-    /// Values that are needed after its forward: those that it gives and those at which a backward begins, in order; then those that
-    /// are only returned.
+    /// Values that are needed after its forward: first its outputs and the backward roots, in order; then values that
+    /// are only returned to the caller.
     pub exports: Vec<usize>,
-    /// Values at which a backward begins.
+    /// Backward roots: values at which a backward begins.
     pub seeds: Vec<usize>,
     /// Whether it runs while tasks are still being recorded.
     pub early: bool,
-    /// Whether it has a part in the backward.
+    /// Whether it has a backward.
     pub trains: bool,
 }
 
@@ -75,16 +76,16 @@ pub struct StageGraph {
     tasks: Vec<Task>,
     stages: Vec<Section>,
     values: Vec<ProducedTensor>,
-    /// For each value, the stage that makes it.
+    /// For each value, its producer's stage.
     makers: Vec<usize>,
-    /// For each value, the task that makes it.
+    /// For each value, its producer's task.
     sources: Vec<usize>,
-    /// For each value, whether a backward reaches it (LAY-4).
+    /// For each value, whether it gets a gradient (LAY-4).
     reached: Vec<bool>,
 }
 
 impl StageGraph {
-    /// Without tasks.
+    /// An empty graph.
     pub fn new() -> Self {
         Self::default()
     }
@@ -94,23 +95,24 @@ impl StageGraph {
         &self.stages
     }
 
-    /// The stage that makes a value.
+    /// The stage that computes a value.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if nobody makes it.
+    /// [`Error::InvalidArgument`] if no task computes it.
     pub fn stage_of(&self, value: usize) -> Result<usize> {
         self.makers.get(value).copied().ok_or_else(|| unknown(value, self.values.len()))
     }
 
-    /// Adds tasks, which come after all that are there; `early` ones run before more is known. Returns their stages.
+    /// Adds tasks after the existing ones; `early` ones run while later tasks are still being recorded. Returns their
+    /// stages.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if a task takes a value that no task before it makes, or its level is not after that of a value
-    /// from another rank.
+    /// [`Error::InvalidArgument`] if a task uses a value that no earlier task computes, or its level is not after
+    /// that of an input from another rank.
     pub fn extend(&mut self, tasks: Vec<Task>, early: bool) -> Result<Range<usize>> {
         let (first_task, first_value, first_stage) = (self.tasks.len(), self.values.len(), self.stages.len());
         let mut groups: BTreeMap<(usize, usize), Vec<usize>> = BTreeMap::new();
-        // For each new value, the task that makes it.
+        // The producer of each new value.
         let mut made_by = Vec::new();
         for (number, task) in (first_task..).zip(&tasks) {
             for &value in &task.takes {
@@ -160,10 +162,10 @@ impl StageGraph {
         Ok(first_stage..self.stages.len())
     }
 
-    /// The values of a task that was added before anybody knew them; returns its stage.
+    /// Sets the outputs of a task that was added before they were known; returns its stage.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there is no such task.
+    /// [`Error::InvalidArgument`] if the task does not exist.
     pub fn adopt(&mut self, task: usize, makes: Vec<ProducedTensor>) -> Result<usize> {
         let stage = self.stages.iter().position(|stage| stage.tasks.binary_search(&task).is_ok());
         let stage = stage.ok_or_else(|| Error::InvalidArgument(format!("there is no task {task}")))?;
@@ -174,10 +176,11 @@ impl StageGraph {
         Ok(stage)
     }
 
-    /// Says what is needed after the forwards: values at which backwards begin, and values that are returned.
+    /// Sets the values that are needed after the forwards: backward roots, and values that are returned to the
+    /// caller.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if nobody makes one of them.
+    /// [`Error::InvalidArgument`] if no task computes one of them.
     pub fn finish(&mut self, seeds: &[usize], returned: &[usize]) -> Result<()> {
         for &value in seeds {
             let stage = self.stage_of(value)?;
@@ -203,7 +206,7 @@ impl StageGraph {
         Ok(())
     }
 
-    /// Values from stage `maker` to stage `taker` whose gradients come back.
+    /// Values from stage `maker` to stage `taker` that get gradients.
     pub fn gradients(&self, maker: usize, taker: usize) -> Vec<usize> {
         if !self.stages[taker].trains {
             return Vec::new();
@@ -212,7 +215,7 @@ impl StageGraph {
         values.copied().filter(|&value| self.reached.get(value).copied().unwrap_or(false)).collect()
     }
 
-    /// LAY-4, for backwards that begin at `seeds`.
+    /// Marks the values that get gradients, for the backward roots `seeds` (LAY-4).
     fn reached_from(&self, seeds: &[usize]) -> Vec<bool> {
         let mut reached = vec![false; self.values.len()];
         let mut open: Vec<usize> = seeds.to_vec();
@@ -224,7 +227,7 @@ impl StageGraph {
         reached
     }
 
-    /// What schedules are made for.
+    /// The graph for the schedule.
     ///
     /// # Errors
     /// As [`Graph::new`].
@@ -234,7 +237,7 @@ impl StageGraph {
             let size = |values: &[usize]| values.iter().map(|&value| self.values[value].bytes).sum();
             let inputs: Vec<Edge> =
                 section.takes.iter().map(|(&from, values)| Edge { from, bytes: size(values) }).collect();
-            // To schedules, a stage behind one with a backward has one as well; it may be empty.
+            // In a schedule, a stage after one with a backward has a backward, too, which may be empty.
             let backward = section.trains || inputs.iter().any(|edge| stages[edge.from].backward);
             let mut costs = Costs { forward: 0, input: 0, weight: 0 };
             let mut values: BTreeSet<usize> = BTreeSet::new();
@@ -250,7 +253,7 @@ impl StageGraph {
                 }
                 values.extend(&task.takes);
             }
-            // A value is kept once, whoever needs it: by the tasks that take it, or until it has been sent.
+            // A value is kept once, however many users it has: tasks that use it, or a send that is not complete.
             values.extend(&section.exports);
             activation_bytes += values.iter().map(|&value| self.values[value].bytes).sum::<u64>();
             stages.push(Stage { rank: section.rank, costs, activation_bytes, waiting_bytes, inputs, backward });
@@ -258,12 +261,13 @@ impl StageGraph {
         Graph::new(ranks, microbatches, stages, link)
     }
 
-    /// Values that the tasks of a stage take, each once, in order.
+    /// Inputs of a stage's tasks, each once, in order.
     fn inputs(&self, stage: &Section) -> BTreeSet<usize> {
         stage.tasks.iter().flat_map(|&task| &self.tasks[task].takes).copied().collect()
     }
 
-    /// LAY-2, for stages that are not numbered yet. Tasks in `made_by` made the values from `first_value` on.
+    /// Merges stages (LAY-2) before they are numbered. `made_by` are the producers of the values from `first_value`
+    /// on.
     fn merged(&self, mut sections: Vec<Section>, first_value: usize, made_by: &[usize]) -> Vec<Section> {
         let mut home = BTreeMap::new();
         for (place, section) in sections.iter().enumerate() {
@@ -276,7 +280,8 @@ impl StageGraph {
                 takers[maker].insert(place);
             }
         }
-        // From the last on, so that a whole chain becomes one. `into`: where a stage's tasks are in the end.
+        // From the last stage backwards, so that a whole chain becomes one stage. `into` is the stage into which each
+        // stage is merged.
         let mut into: Vec<usize> = (0..sections.len()).collect();
         for place in (0..sections.len()).rev() {
             let goals: BTreeSet<usize> = takers[place].iter().map(|&taker| into[taker]).collect();
@@ -345,7 +350,7 @@ mod tests {
         assert_eq!(layout.stage_of(4).unwrap_err().to_string(), "there is no value 4 among 4");
     }
 
-    /// Rank 0's first value goes to its last stage only, so it need not be made before.
+    /// Rank 0's first value is used by its last stage only, so it is computed there.
     #[test]
     fn a_stage_that_only_its_own_rank_waits_for_is_no_stage() {
         let tasks = vec![task(0, 0, &[], 1), task(1, 0, &[], 1), task(0, 1, &[1, 0], 1)];
@@ -354,7 +359,7 @@ mod tests {
         taken_twice.push(task(1, 1, &[0], 1));
         let layout = laid_out(taken_twice, &[2], &[3]);
         assert_eq!(tasks_of(&layout), [(0, vec![0]), (1, vec![1]), (0, vec![2]), (1, vec![3])]);
-        // What is only returned has no part in the backward.
+        // A value that is only returned has no part in the backward.
         assert_eq!(layout.stages().iter().map(|stage| stage.trains).collect::<Vec<_>>(), [true, true, true, false]);
         assert_eq!(layout.gradients(0, 2), [0]);
         assert!(layout.gradients(0, 3).is_empty());
@@ -393,7 +398,7 @@ mod tests {
         );
     }
 
-    /// Random tasks on three ranks, in two parts; levels as a recording counts them.
+    /// Random tasks on three ranks, in two parts, with levels as a recording assigns them.
     fn recordings() -> impl Strategy<Value = (Vec<Task>, usize, Vec<usize>)> {
         let index = any::<prop::sample::Index>;
         let one = (0_usize..3, prop::collection::vec(index(), 0..3), 1_usize..3, any::<bool>());
@@ -439,7 +444,7 @@ mod tests {
             for (number, stage) in layout.stages().iter().enumerate() {
                 prop_assert!(stage.tasks.is_sorted());
                 prop_assert!(stage.tasks.iter().all(|&task| tasks[task].rank == stage.rank));
-                // Whatever a task takes is made before it in its stage, or arrives from an earlier stage.
+                // Every input of a task is computed earlier in its stage, or arrives from an earlier stage.
                 for value in stage.tasks.iter().flat_map(|&task| &tasks[task].takes) {
                     let maker = layout.stage_of(*value).unwrap();
                     let arrives = stage.takes.get(&maker).is_some_and(|values| values.contains(value));

@@ -13,7 +13,7 @@ fn timeline(graph: &Graph, schedule: Schedule) -> Timeline {
     simulate(graph, &plan(graph, schedule, Bounds::default()).unwrap()).unwrap()
 }
 
-/// Time in which each rank waits, on average.
+/// The average idle time of the ranks.
 fn idle(graph: &Graph, timeline: &Timeline) -> f64 {
     let work: u64 = graph.work().iter().sum();
     timeline.step_time as f64 - work as f64 / graph.ranks() as f64
@@ -40,7 +40,7 @@ fn several_stages_a_rank_divide_the_bubble() {
     for (p, m, chunks) in [(2, 2, 2), (2, 8, 2), (4, 4, 2), (4, 8, 2), (4, 8, 3), (8, 32, 4)] {
         let graph = Graph::chain(p, chunks, StagePlacement::Looped, m, Costs::UNIT).unwrap();
         let timeline = timeline(&graph, Schedule::Interleaved);
-        // Of a rank's own whole forward and backward, of which there are p - 1 where it has one stage.
+        // In units of a rank's whole forward and backward, the bubble is p - 1 if each rank has one stage.
         let expected = ((p - 1) * 3) as f64;
         assert!((idle(&graph, &timeline) - expected).abs() < 1e-9, "{p} {m} {chunks}: {}", idle(&graph, &timeline));
     }
@@ -114,7 +114,7 @@ fn bounds_are_kept() {
     assert_eq!(error, "one microbatch keeps 1 bytes of activations on rank 0, and the bound is 0");
 }
 
-/// Looped 1F1B wants more microbatches under way than the bound: the list scheduler takes its place.
+/// Looped 1F1B needs more microbatches in flight than the bound, so the list scheduler is used.
 #[test]
 fn a_bound_that_the_looped_order_breaks_is_kept() {
     let graph = Graph::chain(4, 2, StagePlacement::Looped, 8, Costs::UNIT).unwrap();
@@ -163,7 +163,7 @@ fn programs_are_those_of_the_golden_file() {
     assert!(std::fs::read_to_string(path).unwrap_or_default() == text, "`{path}` is not current: run `make generated`");
 }
 
-/// What `change` makes of rank `rank` of a valid program, and what `simulate` and `validate` say of it.
+/// Applies `change` to the list of rank `rank` in a valid program; returns the results of `simulate` and `validate`.
 fn complaint(rank: usize, change: impl Fn(&mut Vec<Action>)) -> String {
     let graph = chain(2, 2, Costs::UNIT);
     let program = plan(&graph, Schedule::Simple, Bounds::default()).unwrap();
@@ -241,7 +241,7 @@ fn transfers_take_their_time() {
     assert_eq!(timeline(&graph, Schedule::Simple).step_time, 1 + 10 + 1 + 2 + 10 + 2);
 }
 
-/// A graph of any form: branches, skip connections, ranks that come again, parts without a backward.
+/// A random graph: branches, skip connections, ranks with several stages, parts without a backward.
 fn any_graph() -> impl Strategy<Value = Graph> {
     let bytes = (0_u64..4, 0_u64..4);
     let stage = (0_usize..6, any::<[bool; 12]>(), any::<bool>(), (0_u64..5, 0_u64..5, 0_u64..5), bytes);
@@ -272,8 +272,8 @@ fn any_graph() -> impl Strategy<Value = Graph> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 10_000, ..ProptestConfig::default() })]
 
-    /// Whatever the graph: the program is complete, within its bounds and free of deadlock, also where tasks take other
-    /// times than those it was planned for (PIPE-1), and parses back.
+    /// For random graphs: the program is complete, within its bounds and free of deadlock, also if tasks take other
+    /// times than those it was planned for (PIPE-1), and its text parses back.
     #[test]
     fn every_graph_has_a_valid_program(
         graph in any_graph(),
@@ -283,7 +283,7 @@ proptest! {
     ) {
         let bounds = Bounds { active_microbatches: active, memory_bytes: memory };
         let Ok(program) = plan(&graph, schedule, bounds) else {
-            // One microbatch alone is too much for some rank.
+            // One microbatch alone exceeds the bounds of some rank.
             prop_assert!(memory.is_some());
             return Ok(());
         };
@@ -322,11 +322,11 @@ proptest! {
     }
 }
 
-/// Of the size of the largest machines: two million forwards and as many backwards.
+/// A pipeline of the size of the largest machines: two million forwards and as many backwards.
 #[test]
 fn large_pipelines_are_simulated_in_seconds() {
     let graph = chain(512, 4096, Costs { forward: 100, input: 100, weight: 100 });
-    // Of this thread, which others on the machine do not slow down.
+    // CPU time of this thread, which other processes do not affect.
     let computed = || {
         let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap();
         Duration::from_nanos(text.split(' ').next().unwrap().parse().unwrap())

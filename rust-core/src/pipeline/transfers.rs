@@ -1,14 +1,14 @@
-//! Puts sends and receives between computations.
+//! Inserts sends and receives between computations.
 //!
-//! A send follows the task that makes the value. A receive comes before the task that needs it, and earlier if a message
-//! that the sender sends later is needed before it: so both sides have one order (PIPE-2). Such an early receive
-//! waits for nothing that its rank would not wait for anyway, since what is sent later arrives after it (PIPE-1).
+//! A send follows the task that computes the value. A receive comes before the task that needs it, and earlier if
+//! that rank needs a message that the same sender sends later before that task: so both sides have the same order
+//! (PIPE-2). An early receive does not delay its rank, because the later message arrives after it anyway (PIPE-1).
 
 use std::collections::HashMap;
 
 use super::{Action, ActionKind, Graph, Program};
 
-/// `program`, which has computations only, with its transfers.
+/// Adds the transfers to `program`, which has computations only.
 pub(super) fn insert(graph: &Graph, program: &Program) -> Program {
     let mut sent: Vec<Vec<Action>> = Vec::with_capacity(graph.ranks());
     for actions in program.ranks() {
@@ -21,10 +21,10 @@ pub(super) fn insert(graph: &Graph, program: &Program) -> Program {
     }
     let needed = Needs::of(graph, program);
     let mut ranks = Vec::with_capacity(graph.ranks());
-    // For each rank: what it receives, and before which of its computations.
+    // For each rank, the messages that it receives, and the computations before which it needs them.
     let mut receives: Vec<Vec<(usize, usize, usize, Action)>> = vec![Vec::new(); graph.ranks()];
     for (rank, list) in sent.iter().enumerate() {
-        // From the last message to the first: none is received after one that was sent later.
+        // From the last message to the first, so that no message is received after one that was sent later.
         let mut latest: HashMap<usize, usize> = HashMap::new();
         for (order, message) in list.iter().enumerate().rev().filter(|(_, action)| action.kind.sends()) {
             let to = graph.stage(message.peer.expect("a send has a peer") as usize).rank;
@@ -53,7 +53,7 @@ pub(super) fn insert(graph: &Graph, program: &Program) -> Program {
     Program::new(ranks)
 }
 
-/// What `action` hands to other ranks, and its size.
+/// The stages to which `action` sends its result, and the size.
 fn messages_of(graph: &Graph, action: Action, mut message: impl FnMut(Action, u64)) {
     let (stage, microbatch) = (action.stage as usize, action.microbatch as usize);
     let rank = graph.stage(stage).rank;
@@ -75,7 +75,7 @@ fn messages_of(graph: &Graph, action: Action, mut message: impl FnMut(Action, u6
     }
 }
 
-/// At which place of its rank's list each task is.
+/// The position of each task in its rank's list.
 struct Needs {
     microbatches: usize,
     forwards: Vec<usize>,
@@ -100,7 +100,7 @@ impl Needs {
         needs
     }
 
-    /// Before which computation the receiver of a message needs it.
+    /// The position of the computation that needs a message.
     fn before(&self, message: Action) -> usize {
         let receiver = message.peer.expect("a send has a peer") as usize;
         let index = receiver * self.microbatches + message.microbatch as usize;

@@ -1,12 +1,12 @@
-//! Whether a program does what its graph says, before anybody executes it.
+//! Validates a program against its graph before it is executed.
 
 use super::schedule::Bounds;
 use super::{ActionKind, Graph, Program, Timeline, simulate};
 use crate::error::{Error, Result};
 
-/// Checks that `program` runs every task of `graph` once and after all that it needs, that every message that is sent is
-/// received, in the same order on both sides, that no rank waits without end, and that the bounds are kept. With
-/// `backward` false, only forwards are expected. Returns what [`simulate`] says of it.
+/// Checks that `program` runs every task of `graph` once and after its dependencies, that every sent message is
+/// received, in the same order on both sides, that no rank deadlocks, and that the bounds are kept. With `backward`
+/// false, only forwards are expected. Returns the result of [`simulate`].
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] naming the rank and the action.
@@ -26,7 +26,7 @@ pub fn validate(graph: &Graph, program: &Program, bounds: Bounds, backward: bool
             _ => {}
         }
     }
-    // No task is there twice, or `simulate` would have said so: numbers are enough.
+    // `simulate` rejects tasks that occur twice, so comparing the numbers is enough.
     for (index, (stage, count)) in graph.stages().iter().zip(counts).enumerate() {
         let expected = if stage.backward && backward { graph.microbatches() } else { 0 };
         for (what, found, expected) in [

@@ -1,4 +1,4 @@
-//! The window that gradients live in, and who uses which slot of it (RED-3).
+//! The window that holds gradients, and the leases of its slots (RED-3).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,13 +7,13 @@ use super::BucketPlan;
 use super::plan::MAX_COPIES;
 use crate::collectives::Window;
 
-/// A window laid out by a plan. A slot is free or leased to one tensor.
+/// A window that is divided into slots by a plan. A slot is free or leased to one tensor.
 #[derive(Debug)]
 pub struct Arena {
     window: Arc<Window>,
-    /// By parameter.
+    /// The slots of each parameter.
     slots: Vec<ArenaSlot>,
-    /// Slots of each parameter, and from one to the next.
+    /// Offset of each parameter's first slot, and the distance between its slots.
     copies: usize,
     copy_bytes: usize,
 }
@@ -22,7 +22,7 @@ pub struct Arena {
 struct ArenaSlot {
     offset_bytes: usize,
     bytes: usize,
-    /// By copy.
+    /// For each set of slots, whether this parameter's slot is leased (PLAN-7).
     leased: [AtomicBool; MAX_COPIES],
 }
 
@@ -47,22 +47,22 @@ impl Arena {
         &self.window
     }
 
-    /// Start of one of a parameter's slots.
+    /// Address of one of a parameter's slots.
     ///
     /// # Panics
-    /// If it has fewer.
+    /// If the parameter has fewer slots.
     pub fn slot_ptr(&self, param: usize, copy: usize) -> *mut u8 {
         assert!(copy < self.copies, "a parameter has {} slots", self.copies);
         // SAFETY: the plan keeps slots inside the window (PLAN-1), whose size was checked.
         unsafe { self.window.local().add(self.slots[param].offset_bytes + copy * self.copy_bytes) }
     }
 
-    /// Which of a parameter's slots starts at `ptr`.
+    /// The set of the parameter's slot that starts at `ptr`, if one does.
     pub fn copy_at(&self, param: usize, ptr: *const u8) -> Option<usize> {
         (0..self.copies).find(|&copy| self.slot_ptr(param, copy).cast_const() == ptr)
     }
 
-    /// Start of the bytes at `offset_bytes`.
+    /// Address of the byte at `offset_bytes`.
     ///
     /// # Panics
     /// If the offset lies outside the window.
@@ -72,17 +72,17 @@ impl Arena {
         unsafe { self.window.local().add(offset_bytes) }
     }
 
-    /// Leases a slot of `param`, if one is free: the first one if it can be, so that memory is touched where it was
-    /// before.
+    /// Leases a free slot of `param`, if there is one; the first set is preferred, so that the same memory is used in
+    /// every step.
     pub fn lease(self: &Arc<Self>, param: usize) -> Option<SlotLease> {
         let leased = &self.slots[param].leased[..self.copies];
-        // Acquire: what the last holder did to the bytes is visible.
+        // Acquire, so that the writes of the previous lease's holder are visible.
         let take = |flag: &AtomicBool| flag.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok();
         leased.iter().position(take).map(|copy| SlotLease { arena: Arc::clone(self), param, copy })
     }
 }
 
-/// The right to use a slot; given back when dropped. Keeps the memory alive.
+/// The right to use a slot, which is freed when the lease is dropped. Keeps the window's memory alive.
 #[derive(Debug)]
 pub struct SlotLease {
     arena: Arc<Arena>,
@@ -91,20 +91,20 @@ pub struct SlotLease {
 }
 
 impl SlotLease {
-    /// First byte.
+    /// Address of the slot.
     pub fn ptr(&self) -> *mut u8 {
         self.arena.slot_ptr(self.param, self.copy)
     }
 
-    /// Length.
+    /// Length in bytes.
     pub fn bytes(&self) -> usize {
         self.arena.slots[self.param].bytes
     }
 
-    /// Fills the slot with the bytes at `from`.
+    /// Copies the bytes at `from` to the slot.
     ///
     /// # Safety
-    /// As many bytes as the slot has are readable at `from`, and do not overlap it.
+    /// As many bytes as the slot has are readable at `from`, and do not overlap the slot.
     pub unsafe fn fill(&mut self, from: *const u8) {
         // SAFETY: the caller's promise; the lease is the only user of the slot (RED-3), which lies inside the window.
         unsafe { super::copy::copy(self.ptr(), from, self.bytes()) }
@@ -119,7 +119,7 @@ impl SlotLease {
 
 impl Drop for SlotLease {
     fn drop(&mut self) {
-        // Release: the next holder sees what this one wrote.
+        // Release, so that the next holder sees the writes of this one.
         self.arena.slots[self.param].leased[self.copy].store(false, Ordering::Release);
     }
 }

@@ -195,17 +195,17 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(20);
 
-    /// When the other member departs.
+    /// When another member departs.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     enum Departs {
-        /// After this one has asked for the end of its round.
+        /// After this member has requested the end of its round.
         After,
         Before,
-        /// Before, and something else by name has failed for it.
+        /// Before that, and this member has failed with another error of an operation by name.
         Known,
     }
 
-    /// What fails a round whose end this member asks for, when the other one departs.
+    /// Which error ends a round whose end this member has requested, when another member departs.
     fn failure_of_the_round(how: Departure, when: Departs) -> Option<Error> {
         let net = MockTransport::net(2, MockOptions { seed: 1, max_delay: Duration::ZERO });
         let monitor = Arc::new(Monitor::new(0));
@@ -236,7 +236,7 @@ mod tests {
             return Some(error);
         }
         monitor.report(1, how);
-        // Who is not called is dropped when the end is known.
+        // The callback of a member that is not called is dropped when the end is known.
         match receiver.recv_timeout(LIMIT) {
             Ok(error) => Some(error),
             Err(RecvTimeoutError::Disconnected) => None,

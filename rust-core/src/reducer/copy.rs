@@ -1,4 +1,5 @@
-//! Moves gradients: into their slots, and to the range in which their bucket travels and back, on the CPU.
+//! Copies gradients on the CPU: into their slots, and to the spare range from which their bucket is reduced, and
+//! back.
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -6,19 +7,19 @@ use half::{bf16, f16};
 use crate::buffer::DType;
 use crate::streaming_copy::stream;
 
-/// Below this many bytes the copy stays in the cache, where the reduction finds it.
+/// Copies of fewer bytes stay in the cache, from which the reduction reads them.
 const STREAM_BYTES: usize = 1 << 20;
 
 /// Copies `bytes` bytes from `from` to `to`.
 ///
-/// A large gradient is written around the cache: the plain way reads every line of the slot before it is overwritten,
-/// a third of the traffic for nothing.
+/// A large gradient is written past the cache: ordinary stores read every cache line of the slot before they
+/// overwrite it, which adds half of the necessary memory traffic.
 ///
 /// # Safety
 /// `from` is readable and `to` is writable for `bytes` bytes, and they do not overlap.
 pub unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize) {
     if bytes == 0 {
-        // An empty tensor has no address.
+        // An empty tensor may have a null pointer.
         return;
     }
     if bytes >= STREAM_BYTES {
@@ -29,23 +30,23 @@ pub unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize) {
     unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) }
 }
 
-/// A gradient that goes to another place and may change its element type on the way.
+/// A copy of a gradient, which may convert its element type.
 #[derive(Clone, Copy, Debug)]
 pub struct Move {
-    /// From where.
+    /// Source address.
     pub from: *const u8,
-    /// As what it lies there.
+    /// Element type of the source.
     pub from_dtype: DType,
-    /// To where.
+    /// Destination address.
     pub to: *mut u8,
-    /// As what it is to lie there.
+    /// Element type of the destination.
     pub to_dtype: DType,
-    /// Length.
+    /// Number of elements.
     pub elems: usize,
 }
 
 impl Move {
-    /// The way back.
+    /// The copy in the opposite direction.
     pub fn reversed(self) -> Self {
         Self {
             from: self.to,
@@ -57,16 +58,18 @@ impl Move {
     }
 }
 
-/// What `dtype` values travel as where compression to `wire` is asked for: the same, unless they are wider floats.
+/// The type in which `dtype` values are sent if compression to `wire` is requested: `wire` for wider floats,
+/// otherwise `dtype`.
 pub fn wire_dtype(dtype: DType, wire: DType) -> DType {
     let float = matches!(dtype, DType::Float32 | DType::Float64);
     if float && matches!(wire, DType::Float16 | DType::BFloat16) { wire } else { dtype }
 }
 
-/// Carries out all moves of a bucket. Types differ by [`wire_dtype`] only.
+/// Performs all copies of a bucket. Types differ only as [`wire_dtype`] says.
 ///
 /// # Safety
-/// Every source is readable and every target writable for its elements, aligned to them; no target overlaps a source.
+/// Every source is readable and every destination writable for its elements, aligned to them; no destination overlaps
+/// a source.
 pub unsafe fn carry_out(moves: impl Iterator<Item = Move>) {
     for Move { from, from_dtype, to, to_dtype, elems } in moves {
         if from_dtype == to_dtype {
@@ -107,7 +110,7 @@ fn each<S: Copy, T>(from: &[S], to: &mut [T], convert: impl Fn(S) -> T) {
     }
 }
 
-/// `bf16::from_f32` without a branch, which becomes vector instructions.
+/// `bf16::from_f32` without a branch, so that the compiler can vectorize it.
 fn narrow(number: f32) -> bf16 {
     let bits = number.to_bits();
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;

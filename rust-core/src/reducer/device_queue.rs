@@ -1,4 +1,4 @@
-//! Buckets on a CUDA device: packed where their gradients are made, reduced by a thread of their own.
+//! Buckets on a CUDA device: packed in the stream that computes the gradients, reduced by a separate thread.
 //!
 //! ```text
 //! autograd's thread:   gradients ..  pack(0) .. gradients .. pack(1) .. gradients .. pack(2)
@@ -7,14 +7,15 @@
 //! finish:                                                                              the caller's stream waits
 //! ```
 //!
-//! Launching a reduction takes the host some 40 us, which a backward that is bound by its launches has not got; so its
-//! thread only launches one kernel a bucket and records an event.
+//! Queueing a reduction takes the host some 40 us. A backward that is limited by kernel launches cannot afford that,
+//! so its thread only launches one packing kernel for each bucket and records an event.
 //!
-//! Gradients of graphs stay where they lie: they are packed and unpacked in the communication stream, and whoever gave
-//! them is told when the device is done.
+//! Gradients of graphs stay in place: they are packed and unpacked in the communication stream, and their owner is
+//! notified when the device is done.
 //!
 //! - LCH-1: the host never waits for the device.
-//! - LCH-2: what is under capture in a CUDA graph is launched by the caller's thread, so that the graph has it.
+//! - LCH-2: work that is being captured in a CUDA graph is queued by the caller's thread, because a capture includes
+//!   only that thread's work.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -31,40 +32,40 @@ use crate::error::{Error, Result};
 /// A full bucket on a device.
 #[derive(Debug)]
 pub struct DeviceBucket<'a> {
-    /// The gradients that do not lie in their slots yet, or all of them if there is a `wire`.
+    /// The gradients to pack: those that are not in their slots, or all if there is a `wire`.
     pub pieces: &'a [PackedPiece],
-    /// The slots, if any take room.
+    /// Memory of the slots, if the bucket has any.
     pub flat: Option<TensorView>,
-    /// As many elements of a narrower type, in which the slots travel.
+    /// Memory of a narrower type with as many elements, in which the slots are reduced.
     pub wire: Option<TensorView>,
-    /// Gradients that are reduced where they lie (PLAN-6), in plan order.
+    /// Gradients that are reduced in place (PLAN-6), in plan order.
     pub apart: &'a [TensorView],
-    /// The stream in which the gradients were made.
+    /// The stream that computed the gradients.
     pub stream: usize,
 }
 
-/// A full bucket of gradients that stay where they lie, on a device.
+/// A full bucket on a device whose gradients stay in place.
 #[derive(Debug)]
 pub(super) struct HeldBucket {
-    /// Gradients that travel together.
+    /// Gradients that are packed for the reduction.
     pub(super) together: Option<PackedGradients>,
-    /// Those that are reduced where they lie.
+    /// Gradients that are reduced in place.
     pub(super) apart: Vec<TensorView>,
-    /// The stream in which all of them were made.
+    /// The stream that computed all of them.
     pub(super) stream: usize,
 }
 
-/// Gradients and the memory in which they travel.
+/// Gradients and the memory in which they are packed.
 #[derive(Clone, Debug)]
 pub(super) struct PackedGradients {
     pub(super) pieces: Vec<PackedPiece>,
-    /// Their type.
+    /// Their element type.
     pub(super) dtype: DType,
-    /// Of their type, or of a narrower one.
+    /// Memory of their type, or of a narrower one.
     pub(super) flat: TensorView,
 }
 
-/// Called once, when a bucket is launched or could not be; that of gradients which are held, when the device is done.
+/// Called once, when a bucket is queued or could not be; for gradients that stay in place, when the device is done.
 pub(super) type Launched = Box<dyn FnOnce(Result<()>) + Send>;
 
 /// Packs buckets on one CUDA device and queues their reductions from a thread of its own.
@@ -75,17 +76,17 @@ pub(super) struct DeviceQueue {
 struct DeviceQueueState {
     communicator: Arc<Communicator>,
     op: ReduceOp,
-    /// Where reductions run.
+    /// The stream in which reductions run.
     stream: Stream,
     /// Recorded after the last reduction so far.
     done: Event,
-    /// Whether `done` was recorded since the last step ended.
+    /// Whether `done` was recorded in this step.
     dirty: AtomicBool,
     state: Mutex<QueueState>,
     changed: Condvar,
-    /// Not in use.
+    /// Unused events.
     events: Mutex<Vec<Event>>,
-    /// To look one up in the process takes longer.
+    /// Packing kernels that were used before; looking them up in the process takes longer.
     packers: Mutex<Vec<(PackDirection, DType, DType, Packer)>>,
 }
 
@@ -106,20 +107,20 @@ struct QueueState {
 
 /// A bucket.
 struct QueuedBucket {
-    /// Its gradients are made, or packed.
+    /// Recorded after its gradients were computed, or packed.
     ready: Event,
     pack: Option<PackedGradients>,
-    /// What is reduced.
+    /// The reductions.
     targets: Vec<TensorView>,
     unpack: Option<PackedGradients>,
-    /// What the device does meanwhile.
+    /// What runs on the device at the same time.
     overlap: Overlap,
-    /// Whether the caller is told when the device is done.
+    /// Called when the device is done, if the caller waits for that.
     held: bool,
 }
 
 impl DeviceQueue {
-    /// A queue whose reductions run in `stream`, a stream of `context`.
+    /// Creates a queue whose reductions run in `stream`, a stream of `context`.
     ///
     /// # Safety
     /// The stream lives as long as the process.
@@ -132,7 +133,7 @@ impl DeviceQueue {
         Self::over(communicator, ReduceOp::Average, unsafe { Stream::borrowed(context, stream) })
     }
 
-    /// A queue with a stream of its own.
+    /// Creates a queue with a new stream.
     pub(super) fn with_stream(
         communicator: Arc<Communicator>,
         context: &'static Context,
@@ -159,16 +160,18 @@ impl DeviceQueue {
         })
     }
 
-    /// The device.
+    /// The CUDA device.
     pub(super) fn context(&self) -> &'static Context {
         self.shared.stream.context()
     }
 
-    /// Packs a bucket in its stream and has it reduced by the queue's thread. The step's last one is reduced at once if
-    /// that thread has nothing to do, since neither has this one then, and the device has nothing to compute.
+    /// Packs a bucket in its stream and queues its reduction on the queue's thread. The last bucket of a step is
+    /// queued on this thread, if the queue's thread is idle: the caller has nothing else to do then, and the device
+    /// nothing to compute.
     ///
     /// # Safety
-    /// The memory is valid, and nobody else writes it, until a stream that followed ([`DeviceQueue::follow`]) gets there.
+    /// The memory is valid and not written by other code, until a stream that followed ([`DeviceQueue::follow`])
+    /// reaches that point.
     pub(super) unsafe fn launch(&self, bucket: &DeviceBucket<'_>, is_last: bool, launched: Launched) -> Result<()> {
         let shared = &self.shared;
         let context = shared.stream.context();
@@ -201,11 +204,11 @@ impl DeviceQueue {
         shared.queue(state, job, launched)
     }
 
-    /// Has a bucket reduced whose gradients stay where they lie.
+    /// Queues the reduction of a bucket whose gradients stay in place.
     ///
     /// # Safety
-    /// The memory is valid, and nobody else touches it, until `completed` is called. What was done to it before, also by who
-    /// had it before, was queued into the bucket's stream.
+    /// The memory is valid and not accessed by other code until `completed` is called. Earlier work on it, also by
+    /// earlier owners of the memory, was queued into the bucket's stream.
     pub(super) unsafe fn launch_held(&self, bucket: HeldBucket, completed: Launched) -> Result<()> {
         let shared = &self.shared;
         let HeldBucket { together, apart, stream } = bucket;
@@ -217,7 +220,7 @@ impl DeviceQueue {
         shared.queue(shared.state.lock(), job, completed)
     }
 
-    /// Waits until everything is launched; launching does not wait for the device.
+    /// Waits until everything is queued; this does not wait for the device.
     pub(super) fn settle(&self) {
         let mut state = self.shared.state.lock();
         while state.busy || !state.queue.is_empty() {
@@ -225,10 +228,10 @@ impl DeviceQueue {
         }
     }
 
-    /// Makes the stream with this handle wait for what was launched so far, if something was.
+    /// Makes the stream with this handle wait for the reductions that are queued so far, if there are any.
     ///
     /// # Safety
-    /// It is a stream of the queue's device.
+    /// The stream belongs to the queue's device.
     pub(super) unsafe fn follow(&self, stream: usize) -> Result<()> {
         let shared = &self.shared;
         if !shared.dirty.swap(false, Ordering::AcqRel) {
@@ -247,7 +250,7 @@ impl Drop for DeviceQueue {
 }
 
 impl DeviceQueueState {
-    /// Where `stream` is now.
+    /// Records an event in `stream`.
     fn mark(&self, stream: &Stream) -> Result<Event> {
         let event = match self.events.lock().pop() {
             Some(event) => event,
@@ -257,7 +260,7 @@ impl DeviceQueueState {
         Ok(event)
     }
 
-    /// Leaves a job to the thread.
+    /// Passes a job to the thread.
     fn queue(
         self: &Arc<Self>,
         mut state: MutexGuard<'_, QueueState>,
@@ -277,7 +280,7 @@ impl DeviceQueueState {
         Ok(())
     }
 
-    /// The thread.
+    /// The body of the thread.
     fn work(&self) {
         let mut state = self.state.lock();
         loop {
@@ -292,22 +295,22 @@ impl DeviceQueueState {
         }
     }
 
-    /// Launches a reduction for a caller that has made this queue busy, which it then no longer is: also after a
-    /// panic, since whoever settles would wait for ever.
+    /// Queues a reduction for a caller that has marked this queue busy, and clears the mark, also after a panic:
+    /// otherwise `settle` would wait forever.
     fn carry_out(&self, job: QueuedBucket, launched: Launched) {
         let held = job.held;
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.reduce(job)));
         let outcome = outcome.unwrap_or_else(|panic| Err(Error::from_panic(&*panic)));
         if held {
-            // Before anybody is told: who hears of an error settles this queue, perhaps on this thread.
+            // Before the callback, which may call `settle` on this thread after an error.
             self.free();
-            // Also after an error: some of it may be queued.
+            // Also after an error, because some of the work may be queued.
             match self.communicator.in_flight("the reduction of gradients", &self.stream) {
                 Ok(in_flight) => in_flight.then(Box::new(move |completed| launched(outcome.and(completed.map(drop))))),
                 Err(error) => launched(outcome.and(Err(error))),
             }
         } else {
-            // Afterwards: who settles this queue has been told of errors.
+            // After the callback, so that `settle` returns only when errors have been reported.
             launched(outcome);
             self.free();
         }
@@ -335,7 +338,7 @@ impl DeviceQueueState {
 
     fn reduce(&self, QueuedBucket { ready, pack, targets, unpack, overlap, .. }: QueuedBucket) -> Result<()> {
         self.stream.wait(&ready)?;
-        // A later record does not change what the stream waits for.
+        // The stream waits for the record up to now; later records of the event do not affect it.
         self.events.lock().push(ready);
         if let Some(together) = pack {
             self.carry(PackDirection::Pack, &together)?;

@@ -1,7 +1,7 @@
-//! Whether all ranks would derive the same plan: compared once, when a reducer is made (RED-1).
+//! Compares the inputs of the plan between ranks, once, when a reducer is created (RED-1).
 //!
-//! The usual case is one exchange of 40 bytes a rank. Only if these differ are the descriptions themselves exchanged,
-//! so that every rank can name the parameter, the two ranks and the two values.
+//! Usually, ranks exchange 40 bytes each. Only if these differ, they exchange the descriptions themselves, so that
+//! the error can name the parameter, two ranks and their values.
 
 use sha2::{Digest, Sha256};
 
@@ -10,19 +10,19 @@ use crate::buffer::{DType, Device, TensorView};
 use crate::collectives::{Communicator, Request};
 use crate::error::{Error, Result};
 
-/// All that a plan is derived from.
+/// The inputs from which a plan is derived.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct ReducerDescription {
-    /// In the order of registration.
+    /// Parameters in the order of registration.
     pub params: Vec<ParamSpec>,
-    /// What the caller chose.
+    /// Options of the caller.
     pub options: ReducerOptions,
 }
 
 /// Compares `mine` with every other member's description. Collective.
 ///
 /// # Errors
-/// [`Error::Mismatch`] with the same text on every member; what the communicator reports.
+/// [`Error::Mismatch`] with the same text on every member; the errors of the communicator.
 pub fn agree(communicator: &Communicator, mine: &ReducerDescription) -> Result<()> {
     let encoded = postcard::to_stdvec(mine)
         .map_err(|error| Error::Internal(format!("the parameter list cannot be encoded: {error}")))?;
@@ -54,7 +54,7 @@ pub fn agree(communicator: &Communicator, mine: &ReducerDescription) -> Result<(
     Err(Error::Mismatch { during: "construction of the gradient reducer".to_owned(), detail })
 }
 
-/// A description in a few words, which differ if descriptions do.
+/// A digest of a description.
 pub fn summary(description: &ReducerDescription) -> String {
     const NAMED: usize = 4;
     let more = |all: usize| if all > NAMED { format!(" and {} more", all - NAMED) } else { String::new() };
@@ -63,12 +63,12 @@ pub fn summary(description: &ReducerDescription) -> String {
     let params = params.iter().take(NAMED).map(param).collect::<Vec<_>>().join(", ") + &more(params.len());
     let absent = options.absent.iter().take(NAMED).map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
     let without = if absent.is_empty() { absent } else { format!(", none of {absent}{}", more(options.absent.len())) };
-    // What is equal on all ranks encodes alike.
+    // Equal values have equal encodings on all ranks.
     let digest = postcard::to_stdvec(description).map(Sha256::digest).unwrap_or_default();
     format!("the gradients of {params}{without} (plan {:02x}{:02x}{:02x})", digest[0], digest[1], digest[2])
 }
 
-/// Every member's bytes; member i has `lengths[i]` of them.
+/// Gathers every member's bytes; member i has `lengths[i]` of them.
 fn gather(communicator: &Communicator, mine: &mut [u8], lengths: &[usize]) -> Result<Vec<Vec<u8>>> {
     let mut blocks: Vec<Vec<u8>> = lengths.iter().map(|&length| vec![0; length]).collect();
     let outputs = blocks.iter_mut().map(|block| view(block)).collect::<Result<Vec<_>>>()?;
@@ -81,7 +81,7 @@ pub(super) fn view(bytes: &mut [u8]) -> Result<TensorView> {
     unsafe { TensorView::new(bytes.as_mut_ptr(), bytes.len(), DType::UInt8, Device::Cpu, 0) }
 }
 
-/// The first difference between two ranks' descriptions, in words; `None` if there is none.
+/// Describes the first difference between two ranks; `None` if there is none.
 pub fn difference(a: &ReducerDescription, rank_a: usize, b: &ReducerDescription, rank_b: usize) -> Option<String> {
     for (with, rank, without, other) in [(b, rank_b, a, rank_a), (a, rank_a, b, rank_b)] {
         let is_absent = |name: &&String| !with.options.absent.contains(name);

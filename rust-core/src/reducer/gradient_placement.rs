@@ -87,7 +87,8 @@ mod tests {
     const BYTES: usize = 1 << 20;
     const SLOTS: usize = 0x1000;
 
-    /// One backward: each request becomes the gradient of a parameter, or a temporary. Returns what the requests got.
+    /// Simulates one backward: each allocation becomes the gradient of a parameter, or a temporary. Returns the
+    /// predictions.
     fn backward(placement: &mut GradientPlacement, becomes: &[Option<usize>]) -> Vec<Option<usize>> {
         placement.start();
         let mut got = Vec::new();
@@ -117,7 +118,7 @@ mod tests {
         assert_eq!(backward(&mut placement, &becomes), [None; 5]);
         assert_eq!(backward(&mut placement, &becomes), becomes);
         assert_eq!(backward(&mut placement, &becomes), becomes);
-        // Another order is learned, too.
+        // Another order is learned after it was observed once.
         let other = [Some(0), None, Some(1), Some(2), None];
         backward(&mut placement, &other);
         assert_eq!(backward(&mut placement, &other), other);

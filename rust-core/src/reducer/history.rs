@@ -1,46 +1,47 @@
-//! What the first backward of a static graph did, which every later one repeats.
+//! What the first backward of a static graph shows about all later ones, which repeat it.
 //!
-//! A gradient may come in parts: re-entrant checkpointing runs a backward of its own for every checkpoint, and a
-//! parameter that several of them use is accumulated into once in each. Only the last part completes the gradient. The
-//! first backward finds out how many parts there are, and so reduces at its end; later ones reduce as they go.
+//! A gradient may arrive in several parts: re-entrant checkpointing runs a backward for every checkpoint, and each of
+//! them accumulates into the parameters that it uses. Only the last part completes the gradient. The first backward
+//! counts the parts, so its gradients are reduced at its end; later backwards reduce each gradient when it is
+//! complete.
 //!
-//! A value; no threads, no memory.
+//! A value without threads or tensor memory.
 
 /// The number of parts in which each parameter's gradient arrives in a static graph, learned from the first backward.
 #[derive(Clone, Debug)]
 pub struct History {
-    /// Parts so far in this backward, by parameter.
+    /// Number of parts in this backward so far, by parameter.
     parts: Vec<u32>,
-    /// Parameters in the order in which their parts came in this backward; only while nothing is learned.
+    /// Parameters in the order in which their last parts arrived in this backward; used only in the first one.
     order: Vec<usize>,
-    /// Parts in the first backward.
+    /// Number of parts in the first backward.
     learned: Option<Vec<u32>>,
 }
 
-/// What a part of a gradient is.
+/// The meaning of a part of a gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GradientPart {
-    /// The last one.
+    /// The gradient is complete.
     Last,
-    /// More follow, or nobody knows yet.
+    /// More parts follow, or their number is not known yet.
     NotLast,
-    /// More than in the first backward, which had so many.
+    /// There are more parts than in the first backward, which had this many.
     TooMany(u32),
 }
 
 impl History {
-    /// Nothing is known.
+    /// The state before the first backward.
     pub fn new(num_params: usize) -> Self {
         Self { parts: vec![0; num_params], order: Vec::new(), learned: None }
     }
 
-    /// A backward begins.
+    /// Begins a backward.
     pub fn start(&mut self) {
         self.parts.fill(0);
         self.order.clear();
     }
 
-    /// A part of the gradient of `param` has come.
+    /// Notes a part of the gradient of `param`.
     pub fn accumulated(&mut self, param: usize) -> GradientPart {
         self.parts[param] += 1;
         let Some(learned) = &self.learned else {
@@ -54,12 +55,12 @@ impl History {
         }
     }
 
-    /// Whether a part of the gradient of `param` has come in this backward.
+    /// Whether a part of the gradient of `param` has arrived in this backward.
     pub fn has_gradient(&self, param: usize) -> bool {
         self.parts[param] > 0
     }
 
-    /// Whether this backward has made any gradient.
+    /// Whether any gradient has arrived in this backward.
     pub fn is_begun(&self) -> bool {
         self.parts.iter().any(|&parts| parts > 0)
     }
@@ -69,7 +70,7 @@ impl History {
         self.learned.is_some()
     }
 
-    /// Of `params`, those whose gradients have fewer parts than in the first backward.
+    /// Those of `params` whose gradients have fewer parts than in the first backward.
     pub fn incomplete(&self, params: &[usize]) -> Vec<usize> {
         let learned = self.learned.as_deref().unwrap_or_default();
         params
@@ -79,7 +80,7 @@ impl History {
             .collect()
     }
 
-    /// Every parameter: first those with a gradient, in the order in which they became complete, then the others.
+    /// All parameters: first those with a gradient, in the order in which they became complete, then the others.
     pub fn order(&self) -> Vec<usize> {
         let mut order = Vec::with_capacity(self.parts.len());
         let mut seen = vec![false; self.parts.len()];
@@ -93,7 +94,7 @@ impl History {
         order
     }
 
-    /// The first backward has ended: this is what all others will do.
+    /// Ends the first backward, which later ones repeat.
     pub fn learn(&mut self) {
         self.learned = Some(self.parts.clone());
         self.order = Vec::new();

@@ -1,19 +1,19 @@
 //! Predicts which operation of a graph allocates which gradient, so that the gradient is written into its slot.
 //!
-//! An executor that runs several operations at once does not keep the order of allocations on which
-//! [`super::gradient_placement`] relies. But it says for which operation it allocates, and an operation of a graph makes the
-//! same tensor in every step.
+//! An executor that runs several operations in parallel does not keep the order of allocations on which
+//! [`super::gradient_placement`] relies. But it reports the operation for which it allocates, and an operation of a
+//! graph computes the same tensor in every step.
 //!
 //! This type touches no memory. A wrong prediction costs one copy.
 
 use std::collections::HashMap;
 
-/// Wrong predictions for a gradient after which no more are made. The first observation counts as one.
+/// Number of wrong predictions for a gradient after which no more are made. The first observation counts as one.
 const PATIENCE: u8 = 4;
-/// How many allocations of one size are remembered, with the operations that made them.
+/// Number of allocations of one size that are remembered, with their operations.
 const MEMORY: usize = 1024;
 
-/// A gradient of the process.
+/// A gradient of this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Gradient {
     /// Number of its reducer spec.
@@ -33,9 +33,9 @@ pub struct OpPlacement {
 
 #[derive(Debug, Default)]
 struct OpClass {
-    /// By operation: the gradient that it makes.
+    /// For each operation, the gradient that it computes.
     makes: HashMap<usize, Gradient>,
-    /// By address that is not a slot: the operation that allocated it.
+    /// For each address that is not a slot, the operation that allocated it.
     allocated: HashMap<usize, usize>,
 }
 
@@ -70,7 +70,7 @@ impl OpPlacement {
             // The prediction was right; another tensor still held the slot.
             return;
         }
-        // Another trace of the function has other operations: what those make stays known.
+        // A new trace of the function has new operations; the entries of the old ones stay.
         let wrong = self.wrong.entry(gradient).or_default();
         *wrong = wrong.saturating_add(1).min(PATIENCE);
         if *wrong < PATIENCE
@@ -80,8 +80,8 @@ impl OpPlacement {
         }
     }
 
-    /// Forgets the prediction for `gradient`: other operations read the tensor as well, so that it cannot be reduced in place,
-    /// or another operation made it. Returns whether new predictions will be made.
+    /// Removes the prediction for `gradient`, because other operations read the tensor, so that it cannot be reduced
+    /// in place, or because another operation computed it. Returns whether predictions for it continue.
     pub fn reject(&mut self, gradient: Gradient, bytes: usize) -> bool {
         let wrong = self.wrong.entry(gradient).or_default();
         *wrong = wrong.saturating_add(1).min(PATIENCE);
@@ -103,8 +103,8 @@ mod tests {
         Gradient { plan: 3, param }
     }
 
-    /// One step: operations make tensors, each of which becomes a gradient or does not. Returns what the operations were
-    /// taken to make.
+    /// Simulates one step: operations allocate tensors, each of which becomes a gradient or does not. Returns the
+    /// predictions.
     fn step(placement: &mut OpPlacement, operations: &[(usize, Option<usize>)]) -> Vec<Option<usize>> {
         let made: Vec<_> = operations.iter().map(|(op, _)| placement.request(BYTES, *op)).collect();
         let mut addresses = Vec::new();
@@ -131,7 +131,7 @@ mod tests {
         assert_eq!(step(&mut placement, &[(70, Some(0)), (71, None), (72, Some(1))]), [None; 3]);
         assert_eq!(step(&mut placement, &[(70, Some(0)), (71, None), (72, Some(1))]), [Some(0), None, Some(1)]);
         assert_eq!(step(&mut placement, &[(72, Some(1)), (70, Some(0)), (71, None)]), [Some(1), Some(0), None]);
-        // A function that is traced anew has other operations.
+        // A function that is traced again has new operations.
         step(&mut placement, &[(80, Some(0)), (82, Some(1))]);
         assert_eq!(step(&mut placement, &[(80, Some(0)), (82, Some(1))]), [Some(0), Some(1)]);
     }

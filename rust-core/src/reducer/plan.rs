@@ -1,41 +1,43 @@
-//! Which parameter's gradient lies where, and in which order buckets are reduced.
+//! The bucket plan: the slot of each parameter's gradient, and the order in which buckets are reduced.
 //!
-//! - PLAN-1: every parameter has exactly one slot; slots of a window do not overlap. Buckets start at multiples of
-//!   [`ALIGN`] bytes, and so do slots, except where a caller reduces buckets: there they lie side by side, so that
-//!   the bucket is its gradients and nothing else.
+//! - PLAN-1: every parameter has exactly one slot in a set; slots of a window do not overlap. Buckets and slots start
+//!   at multiples of [`ALIGN`] bytes. Where the caller reduces buckets, slots are adjacent instead, so that a bucket
+//!   contains only its gradients.
 //! - PLAN-2: a bucket holds one element type, and its slots in the order in which gradients are expected.
-//! - PLAN-3: a bucket is at most as large as the cap, unless one parameter alone is larger. On a device, where every
-//!   operation has a price of its own, the parameter with which a bucket reaches the cap is in it, too.
-//!   The last parameters have a bucket of their own there (PLAN-8).
-//! - PLAN-4: parameters that are delayed share no bucket with others, and their buckets come last.
-//! - PLAN-5: the plan is a function of the parameters, the order and the options alone.
-//! - PLAN-6: a parameter that is set apart ([`ReducerOptions::sets_apart`]) has a slot without room in the bucket's memory.
-//! - PLAN-7: where the core reduces buckets in slots, there is a second set of them: a tensor may outlive its step, as a
-//!   momentum does that is computed in the gradient's memory, and the next gradient needs a place. It is memory only once
-//!   it is touched.
-//! - PLAN-8: nothing is computed any more while a device's last bucket is reduced, so it holds little more than what cannot
-//!   be reduced earlier: the last gradient, and small ones before it.
+//! - PLAN-3: a bucket is at most as large as the cap, unless one parameter alone is larger. On a device, where each
+//!   operation has a fixed cost, the parameter that makes a bucket exceed the cap is included. Exception: the last
+//!   bucket of a device (PLAN-8).
+//! - PLAN-4: delayed parameters share no bucket with others, and their buckets come last.
+//! - PLAN-5: the plan depends on the parameters, the order and the options only.
+//! - PLAN-6: a parameter that is set apart ([`ReducerOptions::sets_apart`]) has a slot of length 0 in the bucket's
+//!   memory.
+//! - PLAN-7: where the core reduces buckets in slots, there is a second set of slots. A tensor of the caller may keep
+//!   a slot beyond the step, such as a momentum that is computed in the gradient's memory, and the next gradient then
+//!   uses the other slot. The system provides its memory only when it is first written.
+//! - PLAN-8: while a device's last bucket is reduced, no computation overlaps with it. So it contains little more
+//!   than the last gradient, which cannot be reduced earlier: only small gradients before it.
 
 use super::{BucketReduction, ParamSpec, ReducerOptions};
 use crate::buffer::DType;
 
-/// Every bucket and, as a rule, every slot starts at a multiple of this many bytes: a cache line, and the widest vector.
+/// Alignment of buckets and, except in PLAN-1's special case, of slots, in bytes: a cache line, and the widest vector
+/// register.
 pub const ALIGN: usize = 64;
-/// Most bytes of the gradients that the last bucket of a device holds beside the last one.
+/// Largest size in bytes of the other gradients in the last bucket of a device.
 const LAST_BUCKET_BYTES: usize = 1 << 20;
-/// See PLAN-7.
+/// Number of sets of slots (PLAN-7).
 pub const MAX_COPIES: usize = 2;
 
-/// Where one parameter's gradient lies in the window.
+/// The slot of one parameter's gradient in the window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Slot {
-    /// Which parameter.
+    /// Index of the parameter.
     pub param: usize,
     /// Start in the window, in bytes.
     pub offset_bytes: usize,
-    /// Length in bytes, without padding; 0 if the gradient is reduced where it lies (PLAN-6).
+    /// Length in bytes, without padding; 0 if the gradient is reduced in place (PLAN-6).
     pub bytes: usize,
-    /// PLAN-6.
+    /// Whether the gradient is reduced in place (PLAN-6).
     pub apart: bool,
 }
 
@@ -53,7 +55,7 @@ pub struct Bucket {
 }
 
 impl Bucket {
-    /// Length in elements. Padding counts: it is reduced too.
+    /// Length in elements, with padding, which is reduced, too.
     pub fn elems(&self) -> usize {
         self.bytes / self.dtype.size()
     }
@@ -63,21 +65,21 @@ impl Bucket {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BucketPlan {
     buckets: Vec<Bucket>,
-    /// For each parameter its bucket and its position there.
+    /// For each parameter, its bucket and its position in it.
     places: Vec<(usize, usize)>,
     /// Bytes of all buckets with padding.
     bucket_bytes: usize,
     /// Bytes of the largest bucket, with padding.
     spare_bytes: usize,
-    /// Slots of each parameter, one set after the other.
+    /// Number of sets of slots.
     copies: usize,
 }
 
 impl BucketPlan {
-    /// The plan for gradients that are expected in `order`, which holds the index of every parameter once.
+    /// Creates the plan for gradients that are expected in `order`, a permutation of the parameters' indices.
     ///
     /// # Panics
-    /// If `order` is no permutation of the parameters.
+    /// If `order` is not a permutation.
     pub fn new(params: &[ParamSpec], order: &[usize], options: &ReducerOptions) -> Self {
         let mut planned = vec![false; params.len()];
         for &param in order {
@@ -85,9 +87,9 @@ impl BucketPlan {
         }
         assert_eq!(order.len(), params.len(), "order holds every parameter");
 
-        // An element type's bucket stays open while parameters of other types pass, so that a model whose layers mix
-        // types does not fall apart into one bucket a parameter. Buckets are numbered in the order in which their
-        // last gradient is expected, which is the order in which they fill.
+        // The bucket of an element type stays open while parameters of other types follow, so that a model whose
+        // layers mix types does not get one bucket for each parameter. Buckets are numbered in the order in which
+        // their last gradient is expected, which is the order in which they become full.
         struct OpenBucket {
             dtype: DType,
             delayed: bool,
@@ -104,7 +106,7 @@ impl BucketPlan {
             let cap = options.cap_of(full.len());
             let mut at = open.iter().position(|bucket| bucket.dtype == dtype && bucket.delayed == delayed);
             let is_full = |bucket: &OpenBucket| match options.on_device {
-                // PLAN-8
+                // The last bucket of a device (PLAN-8).
                 true => bucket.bytes >= cap || (place == tail && bucket.bytes >= LAST_BUCKET_BYTES),
                 false => bucket.bytes + bytes > cap,
             };
@@ -159,7 +161,7 @@ impl BucketPlan {
         plan
     }
 
-    /// The plan before the first step: gradients come in about the reverse of the order of registration.
+    /// The plan before the first step: gradients are expected in the reverse order of registration.
     pub fn initial(params: &[ParamSpec], options: &ReducerOptions) -> Self {
         let order: Vec<usize> = (0..params.len()).rev().collect();
         Self::new(params, &order, options)
@@ -186,28 +188,28 @@ impl BucketPlan {
         self.buckets[bucket].slots[position]
     }
 
-    /// How many slots each parameter has (PLAN-7).
+    /// Number of slots of each parameter (PLAN-7).
     pub fn copies(&self) -> usize {
         self.copies
     }
 
-    /// From a parameter's slot to its next one.
+    /// Distance in bytes from a parameter's slot to its next one.
     pub fn copy_bytes(&self) -> usize {
         self.bucket_bytes
     }
 
-    /// Start of the spare range, which is as long as the largest bucket.
+    /// Start of the spare range, which has the size of the largest bucket.
     pub fn spare_offset_bytes(&self) -> usize {
         self.bucket_bytes * self.copies
     }
 
-    /// Bytes of the window that holds the buckets and the spare range.
+    /// Bytes of the window for the buckets and the spare range.
     pub fn window_bytes(&self) -> usize {
         self.spare_offset_bytes() + self.spare_bytes
     }
 }
 
-/// The place in `order` where the parameters of the last bucket begin, on a device (PLAN-8).
+/// On a device, the position in `order` of the last bucket's first parameter (PLAN-8).
 fn first_of_the_last(params: &[ParamSpec], order: &[usize]) -> usize {
     let last = order.iter().rposition(|&param| !params[param].delayed && params[param].elems() > 0);
     let Some(mut first) = last else { return order.len() };

@@ -1,15 +1,15 @@
-//! How large buckets are, from what a script asks for; the same for both frameworks.
+//! The sizes of buckets that follow from a script's settings; shared by both frameworks.
 
 use super::ReducerOptions;
 use crate::error::{Error, Result};
 
 const MIB: f64 = (1 << 20) as f64;
-/// Collectives work on chunks of this size, so that of a bucket is a multiple.
+/// Collectives work on chunks of this size, so a bucket's size is a multiple of it.
 const MULTIPLE_BYTES: usize = 128;
-/// Larger than any memory, and exact as a float.
+/// Larger than any memory, and exactly representable as a float.
 const MAX_BYTES: f64 = (1u64 << 62) as f64;
 
-/// The size of a bucket of `mib` MiB, in bytes. Where the script does not say: [`ReducerOptions::DEFAULT_BUCKET_BYTES`], or
+/// The size in bytes of a bucket of `mib` MiB. The default is [`ReducerOptions::DEFAULT_BUCKET_BYTES`], or
 /// [`ReducerOptions::DEFAULT_DEVICE_BUCKET_BYTES`] for gradients on a device.
 ///
 /// # Errors
@@ -23,7 +23,7 @@ pub fn bucket_bytes(mib: Option<f64>, on_device: bool) -> Result<usize> {
         });
     };
     let bytes = mib * MIB;
-    // Also refuses what is no number.
+    // Also rejects NaN.
     if !(bytes > 0.0 && bytes < MAX_BYTES) {
         return Err(Error::InvalidArgument(format!("`bucket_cap_mb` is {mib:?}: expected a positive number of MiB")));
     }
@@ -35,8 +35,8 @@ pub fn bucket_bytes(mib: Option<f64>, on_device: bool) -> Result<usize> {
     Ok(bytes as usize)
 }
 
-/// The sizes of buckets of at most `cap_bytes`, as in [`ReducerOptions::bucket_bytes`]: a small first one, which lets the
-/// reduction start early.
+/// The sizes of buckets of at most `cap_bytes`, as in [`ReducerOptions::bucket_bytes`]: the first one is small, so
+/// that the reduction starts early.
 pub fn bucket_sizes(cap_bytes: usize) -> Vec<usize> {
     vec![ReducerOptions::DEFAULT_FIRST_BUCKET_BYTES.min(cap_bytes), cap_bytes]
 }

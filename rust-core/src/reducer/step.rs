@@ -1,4 +1,5 @@
-//! One backward: which gradients are there, and which buckets may be reduced. A value; no threads, no memory.
+//! The progress of one backward: which gradients are ready, and which buckets may be reduced. A value without threads
+//! or tensor memory.
 //!
 //! ```text
 //! mark_ready(p) .. mark_ready(q): the last gradient of bucket 0 -> launch [0]
@@ -12,15 +13,15 @@ use std::ops::Range;
 
 use super::BucketPlan;
 
-/// Counts the gradients of one backward and tells which buckets may be reduced.
+/// Counts the gradients of one backward and returns the buckets that may be reduced.
 #[derive(Clone, Debug)]
 pub struct Step {
     ready: Vec<bool>,
-    /// Parameters in the order in which their gradients came.
+    /// Parameters in the order in which their gradients became ready.
     order: Vec<usize>,
-    /// For each bucket, how many gradients it still waits for.
+    /// For each bucket, the number of gradients that are not ready.
     pending: Vec<usize>,
-    /// Buckets before this one are launched.
+    /// The first bucket that is not launched yet.
     launched: usize,
 }
 
@@ -35,8 +36,7 @@ impl Step {
         }
     }
 
-    /// Takes note of a gradient, and returns the buckets that may be reduced now; `None` if this parameter's
-    /// gradient was there already.
+    /// Marks a gradient as ready, and returns the buckets that may be reduced now; `None` if it was ready already.
     pub fn mark_ready(&mut self, plan: &BucketPlan, param: usize) -> Option<Range<usize>> {
         if std::mem::replace(&mut self.ready[param], true) {
             return None;
@@ -55,7 +55,7 @@ impl Step {
         (0..self.ready.len()).filter(|&param| !self.ready[param]).collect()
     }
 
-    /// Every parameter: first those whose gradients came, in that order, then the others by index.
+    /// All parameters: first those with gradients, in the order in which they became ready, then the others by index.
     pub fn observed_order(&self) -> Vec<usize> {
         let mut order = self.order.clone();
         order.extend(self.missing());

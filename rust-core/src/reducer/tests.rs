@@ -18,7 +18,7 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 const ELEMS: usize = 50;
 const PARAMS: usize = 9;
 
-/// Runs `rank` as every member, over each transport, and gives `check` what they return.
+/// Runs `rank` as every member, over each transport, and passes the results to `check`.
 fn over_each_transport<T: Send>(
     size: usize,
     rank: impl Fn(usize, Arc<Communicator>) -> T + Sync,
@@ -52,13 +52,13 @@ fn params() -> Vec<ParamSpec> {
     (0..PARAMS).map(|i| ParamSpec::dense(format!("p{i}"), [ELEMS as u64], DType::Float32)).collect()
 }
 
-/// Two parameters a bucket.
+/// Buckets of two parameters.
 fn options() -> ReducerOptions {
     ReducerOptions { bucket_bytes: vec![512], ..ReducerOptions::default() }
 }
 
-/// One backward with the gradients of `order`, each `value(param)`; those of `outside` are not in their slots. Returns
-/// the first element of every gradient.
+/// Runs one backward with the gradients of `order`, each `value(param)`; those of `outside` are not in their slots.
+/// Returns the first element of every gradient.
 fn backward(
     reducer: &Arc<Reducer>,
     order: &[usize],
@@ -83,7 +83,7 @@ fn backward(
         };
         // SAFETY: leases and vectors live until `finish` has returned.
         if let Err(error) = unsafe { reducer.mark_ready(param, ptr, true) } {
-            // The step failed while this backward was going on; its caller ends it here.
+            // The step failed during this backward; its caller ends it here.
             reducer.abandon("never told: the step has ended", false);
             return Err(error);
         }
@@ -111,7 +111,7 @@ fn gradients_are_averaged_in_their_slots_and_elsewhere_in_any_order() {
     let rank = |me: usize, communicator: Arc<Communicator>| {
         let reducer = Reducer::new(communicator, params(), options()).unwrap();
         let reversed: Vec<usize> = (0..PARAMS).rev().collect();
-        // Rank 0's order becomes the plan's; the others' own orders differ.
+        // Rank 0's order becomes the plan's order; the other ranks' orders differ.
         let mut other = reversed.clone();
         other.rotate_left(2 * me);
         let mut steps = Vec::new();
@@ -143,7 +143,7 @@ fn a_round_reduces_nothing_before_all_take_part_and_ends_when_its_caller_says_so
                 unsafe { reducer.mark_ready(param, gradient.as_mut_ptr().cast(), true) }.unwrap();
             }
         };
-        // Nobody takes part: what was ready stays as it was, and the next round may begin.
+        // The round does not take place: gradients keep their values, and the next round may begin.
         let round = reducer.begin_held(None).unwrap();
         assert_eq!(reducer.begin_held(None).unwrap_err().code(), Code::InvalidArgument);
         mark(0, 4);
@@ -157,7 +157,7 @@ fn a_round_reduces_nothing_before_all_take_part_and_ends_when_its_caller_says_so
         mark(4, PARAMS);
         reducer.finish().unwrap();
         let firsts = gradients.iter().map(|gradient| gradient[0]).collect::<Vec<_>>();
-        // One rank gives up before it knows whether all take part.
+        // One rank gives up before the result of the vote is known.
         let round = reducer.begin_held(None).unwrap();
         let outcome = if me == 1 {
             reducer.abandon("rank 1 had enough", true);
@@ -223,11 +223,12 @@ fn a_gradient_that_outlives_its_step_leaves_the_other_slot_to_the_next_one() {
                 assert_eq!(value.fract(), 0.0);
                 assert_eq!(value as usize % 10, 1 + step - 1, "as the step before left it");
             }
-            // Rank 0 keeps all, so that its buckets move as a whole; rank 1 none; rank 2 some, so that its do not.
+            // Rank 0 keeps all slots, so that its buckets change to the other set as a whole; rank 1 keeps none; rank
+            // 2 some, so that its buckets use the spare range.
             let keeps = |(at, lease)| (me == 0 || (me == 2 && at % 2 == 0)).then_some(lease);
             held = leases.into_iter().enumerate().filter_map(keeps).collect();
         }
-        // Both slots of what is kept twice are taken.
+        // Both slots of parameters that are kept twice are taken.
         let kept = reducer.take_slot(PARAMS - 1);
         let more = reducer.take_slot(PARAMS - 1);
         assert_eq!((kept.is_some(), more.is_some()), (true, me == 1));
@@ -263,11 +264,12 @@ fn a_missing_gradient_is_an_error_on_every_rank_and_the_next_step_works() {
 
 #[test]
 fn a_backward_abandoned_after_its_last_gradient_leaves_nothing_behind() {
-    // With one bucket, it is under way when the backward is abandoned; with several, the last may still wait.
+    // With one bucket, it is in flight when the backward is abandoned; with several, the last one may still be
+    // queued.
     let rank = |options: ReducerOptions, me: usize, communicator: Arc<Communicator>| {
         let reducer = Reducer::new(communicator, params(), options).unwrap();
         let order: Vec<usize> = (0..PARAMS).rev().collect();
-        // After this one, nothing follows a step's last bucket.
+        // With this option, no operation follows a step's last bucket.
         backward(&reducer, &order, &[], |param| value(me, param)).unwrap();
         for _ in 0..50 {
             if me == 0 {
@@ -293,7 +295,7 @@ fn a_backward_abandoned_after_its_last_gradient_leaves_nothing_behind() {
 
 #[test]
 fn what_follows_a_backward_ends_too_if_the_reducer_gave_up_first() {
-    // What `finish` does when a signal interrupts it, and what its caller says then.
+    // What `finish` does when a signal interrupts it, and the caller's message.
     let rank = |me: usize, communicator: Arc<Communicator>| {
         let reducer = Reducer::new(communicator.clone(), params(), options()).unwrap();
         let order: Vec<usize> = (0..PARAMS).rev().collect();
@@ -368,10 +370,10 @@ fn an_abandoned_backward_reaches_the_others_wherever_it_ended() {
     });
 }
 
-/// An operation of a graph that gives one gradient.
+/// An operation of a graph that submits one gradient.
 struct GradientOp {
     param: usize,
-    /// Where it lies if it is not in its slot.
+    /// The gradient's memory, if it is not in its slot.
     outside: Vec<f32>,
     answers: Sender<(usize, Result<f32>)>,
 }
@@ -425,7 +427,7 @@ fn gradients_that_arrive_are_answered_and_later_steps_wait() {
     let rank = |me: usize, communicator: Arc<Communicator>| {
         let arrivals = ArrivalDriver::new(&ReducerDescription { params: params(), options: options() });
         let (sender, answers) = channel();
-        // Two steps before there is a reducer, mixed up.
+        // Two steps before the reducer is created, interleaved.
         for param in 0..PARAMS {
             give(&arrivals, 1, param, value(me, param), &sender);
             give(&arrivals, 2, PARAMS - 1 - param, value(me, PARAMS - 1 - param), &sender);
@@ -463,7 +465,7 @@ fn an_execution_that_ends_early_ends_the_step_everywhere_and_the_next_one_works(
             }
             if ends {
                 arrivals.ended(execution(step));
-                // What was on its way when it ended.
+                // A gradient that was in flight when the driver was closed.
                 give(&arrivals, step, 0, value(me, 0), &sender);
             }
             failed.push(answered(&answers, given + usize::from(ends)));

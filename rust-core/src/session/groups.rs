@@ -123,8 +123,8 @@ fn tuning() -> Result<Option<negotiation::FusionTuning>> {
     }))
 }
 
-/// The time after which everything that waits for a member fails; none means the group's timeout. As in Horovod, it is not shorter than the
-/// time of the warning.
+/// The time after which everything that waits for a member fails; none means the group's timeout. As in Horovod, it
+/// is at least the time until the warning.
 fn stall_limit() -> Result<Option<Duration>> {
     let (knob, told) = (&config::STALL_SHUTDOWN_SECONDS, &config::STALL_WARNING_SECONDS);
     let Some(limit) = knob.seconds_or_never()? else { return Ok(None) };

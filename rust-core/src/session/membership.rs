@@ -1,5 +1,5 @@
-//! A framework's process groups over the session: the first one makes the session if nobody else has, and then the end
-//! of the last one ends it.
+//! A framework's process groups. The first one starts the session if `init` was not called; such a session ends with
+//! the last group.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,7 +10,7 @@ use super::{InitOptions, STATE, Session, SessionState};
 use crate::collectives::Communicator;
 use crate::error::{Error, Result};
 
-/// One process group, with a communicator of its own. Dropping it closes it.
+/// One process group with a communicator of its own, which is closed when the group is dropped.
 pub struct Membership {
     session: Arc<Session>,
     communicator: Arc<Communicator>,
@@ -18,12 +18,12 @@ pub struct Membership {
 }
 
 impl Membership {
-    /// The group of all ranks. Joins the job first if this process is in none, or in one that a rendezvous on a store made: that
-    /// one has ended, or a framework would not begin anew. Collective.
+    /// Creates the group of all ranks. Joins the job first if this process has no session, or has one from an earlier
+    /// rendezvous on a store, whose groups must have ended if the framework creates a new world. Collective.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if the session that `init()` made knows this process as another rank; what
-    /// [`super::init`] and [`Session::new_group`] say.
+    /// [`Error::InvalidArgument`] if the session that `init()` started has another rank for this process; the errors
+    /// of [`super::init`] and [`Session::new_group`].
     pub fn of_all(store_rendezvous: StoreRendezvous) -> Result<Self> {
         let (rank, size, timeout) = (store_rendezvous.rank, store_rendezvous.size, store_rendezvous.timeout);
         super::refuse_child()?;
@@ -53,7 +53,7 @@ impl Membership {
         Self::new(session, &ranks, timeout)
     }
 
-    /// A group of `ranks`, in this order; see [`Session::new_group`].
+    /// Creates a group of `ranks`, in this order; see [`Session::new_group`].
     ///
     /// # Errors
     /// As [`Session::new_group`].
@@ -61,11 +61,11 @@ impl Membership {
         Self::new(super::current("new_group")?, ranks, timeout)
     }
 
-    /// A group of `ranks` out of this one, all of whose members call it at the same place of the order of its operations: with
-    /// the ranks of the new group that they are in, or with `None`. See [`Session::split_group`].
+    /// Splits a group of `ranks` from this one. All members call it at the same place in the order of the group's
+    /// operations, with the ranks of their new group or with `None`. See [`Session::split_group`].
     ///
     /// # Errors
-    /// As [`Session::new_group`]; of this group's operations.
+    /// As [`Session::new_group`]; the errors of this group's operations.
     pub fn split(&self, ranks: Option<&[usize]>, timeout: Duration) -> Result<Option<Self>> {
         let made = self.session.split_group(&self.communicator, ranks, timeout)?;
         Ok(made.map(|made| Self::with(self.session.clone(), made)))
@@ -86,12 +86,12 @@ impl Membership {
         &self.communicator
     }
 
-    /// Ends the group in this process: operations under way fail. Does nothing the second time.
+    /// Closes the group in this process; running operations fail. Does nothing on a second call.
     pub fn close(&self) {
         if !self.open.swap(false, Ordering::Relaxed) {
             return;
         }
-        // It is gone already after `shutdown()`.
+        // After `shutdown()` the group is gone already.
         let _ = self.session.remove_group(self.communicator.id());
         self.session.memberships.fetch_sub(1, Ordering::Relaxed);
         self.session.end_if_unused();
@@ -99,7 +99,7 @@ impl Membership {
 }
 
 impl Session {
-    /// Ends the session if groups made it and the last one is gone.
+    /// Ends the session if process groups started it and the last one is closed.
     fn end_if_unused(&self) {
         if !self.met || self.memberships.load(Ordering::Relaxed) > 0 {
             return;

@@ -1,14 +1,15 @@
-//! Life cycle of the library in this process: idle, starting, running, and idle again.
+//! The library's life cycle in this process: idle, starting, running, and idle again.
 //!
 //! There is one session per process at a time; Python, the PyTorch ops and the TensorFlow ops all see it through
 //! [`current`].
 //!
-//! - SES-1: [`shutdown`] does not wait for other ranks to come to theirs. A process that serves the rendezvous goes on serving it until
-//!   [`finish`], which a process calls last.
-//! - SES-2: a forked child has no session: every call says so, and nothing it does reaches the job. It still knows its parent's
-//!   rank and the like ([`place`]).
-//! - SES-3: group ids follow from the members and from how many groups of exactly these members were made before.
-//!   Members call in the same order, so they agree without a message; nobody else is involved.
+//! - SES-1: [`shutdown`] does not wait for the other ranks' calls. A process that serves the rendezvous continues to
+//!   serve it until [`finish`], which a process calls last.
+//! - SES-2: a forked child has no session. Its calls return an error, and nothing that it does affects the job. It
+//!   still knows its parent's ranks and sizes ([`place`]).
+//! - SES-3: group ids are derived from the members and the number of earlier groups with exactly these members.
+//!   Members create groups in the same order, so they agree on ids without messages, and other ranks are not
+//!   involved.
 
 mod graph_reducers;
 mod groups;
@@ -48,12 +49,12 @@ pub use process_sets::WorldPlace;
 use replicas::Replicas;
 use store_rendezvous::StoreRendezvous;
 
-/// What `init` may be told beyond the environment.
+/// Options of `init` in addition to the environment.
 #[derive(Clone, Debug, Default)]
 pub struct InitOptions {
-    /// Instead of the environment's variables, for tests.
+    /// Replaces the environment's variables in tests.
     pub variables: Option<env::Variables>,
-    /// Who this process is, where a caller knows it better than the environment.
+    /// This process's rank and the rendezvous, if a caller knows them better than the environment.
     pub store_rendezvous: Option<StoreRendezvous>,
 }
 
@@ -66,24 +67,24 @@ pub struct Session {
     monitor: Arc<Monitor>,
     control: Control,
     groups: Groups,
-    /// Set before the first group is made.
+    /// Set before the first group is created.
     between: OnceLock<HostConnection>,
-    /// The ranks met on a store, so the next rendezvous on a store replaces this session.
+    /// The ranks used a framework's store as rendezvous; the next such rendezvous replaces this session.
     met: bool,
-    /// Processes that are not the job's may know its secret.
+    /// Processes outside of the job may know its secret.
     open: bool,
-    /// Groups of a framework that are open.
+    /// Number of open process groups of a framework.
     memberships: AtomicUsize,
     graph_reducers: GraphReducers,
     process_sets: ProcessSets,
     replicas: Replicas,
-    /// The job has been told that this rank failed.
+    /// Whether the other ranks have been told that this rank failed.
     reported: AtomicBool,
 }
 
-/// Where the members of the job meet.
+/// The rendezvous of the job.
 enum Control {
-    /// A job of one has nobody to meet.
+    /// A job of one process needs none.
     Alone(Arc<LocalStore>),
     Connected(Arc<Client>),
 }
@@ -100,7 +101,7 @@ static STATE: Mutex<SessionState> = Mutex::new(SessionState::Idle);
 ///
 /// # Errors
 /// [`Error::AlreadyInitialized`]; [`Error::Config`] for a contradictory environment; [`Error::Rendezvous`] or
-/// [`Error::Timeout`] naming the ranks that did not come; [`Error::PeerFailed`] naming one that departed meanwhile.
+/// [`Error::Timeout`] naming the ranks that did not join; [`Error::PeerFailed`] naming one that departed meanwhile.
 pub fn init(options: InitOptions) -> Result<Arc<Session>> {
     refuse_child()?;
     {
@@ -118,7 +119,7 @@ pub fn init(options: InitOptions) -> Result<Arc<Session>> {
     outcome
 }
 
-/// The running session. It stays the running one after a failure: its calls then name the culprit.
+/// Returns the running session. After a failure, it stays the running session, and its calls return the failure.
 ///
 /// # Errors
 /// [`Error::NotInitialized`] naming `call`; [`Error::Closed`] in a forked child.
@@ -130,8 +131,8 @@ pub fn current(call: &'static str) -> Result<Arc<Session>> {
     }
 }
 
-/// Whether this process is in a job: [`current`] gives a session, or [`place::place`] answers in a child that was forked from one
-/// that is.
+/// Whether this process is in a job: it has a session ([`current`]), or was forked from a process that has one
+/// ([`place::place`]).
 pub fn is_initialized() -> bool {
     place::has_place()
 }
@@ -158,9 +159,9 @@ pub fn shutdown() {
     session.close();
 }
 
-/// What a process calls before it ends: [`shutdown`], and then, if it serves the rendezvous, waits until the other
-/// ranks have left too, since their notices would end with it. After a failure it waits only a moment. A process that
-/// uses MPI ends it here, together with the others. Devices are not called after that.
+/// Called before a process ends: [`shutdown`], and then, if this process serves the rendezvous, waits until the other
+/// ranks have left too, because they could not be notified of departures otherwise. After a failure, it waits only a
+/// moment. A process that uses MPI finalises it here, together with the others. No device is used after this.
 pub fn finish() {
     if fork::is_child() {
         return;
@@ -231,7 +232,7 @@ impl Session {
             };
             let session = Self::join(launch, monitor, timeout, deadline, rendezvous, store_rendezvous.is_some())?;
             if let Some(store_rendezvous) = store_rendezvous {
-                // Nobody's `init` returns before rank 0 has made the world below.
+                // `init` returns on no rank before rank 0 has created the world below.
                 store_rendezvous.clear();
             }
             session
@@ -321,8 +322,8 @@ impl Session {
         }
     }
 
-    /// Makes the group of all ranks, and with it starts the timeline: the first rank of a host before the group stands,
-    /// the others after it.
+    /// Creates the group of all ranks, and starts the timeline: on the first rank of a host before the group is
+    /// created, on the others afterwards.
     fn make_world(&self, variables: &env::Variables, deadline: Instant) -> Result<()> {
         let between = self.meet_hosts(variables, deadline)?;
         self.between.get_or_init(|| between);
@@ -341,15 +342,15 @@ impl Session {
         Ok(())
     }
 
-    /// The timeline of collectives by name that the settings ask for, if any.
+    /// Starts the timeline of collectives by name, if the settings request it.
     fn start_asked_timeline(&self) -> Result<()> {
         let Some(path) = config::NAMES_TIMELINE.text().filter(|path| path != "DYNAMIC") else { return Ok(()) };
         self.start_names_timeline(&path, config::NAMES_TIMELINE_MARK_CYCLES.flag()?);
         Ok(())
     }
 
-    /// Rank 0 writes the timeline of collectives by name from now on ([`timeline::start`]). One that cannot be written is told, and
-    /// no reason not to train.
+    /// On rank 0, starts the timeline of collectives by name ([`timeline::start`]). If it cannot be written, a
+    /// warning is logged and training continues.
     pub fn start_names_timeline(&self, path: &str, mark_cycles: bool) {
         if self.rank() == 0
             && let Err(error) = timeline::start(path, mark_cycles)
@@ -358,7 +359,7 @@ impl Session {
         }
     }
 
-    /// Leaves: waits of other threads end, communicators stop, the others hear a goodbye.
+    /// Leaves the job: waits of other threads end, communicators stop, and the other ranks are told.
     fn close(&self) {
         let reason = "`shutdown()` was called";
         self.replicas.close();
@@ -372,7 +373,7 @@ impl Session {
         if let Control::Connected(client) = &self.control {
             client.leave();
         }
-        // The others hear of the leave before, or soon after, they see its connections end.
+        // The other ranks learn of the leave before, or soon after, they see this rank's connections close.
         if let Some(between) = self.between.get() {
             between.close();
         }
@@ -391,7 +392,7 @@ impl Session {
     pub fn rank(&self) -> usize {
         self.launch.rank
     }
-    /// Processes of the job.
+    /// Number of processes of the job.
     pub fn size(&self) -> usize {
         self.launch.size
     }
@@ -399,26 +400,26 @@ impl Session {
     pub fn local_rank(&self) -> usize {
         self.local().0
     }
-    /// Processes on this host.
+    /// Number of processes on this host.
     pub fn local_size(&self) -> usize {
         self.local().1
     }
     fn local(&self) -> (usize, usize) {
         self.launch.local.expect("a session knows the place of its rank")
     }
-    /// A name for this session that is the same on all ranks and new for each `init`; 63 bits wide.
+    /// A number of this session that is equal on all ranks and new for each `init`; 63 bits.
     pub fn id(&self) -> u64 {
         self.id
     }
-    /// Whether members have proved a secret that only this job's processes know.
+    /// Whether members have proved that they know a secret of this job.
     pub fn is_authenticated(&self) -> bool {
         !self.open
     }
-    /// What the launcher's environment said, and what the rendezvous added to it.
+    /// The variables of the launcher, with what the rendezvous added.
     pub fn launch(&self) -> &Launch {
         &self.launch
     }
-    /// Who departed.
+    /// The departures of ranks.
     pub fn monitor(&self) -> &Arc<Monitor> {
         &self.monitor
     }
@@ -426,20 +427,22 @@ impl Session {
     pub fn world(&self) -> Arc<Communicator> {
         self.groups.get(groups::WORLD).expect("a session is made with its world")
     }
-    /// Ends every wait of this process, whose user has asked for its end; the others hear that it failed.
+    /// Ends every wait of this process, because its user has requested that; the other ranks are told that this one
+    /// failed.
     pub fn interrupt(&self) {
         self.give_up("interrupted", "the process was interrupted");
     }
 
-    /// Ends every wait of this process with `reason`, and its part in the job; the others hear that it failed with `message`.
+    /// Ends every wait of this process with `reason`, and its part in the job; the other ranks are told that it
+    /// failed with `message`.
     pub fn give_up(&self, message: &str, reason: &str) {
         self.report_failure(message);
         self.monitor.close(reason);
         self.groups.close(reason);
     }
 
-    /// Tells the job that this rank failed with `message` (an uncaught exception); waits of others end with it. The first failure
-    /// counts (MON-1), and no other is told.
+    /// Tells the job that this rank failed with `message` (an uncaught exception); the other ranks' waits end with
+    /// it. Only the first failure counts (MON-1) and is sent.
     pub fn report_failure(&self, message: &str) {
         serve::note_failure();
         if !self.reported.swap(true, Ordering::Relaxed)
@@ -449,7 +452,7 @@ impl Session {
         }
     }
 
-    /// Whether it has been told that (see [`Session::report_failure`]).
+    /// Whether the job was told so (see [`Session::report_failure`]).
     fn has_reported(&self) -> bool {
         self.reported.load(Ordering::Relaxed)
     }

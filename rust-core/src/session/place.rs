@@ -1,7 +1,7 @@
-//! What a process knows of its place in the job, in a forked child too: data loaders ask for the rank to choose their samples.
+//! The ranks and sizes of this process, which a forked child knows, too: data loaders choose samples by rank.
 //!
-//! - PLC-1: a fork takes a copy of the place along, made before the process is copied. The child needs no lock for it that
-//!   another thread may have held at that moment, and nothing of the session, which it has no part in (SES-2).
+//! - PLC-1: the parent copies the place before it forks. So the child needs no lock that another thread may have held
+//!   at that moment, and no access to the session, in which it takes no part (SES-2).
 
 use std::cell::Cell;
 use std::sync::OnceLock;
@@ -15,29 +15,29 @@ use crate::world::fork;
 pub struct Place {
     /// Global rank.
     pub rank: usize,
-    /// Processes of the job.
+    /// Number of processes of the job.
     pub size: usize,
     /// Rank on this host.
     pub local_rank: usize,
-    /// Processes on this host.
+    /// Number of processes on this host.
     pub local_size: usize,
-    /// The world of Horovod's API, once it is made.
+    /// The world of Horovod's API, once it is created.
     pub world: Option<World>,
 }
 
-/// The world of Horovod's API, which may be a part of the job.
+/// The world of Horovod's API, which may have fewer ranks than the job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct World {
-    /// Its ranks, by their numbers in the job.
+    /// Its ranks, as ranks of the job.
     pub ranks: Vec<usize>,
     /// This rank's place in it.
     pub place: WorldPlace,
-    /// Numbers and ranks of its process sets.
+    /// Ids and ranks of its process sets.
     pub sets: Vec<(u32, Vec<usize>)>,
 }
 
 impl World {
-    /// Of a place that has one.
+    /// The world of Horovod's API.
     ///
     /// # Errors
     /// [`Error::NotInitialized`] naming `call`.
@@ -46,15 +46,15 @@ impl World {
     }
 }
 
-/// What this process was forked with.
+/// The place that this process inherited from its parent.
 static INHERITED: OnceLock<Place> = OnceLock::new();
 
 thread_local! {
-    /// The copy, while this thread forks.
+    /// The copy for a child that this thread is forking.
     static COPY: Cell<Option<Place>> = const { Cell::new(None) };
 }
 
-/// This process's place; in a forked child the parent's.
+/// Returns this process's place; in a forked child, the parent's.
 ///
 /// # Errors
 /// [`Error::NotInitialized`] naming `call`.
@@ -86,7 +86,8 @@ fn own() -> Option<Place> {
     })
 }
 
-/// PLC-1, for every fork from now on. A job of one process has nothing that a child could disturb: it stays whole there.
+/// Installs the handlers that copy the place in every later fork (PLC-1). For a job of one process, the session
+/// itself stays usable in a child, because there is no communication to disturb.
 pub(super) fn inherit() {
     fork::on_fork(fork::Hooks {
         before: || COPY.set(own()),

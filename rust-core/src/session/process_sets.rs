@@ -1,10 +1,10 @@
-//! The world and the process sets of Horovod's API: numbered groups of ranks.
+//! The world and the process sets of Horovod's API: groups of ranks with ids.
 //!
-//! - PST-1: all ranks of the world make and remove them alike, members or not. What they ask for is compared first, so
-//!   all get the same answer, and nobody waits for ranks that ask for something else.
-//! - PST-2: the world is number 0. Others get the number that was given back first, or else the next one.
-//! - PST-3: the world may be a part of the job. Ranks of it and of its sets are positions in the world, and only this file
-//!   and [`Session::process_set`] know of others.
+//! - PST-1: all ranks of the world, also ranks that are not members, create and remove sets by the same calls. The
+//!   calls are compared first, so all ranks get the same result, and no rank waits for a rank with another call.
+//! - PST-2: the world has id 0. Other sets get the id that was freed first, or else the next number.
+//! - PST-3: the world may have fewer ranks than the job. Ranks of the world and of its sets are positions in the
+//!   world; only this file and [`Session::process_set`] convert them.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write;
@@ -22,35 +22,35 @@ use crate::error::{Error, Result};
 pub(super) struct ProcessSets(Mutex<Option<ProcessSetTable>>);
 
 struct ProcessSetTable {
-    /// Ranks of the job.
+    /// The ranks of the world, as ranks of the job.
     world: Vec<usize>,
     sets: BTreeMap<u32, ProcessSet>,
-    /// Numbers that were given back, the first one first.
+    /// Freed ids, the first one first.
     free: VecDeque<u32>,
 }
 
 #[derive(Clone, Debug)]
 struct ProcessSet {
-    /// In order.
+    /// Ranks of the set, in order.
     ranks: Vec<usize>,
-    /// Its communicator, on members.
+    /// The communicator, if this rank is a member.
     group: Option<u64>,
 }
 
-/// This rank's place in the world.
+/// This rank's position in the world.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WorldPlace {
-    /// Position in the world, and its length.
+    /// Rank and size in the world.
     pub world: (usize, usize),
-    /// The same among the ranks of this host.
+    /// Rank and size among the ranks of this host.
     pub local: (usize, usize),
-    /// The same among the ranks with this local rank, host by host.
+    /// Rank and size among the ranks with this local rank, on all hosts.
     pub cross: (usize, usize),
-    /// Every host has as many ranks.
+    /// Whether all hosts have equally many ranks.
     pub is_homogeneous: bool,
 }
 
-/// What all ranks ask for.
+/// The call of a rank, which is compared with the others'.
 #[derive(Clone, Copy)]
 enum ProcessSetChange {
     Register,
@@ -69,8 +69,8 @@ impl ProcessSetTable {
 }
 
 impl Session {
-    /// Makes the world of Horovod's API: these ranks of the job, in this order, or all. A rank that is not among them gets
-    /// a world of its own. Does nothing if there is one.
+    /// Creates the world of Horovod's API: these ranks of the job, in this order, or all. A rank that is not listed
+    /// gets a world of its own. Does nothing if there is a world.
     ///
     /// # Errors
     /// As [`Session::new_group`].
@@ -90,7 +90,7 @@ impl Session {
         Ok(())
     }
 
-    /// The ranks of the world, by their numbers in the job.
+    /// The ranks of the world, as ranks of the job.
     ///
     /// # Errors
     /// [`Error::NotInitialized`] naming `call`.
@@ -98,7 +98,7 @@ impl Session {
         self.with_sets(call, |table| Ok(table.world.clone()))
     }
 
-    /// Where this rank is in the world.
+    /// This rank's position in the world.
     ///
     /// # Errors
     /// [`Error::NotInitialized`] naming `call`.
@@ -119,20 +119,20 @@ impl Session {
         Ok(WorldPlace { world: among(&world), local, cross: among(&cross), is_homogeneous })
     }
 
-    /// Makes a set of each list, or finds it if there is one, and returns their numbers. All ranks call.
+    /// Creates a set for each list, unless there is one, and returns the ids. All ranks call it.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks alike, if they disagree, or a list has no rank, one that does not exist or one
-    /// twice.
+    /// [`Error::InvalidArgument`], on all ranks, if their calls differ, or a list is empty or contains a rank that
+    /// does not exist or one twice.
     pub fn register_process_sets(&self, lists: &[Vec<usize>]) -> Result<Vec<u32>> {
         let lists = self.agree_on_sets("init", ProcessSetChange::Register, lists)?;
         lists.iter().map(|ranks| self.find_or_make(ranks)).collect()
     }
 
-    /// Makes a set. All ranks call.
+    /// Creates a set. All ranks call it.
     ///
     /// # Errors
-    /// As [`Session::register_process_sets`], also if there is one of these ranks, or sets may not be added.
+    /// As [`Session::register_process_sets`]; also if a set of these ranks exists, or sets may not be added.
     pub fn add_process_set(&self, ranks: &[usize]) -> Result<u32> {
         self.may_change("adding")?;
         let lists = self.agree_on_sets("add_process_set", ProcessSetChange::Add, &[ranks.to_vec()])?;
@@ -145,7 +145,7 @@ impl Session {
         }
     }
 
-    /// Forgets a set; false if there is none, or if it is the world. All ranks call.
+    /// Removes a set; returns false if there is none, or if it is the world. All ranks call it.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if ranks disagree, or sets may not be removed.
@@ -168,7 +168,7 @@ impl Session {
         Ok(removed.is_some())
     }
 
-    /// The communicator of a set.
+    /// Returns the communicator of a set.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if there is no such set, or this rank is no member; [`Error::NotInitialized`].
@@ -190,10 +190,10 @@ impl Session {
         })
     }
 
-    /// The position of a rank of the world in a set.
+    /// The position in a set of a rank of the world.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if it has none.
+    /// [`Error::InvalidArgument`] if the rank is not in the set.
     pub fn position_in_process_set(&self, id: u32, rank: i64, call: &'static str) -> Result<usize> {
         self.with_sets(call, |table| {
             let ranks = table.sets.get(&id).map_or(&[][..], |set| &set.ranks);
@@ -205,7 +205,7 @@ impl Session {
         })
     }
 
-    /// Numbers and ranks of all sets.
+    /// Ids and ranks of all sets.
     ///
     /// # Errors
     /// [`Error::NotInitialized`].
@@ -246,7 +246,7 @@ impl Session {
         })
     }
 
-    /// PST-1: what all ranks of the world ask for, in order and acceptable.
+    /// Compares the calls of all ranks of the world (PST-1); returns the lists of the call, if it is valid.
     fn agree_on_sets(
         &self,
         call: &'static str,
@@ -296,7 +296,7 @@ fn check(list: &[usize], size: usize) -> Result<()> {
     }
 }
 
-/// A rank's words as a text.
+/// Formats a rank's call.
 fn describe(words: &[u64]) -> String {
     let [wish, rest @ ..] = words else { return "nothing".into() };
     let mut lists = Vec::new();
@@ -310,7 +310,7 @@ fn describe(words: &[u64]) -> String {
     format!("{verb} {}", lists.join(", "))
 }
 
-/// Everybody's words.
+/// Gathers the encoded calls of all ranks.
 fn exchange(communicator: &Communicator, own: &mut [u64]) -> Result<Vec<Vec<u64>>> {
     let size = communicator.members().size();
     let mut lengths = gather(communicator, &mut [own.len() as u64], &vec![1; size])?;
@@ -321,7 +321,7 @@ fn exchange(communicator: &Communicator, own: &mut [u64]) -> Result<Vec<Vec<u64>
 fn gather(communicator: &Communicator, own: &mut [u64], lengths: &[usize]) -> Result<Vec<Vec<u64>>> {
     let mut all: Vec<Vec<u64>> = lengths.iter().map(|length| vec![0; *length]).collect();
     let view = |words: &mut [u64]| {
-        // SAFETY: the words live until the operation below has ended, and nobody else touches them.
+        // SAFETY: the words live until the operation below has ended, and no other code accesses them.
         unsafe { TensorView::new(words.as_mut_ptr().cast(), words.len(), DType::Int64, Device::Cpu, 0) }
     };
     let input = view(own)?;

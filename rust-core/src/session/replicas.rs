@@ -1,11 +1,12 @@
-//! Whether the ranks train from the same values. A script that forgets to broadcast its variables trains another model on every
-//! rank, and no collective fails: gradients have the same shapes.
+//! Checks that the ranks train from equal values. If a script does not broadcast its variables, each rank trains a
+//! different model, and no collective fails, because gradients have equal shapes.
 //!
-//! - REP-1: ranks tell a checksum in the job's store and wait for nobody. A rank that takes no part in the step tells none, and
-//!   then nothing is compared. Tensors and collectives are not touched.
-//! - REP-2: the first rank of a group gathers the checksums in a thread. It warns once the second step has begun, or the session
-//!   ends: published scripts broadcast after the first step, when the optimizer has its variables.
-//! - REP-3: a broadcast of variables that any caller has made meanwhile answers the question.
+//! - REP-1: ranks write a checksum to the job's store and wait for no other rank. A rank that takes no part in the
+//!   step writes none, and then nothing is compared. Tensors and collectives are not used.
+//! - REP-2: the first rank of a group reads the checksums in a thread. It warns once the second step has begun, or
+//!   the session ends, because published scripts broadcast after the first step, when the optimizer has created its
+//!   variables.
+//! - REP-3: a broadcast of variables in the meantime, by any caller, makes the check unnecessary.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -19,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::reducer::arrival::Execution;
 use crate::world::Store;
 
-/// A checksum may come late: ranks begin their first step when they are ready.
+/// How long to wait for checksums of other ranks, which may begin their first step later.
 const GATHER_TIME: Duration = Duration::from_secs(24 * 3600);
 
 /// Compares checksums of the replicas' variables in the first steps, and warns once if they differ.
@@ -27,7 +28,7 @@ const GATHER_TIME: Duration = Duration::from_secs(24 * 3600);
 pub struct Replicas {
     shared: Arc<ReplicasState>,
     threads: Mutex<Vec<JoinHandle<()>>>,
-    /// By key: how often variables were told under it.
+    /// By key, the number of checksums that this rank has written.
     told: Mutex<HashMap<String, usize>>,
 }
 
@@ -39,11 +40,11 @@ struct ReplicasState {
 
 #[derive(Default)]
 struct ReplicasProgress {
-    /// Steps of the reduction that has made most.
+    /// Largest number of steps of any reduction.
     steps: u64,
     by_name: HashMap<String, u64>,
     by_plan: HashMap<usize, (Execution, u64)>,
-    /// Variables were broadcast.
+    /// Whether variables were broadcast.
     broadcast: bool,
     closed: bool,
     /// Threads that wait for a step.
@@ -52,20 +53,20 @@ struct ReplicasProgress {
 
 /// Variables that a rank is about to train.
 pub struct ReplicaChecksum<'a> {
-    /// The same on all ranks that train the same variables: their shapes.
+    /// Identifies the same variables on all ranks: derived from their shapes.
     pub what: &'a str,
-    /// Of their values.
+    /// Checksum of their values.
     pub checksum: u64,
     /// Ranks that reduce the gradients together.
     pub ranks: &'a [usize],
-    /// The call that makes replicas equal.
+    /// The call that makes replicas equal, for the warning.
     pub remedy: &'a str,
-    /// Nothing is broadcast after this: the answer need not wait for the second step.
+    /// No broadcast can follow, so the warning need not wait for the second step.
     pub is_final: bool,
 }
 
 impl Replicas {
-    /// A step of the reduction `name` begins.
+    /// Counts a step of the reduction `name`.
     pub fn begin_step(&self, name: &str) {
         let mut progress = self.shared.progress.lock();
         if progress.waiting > 0 {
@@ -76,7 +77,7 @@ impl Replicas {
         }
     }
 
-    /// A gradient of a plan has come: the first one of an execution begins a step.
+    /// Counts a step if this gradient is the first one of an execution.
     pub fn begin_step_of_plan(&self, plan: usize, execution: Execution) {
         let mut progress = self.shared.progress.lock();
         if progress.waiting > 0 {
@@ -89,12 +90,12 @@ impl Replicas {
         }
     }
 
-    /// Variables are, or will be, broadcast.
+    /// Notes that variables are, or will be, broadcast.
     pub fn note_broadcast(&self) {
         self.shared.progress.lock().broadcast = true;
     }
 
-    /// Ends the threads; what they know by then is told.
+    /// Ends the threads; differences that they have found are logged.
     pub fn close(&self) {
         self.shared.progress.lock().closed = true;
         self.shared.changed.notify_all();
@@ -103,7 +104,7 @@ impl Replicas {
     /// Waits for the end of the threads, whose waits for the store have ended.
     pub fn join(&self) {
         for thread in self.threads.lock().drain(..) {
-            // A thread that panicked has said so.
+            // A panic of the thread has been logged.
             let _ = thread.join();
         }
     }
@@ -117,7 +118,7 @@ impl ReplicasState {
         }
     }
 
-    /// Waits for the second step or the end; whether variables were broadcast by then.
+    /// Waits for the second step or the end of the session; returns whether variables were broadcast by then.
     fn await_second_step(&self) -> bool {
         let mut progress = self.progress.lock();
         while progress.steps < 2 && !progress.closed && !progress.broadcast {
@@ -132,7 +133,7 @@ fn key(what: &str, ranks: &[usize], occurrence: usize) -> String {
     format!("replicas/{what}/{}/{occurrence}", members.join(","))
 }
 
-/// Ranks whose checksum is not that of the first rank.
+/// Returns the ranks whose checksum differs from that of the first rank.
 fn differing(store: &dyn Store, prefix: &str, own: u64, ranks: &[usize]) -> Result<Vec<usize>> {
     let mut found = Vec::new();
     for &rank in &ranks[1..] {
@@ -163,11 +164,11 @@ impl Session {
         &self.replicas
     }
 
-    /// Tells the other ranks a checksum of the variables that this rank is about to train; warns on the first rank if others have
-    /// other ones. Waits for nobody.
+    /// Writes a checksum of the variables that this rank is about to train; the first rank warns if other ranks have
+    /// different ones. Does not wait.
     ///
     /// # Errors
-    /// Those of the job's store.
+    /// As for the job's store.
     pub fn tell_replica(&self, told: &ReplicaChecksum<'_>) -> Result<()> {
         let ReplicaChecksum { what, checksum, ranks, remedy, is_final } = *told;
         if ranks.len() < 2 || !ranks.contains(&self.rank()) {
@@ -188,7 +189,7 @@ impl Session {
         let shared = self.replicas.shared.clone();
         shared.progress.lock().waiting += 1;
         let work = move || {
-            // Without all checksums there is nothing to tell: a rank takes no part, or is gone.
+            // If checksums are missing, nothing can be compared: a rank takes no part, or is gone.
             let outcome = differing(&*store, &prefix, checksum, &ranks);
             if let Ok(others) = outcome
                 && !others.is_empty()

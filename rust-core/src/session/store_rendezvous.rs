@@ -1,12 +1,15 @@
-//! How processes that were told their ranks, and nothing of a launcher, become a session: a framework's key-value store
-//! serves as the store on which they tell each other what the launcher did not.
+//! Rendezvous through a framework's key-value store, for processes that know their rank and size but were started
+//! without a launcher's variables. Rank 0 writes the address of the rendezvous server to the store.
 //!
-//! - MEET-1: rank 0 decides where the rendezvous is and writes it down; the others follow, so no two ranks can decide
-//!   differently. If `smdrun` serves one for exactly these ranks, it is that one: `smdrun` sees deaths first.
-//! - MEET-2: rank 0 serves on the loopback interface where all ranks are on its host. The secret is the one that the launcher or
-//!   the user gave. Without one, rank 0 makes one: on one host it goes through the owner socket to processes of this user;
-//!   on several it is written to the framework's store, whose readers know it, and rank 0 says so.
-//! - MEET-3: what was written is taken away before anybody's `init` returns, so that a store may serve another session.
+//! - MEET-1: only rank 0 decides where the rendezvous is, and writes it to the store, so ranks cannot decide
+//!   differently. If `smdrun` serves a rendezvous for exactly these ranks, that one is used, because `smdrun` notices
+//!   deaths first.
+//! - MEET-2: rank 0 listens on the loopback interface if all ranks are on its host. The secret is that of the
+//!   launcher or the user. Without one, rank 0 creates one. On one host, this user's processes get it through the
+//!   owner socket. On several hosts, it is written to the framework's store, whose other readers then know it, too,
+//!   and rank 0 logs a warning.
+//! - MEET-3: the keys are deleted before `init` returns on any rank, so that the store can be used for another
+//!   session.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -21,7 +24,7 @@ use crate::world::env::{self, Launch, Launcher};
 use crate::world::rendezvous::{JobKey, RendezvousLocation};
 use crate::world::{Monitor, host};
 
-/// First and longest pause between two looks at the store.
+/// First and longest interval between polls of the store.
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
 
@@ -31,24 +34,24 @@ fn host_key(rank: usize) -> String {
     format!("smd/host/{rank}")
 }
 
-/// A key-value store that all ranks of a job reach. Nothing of it waits.
+/// A key-value store that all ranks of a job can access. No function waits for other ranks.
 pub trait BootstrapStore: Send + Sync {
     /// Writes a key.
     fn set(&self, key: &str, value: &[u8]) -> Result<()>;
-    /// What was written to a key, if somebody has.
+    /// Returns the value of a key, if it was written.
     fn get(&self, key: &str) -> Result<Option<Vec<u8>>>;
-    /// Forgets a key.
+    /// Deletes a key.
     fn remove(&self, key: &str) -> Result<()>;
 }
 
-/// The rank, size and store that a framework gives a process instead of a launcher's environment.
+/// The rank, size and store that a framework passes instead of a launcher's environment.
 #[derive(Clone)]
 pub struct StoreRendezvous {
     /// Global rank.
     pub rank: usize,
-    /// Processes of the job.
+    /// Number of processes of the job.
     pub size: usize,
-    /// Where they meet.
+    /// The store through which the ranks find each other.
     pub store: Arc<dyn BootstrapStore>,
     /// Longest wait for the other ranks.
     pub timeout: Duration,
@@ -60,10 +63,10 @@ impl std::fmt::Debug for StoreRendezvous {
     }
 }
 
-/// Where the rendezvous is.
+/// Rank 0's decision on where the rendezvous is.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum RendezvousEndpoint {
-    /// Where the launcher's variables say.
+    /// At the address in the launcher's variables.
     Launcher,
     /// In rank 0's process.
     RankZero { addresses: Vec<String>, secret: Secret },
@@ -72,20 +75,20 @@ enum RendezvousEndpoint {
 /// How ranks get the secret of a rendezvous in rank 0's process.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum Secret {
-    /// The launcher or the user gave it to all of them.
+    /// All of them have it from the launcher or the user.
     Given,
     /// From the owner socket with this name.
     OnThisHost(String),
-    /// It is written here: whoever reads the store knows it.
+    /// From this value, which every reader of the store knows.
     Written(Vec<u8>),
 }
 
 impl StoreRendezvous {
-    /// What the environment says if it speaks of this very rank, and otherwise just the rank and the size.
+    /// The environment's variables if they belong to this rank and size; otherwise only the rank and the size.
     pub(super) fn launch(&self, variables: &env::Variables) -> Launch {
         match env::detect(variables) {
             Ok(launch) if launch.launcher != Launcher::Single && self.is(&launch) => launch,
-            // Variables of a parent that started this process by itself; or none.
+            // The variables belong to a parent that started this process, or there are none.
             _ => Launch {
                 launcher: Launcher::Single,
                 rank: self.rank,
@@ -135,7 +138,8 @@ impl StoreRendezvous {
         }
     }
 
-    /// Other ranks: where rank 0 says that it serves. A secret that was given is never replaced by one that others may know.
+    /// On the other ranks: reads where rank 0 serves. A secret from the launcher or the user is never replaced by one
+    /// from the store.
     fn follow(&self, addresses: Vec<String>, secret: Secret) -> Result<Rendezvous> {
         let open = matches!(secret, Secret::Written(_));
         let location = match (secret, serve::given_secret()) {
@@ -156,10 +160,10 @@ impl StoreRendezvous {
         Ok(Rendezvous { location, served_by_rank_0: true, open })
     }
 
-    /// Rank 0: serves the rendezvous where all others reach it, and says how.
+    /// On rank 0: serves the rendezvous at an address that all others can reach, and writes it to the store.
     fn serve(&self, launch: &Launch, monitor: &Monitor, deadline: Instant) -> Result<(Rendezvous, RendezvousEndpoint)> {
         let mut hosts = BTreeSet::from([host::identity().into_bytes()]);
-        // A launcher is believed rather than the store, to which others may write.
+        // The launcher's variables take precedence over the store, to which other processes may write.
         for rank in (1..self.size).take_while(|_| !launch.on_one_host()) {
             hosts.insert(self.read(&host_key(rank), rank, monitor, deadline)?);
         }
@@ -183,19 +187,19 @@ impl StoreRendezvous {
         Ok((Rendezvous { location, served_by_rank_0: true, open }, RendezvousEndpoint::RankZero { addresses, secret }))
     }
 
-    /// All ranks have joined: MEET-3. A job of one store is often the job of the next.
+    /// Deletes the keys when all ranks have joined (MEET-3); the next job often uses the same store.
     pub(super) fn clear(&self) {
         if self.rank != 0 {
             return;
         }
-        // A store that cannot forget serves one session.
+        // A store that cannot delete keys serves one session only.
         let _ = self.store.remove(ENDPOINT_KEY);
         for rank in 1..self.size {
             let _ = self.store.remove(&host_key(rank));
         }
     }
 
-    /// Waits for what `from` writes.
+    /// Waits for a key that rank `from` writes.
     fn read(&self, key: &str, from: usize, monitor: &Monitor, deadline: Instant) -> Result<Vec<u8>> {
         let start = Instant::now();
         let mut pause = FIRST_PAUSE;

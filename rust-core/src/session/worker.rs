@@ -1,4 +1,4 @@
-//! Joining an elastic job: the launcher gives out the ranks, anew for each session.
+//! Joins an elastic job, whose launcher assigns new ranks for each session.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,8 +15,9 @@ use crate::world::rendezvous::message::HostsUpdated;
 use crate::world::rendezvous::{JobKey, RendezvousLocation};
 
 impl Session {
-    /// Enters the job as `worker` and becomes a member of its next session. A session that fails before it stands is
-    /// followed by another, so this goes on until the launcher says otherwise, or sessions have failed for too long.
+    /// Joins the job as `worker` and becomes a member of its next session. If a session fails before all its members
+    /// are connected, the worker joins the following one, until the launcher removes it or sessions have failed for
+    /// too long.
     pub(super) fn start_as_worker(worker: &str, variables: &env::Variables) -> Result<Arc<Self>> {
         let start = Instant::now();
         config::check_unread()?;
@@ -76,8 +77,8 @@ impl Session {
         Ok(session)
     }
 
-    /// The oldest news of hosts that nobody has taken; waits for some, at most for `timeout`. Only the launcher of an elastic
-    /// job has any.
+    /// Returns the oldest notification of changed hosts that was not returned yet; waits at most `timeout` for one.
+    /// Only the launcher of an elastic job sends notifications.
     pub fn next_hosts_updated(&self, timeout: Duration) -> Option<HostsUpdated> {
         match &self.control {
             Control::Connected(client) => client.next_hosts_updated(timeout),
@@ -88,9 +89,9 @@ impl Session {
         }
     }
 
-    /// What any rank of the world knows of changes of hosts: the latest that was acted on, the latest that was heard of, both in
-    /// microseconds since 1970, and the kinds of those that were not acted on, as bits. Every rank calls it, with what it
-    /// knows itself: news reach ranks at different times.
+    /// Combines the ranks' knowledge of changed hosts: the latest change that was handled and the latest one that is
+    /// known, in microseconds since 1970, and the kinds of unhandled changes, as bits. Every rank of the world calls
+    /// it with its own values, because notifications reach ranks at different times.
     ///
     /// # Errors
     /// As [`Numbers::wait`].
@@ -106,7 +107,7 @@ impl Session {
     }
 }
 
-/// Whether the next session may come about: others were the cause.
+/// Whether the session failed because of another process, so that the next one may succeed.
 fn may_pass(error: &Error) -> bool {
     matches!(error.code(), Code::PeerFailed | Code::Closed | Code::Timeout | Code::Io)
 }

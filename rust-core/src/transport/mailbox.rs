@@ -1,4 +1,4 @@
-//! Matching of messages with receives, over a [`Link`] that carries small frames in order.
+//! Matches messages with receives, over a [`Link`] that carries small frames in order.
 //!
 //! A message of at most [`Link::payload_bytes`] is sent eagerly in one frame, and the receiver keeps it until a receive takes
 //! it. A larger message uses a rendezvous: request to send (RTS), clear to send (CTS) once a receive with its tag is posted,
@@ -9,13 +9,15 @@
 //! receiver                      <-- Cts{id, slot}   (or Nack{id, bytes} if the lengths differ)
 //! ```
 //!
-//! - MBX-1: an arriving frame is always taken, whatever is posted: so no message blocks another (TRA-1).
-//! - MBX-2: `Eager` and `Rts` frames to one peer leave in the order of their posts, so equal tags stay in order. Frames
-//!   without a tag leave before both.
-//! - MBX-3: a send that is cancelled after its `Rts` withdraws it. The receiver forgets the announcement; a receive that
-//!   was matched with it waits again at its place in the order, for the next message with its tag.
-//! - MBX-4: a receiver keeps at most [`EAGER_LIMIT`] of each sender's messages that no receive has taken. The sender counts
-//!   what it has sent, and the receiver returns what receives took (`Credit`). A small message beyond that asks first like a
+//! - MBX-1: an arriving frame is always accepted, whatever receives are posted, so no message blocks another one
+//!   (TRA-1).
+//! - MBX-2: `Eager` and `Rts` frames to one peer are sent in the order of their posts, so messages with equal tags
+//!   stay in order. Frames without a tag are sent before both.
+//! - MBX-3: a send that is cancelled after its `Rts` is withdrawn. The receiver removes the announcement. A receive
+//!   that was matched with it returns to its place in the order, for the next message with its tag.
+//! - MBX-4: a receiver buffers at most [`EAGER_LIMIT`] bytes of unreceived eager messages of each sender. The sender
+//!   counts the bytes that it has sent, and the receiver returns those that receives took (`Credit`). A small message
+//!   beyond the limit uses the rendezvous like a large one, so its send waits for the receive.
 //!   large one, so its send waits for the receive.
 
 use std::collections::{HashMap, VecDeque};
@@ -27,7 +29,7 @@ use parking_lot::Mutex;
 use super::{Members, Tag};
 use crate::error::{Error, Result};
 
-/// What a frame says. `#[repr]` values are the wire's.
+/// The kind of a frame; the `#[repr]` values are sent on the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub(crate) enum FrameKind {
@@ -40,14 +42,15 @@ pub(crate) enum FrameKind {
     Credit = 7,
 }
 
-/// See MBX-4; in bytes, with [`EAGER_OVERHEAD`] for each message.
+/// The limit of MBX-4 in bytes, with [`EAGER_OVERHEAD`] for each message.
 pub(crate) const EAGER_LIMIT: usize = 4 << 20;
-/// What a message costs the receiver beside its bytes, so that empty ones are bounded too.
+/// The overhead that is counted for each message, so that empty messages are limited, too.
 pub(crate) const EAGER_OVERHEAD: usize = 64;
-/// Credits are returned in pieces of this size: few frames, and the sender never lacks more.
+/// Credits are returned in units of this size: there are few frames, and the sender is short of at most this many
+/// bytes.
 const CREDIT_BYTES: usize = EAGER_LIMIT / 8;
 
-/// What an eager message of `bytes` bytes counts as (MBX-4).
+/// The number of bytes that an eager message of `bytes` bytes counts as (MBX-4).
 fn eager_cost(bytes: usize) -> usize {
     bytes.saturating_add(EAGER_OVERHEAD)
 }
@@ -67,41 +70,42 @@ pub(crate) type Header = [u64; 5];
 pub(crate) trait Link: Send + Sync {
     /// The largest payload of a frame from or to `peer`.
     fn payload_bytes(&self, peer: usize) -> usize;
-    /// Hands over a frame, or returns false if there is no room for it now.
+    /// Sends a frame, or returns false if there is no space for it now.
     ///
     /// # Safety
     /// `payload` is valid for reads of `header[4]` bytes, at most [`Link::payload_bytes`].
     unsafe fn push(&self, to: usize, header: Header, payload: *const u8) -> bool;
-    /// Gives the next frame from `from` to `take`; false if there is none. During the call the payload pointer is valid for
-    /// as many bytes as the header says, but no more than [`Link::payload_bytes`]; a peer may write there meanwhile.
+    /// Passes the next frame from `from` to `take`; false if there is none. During the call, the payload pointer is
+    /// valid for as many bytes as the header says, but no more than [`Link::payload_bytes`]; a peer may write there
+    /// at the same time.
     fn pop(&self, from: usize, take: &mut dyn FnMut(Header, *const u8)) -> bool;
     /// See [`super::Transport::doorbell`].
     fn doorbell(&self) -> u32;
     /// See [`super::Transport::doze`].
     fn doze(&self, seen: u32, limit: Duration);
-    /// Wakes the threads of this process that doze.
+    /// Wakes sleeping threads of this process.
     fn ring_own(&self);
 }
 
 #[derive(Debug)]
 struct MessageState {
-    /// The member at the other end; `None` for a receive from anybody.
+    /// The other member; `None` for a receive from any member.
     partner: Option<usize>,
     id: u64,
     result: OnceLock<Result<usize>>,
 }
 
-/// A message under way, by [`super::Transport::post_send`] or [`super::Transport::post_recv`].
+/// A message in flight, from [`super::Transport::post_send`] or [`super::Transport::post_recv`].
 #[derive(Clone, Debug)]
 pub struct Message(Arc<MessageState>);
 
 impl Message {
-    /// The outcome, once there is one: the member at the other end, or what went wrong.
+    /// The result, once it is known: the other member, or the error.
     pub fn poll(&self) -> Option<Result<usize>> {
         self.0.result.get().cloned()
     }
 
-    /// Global ranks that may complete this message.
+    /// Global ranks whose messages may complete this one.
     pub(crate) fn partners(&self, members: &Members) -> Vec<usize> {
         match self.0.partner {
             Some(partner) => vec![members.ranks[partner]],
@@ -110,7 +114,7 @@ impl Message {
     }
 
     fn complete(&self, result: Result<usize>) {
-        // A second outcome can only come from a forged frame; the first stands.
+        // A second result can only come from a forged frame and is ignored.
         let _ = self.0.result.set(result);
     }
 }
@@ -139,7 +143,7 @@ struct Posted {
 struct Filling {
     recv: Posted,
     from: usize,
-    /// Of the sender's message.
+    /// Length of the sender's message.
     id: u64,
     received: usize,
 }
@@ -157,19 +161,19 @@ struct Unexpected {
 
 #[derive(Default)]
 struct Peer {
-    /// Frames without a tag that wait for room.
+    /// Frames without a tag that wait for space on the link.
     replies: VecDeque<Header>,
-    /// MBX-4: sent to the peer, and not known to be taken there.
+    /// Bytes sent to the peer for which it has returned no credit (MBX-4).
     eager_sent: usize,
-    /// MBX-4: came from the peer, and no receive has taken it.
+    /// Bytes received from the peer that no receive has taken (MBX-4).
     eager_kept: usize,
-    /// Taken since the last credit to the peer.
+    /// Bytes that receives took since the last credit to the peer.
     eager_taken: usize,
-    /// Posted, in order, not yet on the link.
+    /// Posted sends in order that are not on the link yet.
     waiting: VecDeque<Outgoing>,
-    /// Asked for, by id.
+    /// Announced sends, by id.
     asked: HashMap<u64, Outgoing>,
-    /// ClearedSend, being streamed one after the other.
+    /// Sends whose data is being sent, one after the other.
     streams: VecDeque<ClearedSend>,
 }
 
@@ -180,7 +184,7 @@ struct MailboxState {
     unexpected: VecDeque<Unexpected>,
     filling: HashMap<u64, Filling>,
     next_id: u64,
-    /// A message was completed in this round of progress.
+    /// Whether a message was completed in this call of `progress`.
     completed: bool,
 }
 
@@ -188,7 +192,7 @@ struct MailboxState {
 // that any thread may use them until completion; the mutex around the state orders these uses.
 unsafe impl Send for MailboxState {}
 
-/// What a transport's messages are made with: [`super::Transport`] has its functions under the same names.
+/// The message functions of a transport: [`super::Transport`] has functions of the same names.
 pub trait Messages: Send + Sync {
     /// See [`super::Transport::post_send`].
     ///
@@ -234,7 +238,7 @@ impl<L: Link> Mailbox<L> {
             self.push_to(state, peer);
         }
         if std::mem::take(&mut state.completed) {
-            // Another thread of this process may doze for the message that this one completed.
+            // Another thread of this process may sleep until this message is complete.
             self.link.ring_own();
         }
     }
@@ -246,7 +250,7 @@ impl<L: Link> Mailbox<L> {
         while let Some(header) = peer.replies.front() {
             // SAFETY: replies have no payload.
             if !unsafe { self.link.push(to, *header, std::ptr::null()) } {
-                // Nothing overtakes them: a withdrawal comes before the next try (MBX-2).
+                // These are sent first: a withdrawal must come before the next announcement (MBX-2).
                 return;
             }
             peer.replies.pop_front();
@@ -258,7 +262,8 @@ impl<L: Link> Mailbox<L> {
                 true => [FrameKind::Eager as u64, send.tag, 0, 0, send.bytes as u64],
                 false => [FrameKind::Rts as u64, send.tag, send.bytes as u64, send.message.0.id, 0],
             };
-            // SAFETY: an eager message's bytes are valid until it completes, and fit a frame; an ask has no payload.
+            // SAFETY: an eager message's bytes are valid until it completes, and fit a frame; an announcement has no
+            // payload.
             if !unsafe { self.link.push(to, header, send.data) } {
                 return;
             }
@@ -299,7 +304,7 @@ impl<L: Link> Messages for Mailbox<L> {
                 unsafe { std::ptr::copy_nonoverlapping(data, copy.as_mut_ptr(), bytes) };
             }
             message.complete(Ok(to));
-            // Its own memory: MBX-4 is about that of others.
+            // A message to itself: MBX-4 limits only memory for other members.
             state.arrive(to, tag, Body::Eager(copy), &self.members);
         } else {
             state.peers[to].waiting.push_back(Outgoing { message: message.clone(), tag, data, bytes });
@@ -336,7 +341,7 @@ impl<L: Link> Messages for Mailbox<L> {
             let streaming = peer.streams.iter().any(|it| it.send.message.0.id == id);
             peer.streams.retain(|it| it.send.message.0.id != id);
             if peer.asked.remove(&id).is_some() || streaming {
-                // MBX-3.
+                // The send was cancelled (MBX-3).
                 peer.replies.push_back([FrameKind::Withdraw as u64, id, 0, 0, 0]);
             }
         }
@@ -420,7 +425,7 @@ impl MailboxState {
             }
             Some(FrameKind::Data) => {
                 let Some(filling) = self.filling.get_mut(&a) else { return };
-                // Parts of one message arrive in order, so the offset is known; another one is forged.
+                // Parts of one message arrive in order, so the offset is known; a different offset is forged.
                 if filling.from != from
                     || b != filling.received as u64
                     || length > filling.recv.bytes - filling.received
@@ -437,7 +442,7 @@ impl MailboxState {
                     self.completed = true;
                 }
             }
-            // Only a corrupt peer sends this; what waits for it ends by its own deadline.
+            // Only a corrupt peer sends this; the affected waits end at their deadlines.
             None => {}
         }
     }
@@ -477,7 +482,7 @@ impl MailboxState {
         }
     }
 
-    /// The first posted receive that takes a message with `tag` from `from`.
+    /// The first posted receive that matches a message with `tag` from `from`.
     fn claim(&mut self, from: usize, tag: Tag) -> Option<Posted> {
         let at = self.posted.iter().position(|it| it.tag == tag && it.from.is_none_or(|it| it == from))?;
         self.posted.remove(at)
@@ -518,7 +523,7 @@ impl MailboxState {
             return;
         }
         if bytes > 0 {
-            // SAFETY: both sides are valid for `bytes`; the posted buffer is nobody else's.
+            // SAFETY: both sides are valid for `bytes`; no other code uses the posted buffer.
             unsafe { std::ptr::copy_nonoverlapping(data, recv.data, bytes) };
         }
         recv.message.complete(Ok(from));
@@ -539,7 +544,7 @@ mod tests {
 
     use super::*;
 
-    /// Takes what a test pushes, and swallows what the mailbox sends.
+    /// Delivers frames that a test pushes, and discards the frames that the mailbox sends.
     #[derive(Default)]
     struct ScriptedLink(Mutex<VecDeque<Header>>);
 
@@ -564,7 +569,7 @@ mod tests {
         fn ring_own(&self) {}
     }
 
-    /// MBX-4: what a peer sends beyond the limit that it must keep takes no memory.
+    /// Frames of a peer beyond the limit that it must keep take no memory (MBX-4).
     #[test]
     fn a_peer_that_ignores_the_limit_is_not_buffered() {
         let ranks: Arc<[usize]> = [0, 1].into();
@@ -573,7 +578,7 @@ mod tests {
         mailbox.link.0.lock().extend(std::iter::repeat_n([FrameKind::Eager as u64, 1, 0, 0, 64], frames));
         mailbox.progress();
         assert_eq!(mailbox.state.lock().unexpected.len(), frames / 2);
-        // The rest is taken as ever.
+        // Other frames are still accepted.
         let mut memory = [0u8; 64];
         for _ in 0..frames / 2 {
             // SAFETY: the memory outlives the message, which is complete when the call returns.
@@ -583,13 +588,13 @@ mod tests {
         assert_eq!((mailbox.state.lock().peers[1].eager_kept, memory), (0, [7; 64]));
     }
 
-    /// Small numbers, which may name something, and any others.
+    /// Small numbers, which may be valid ids, and random ones.
     fn word() -> impl Strategy<Value = u64> {
         prop_oneof![4 => 0..8u64, 2 => 60..300u64, 1 => any::<u64>()]
     }
 
     proptest! {
-        /// TRA-2: whatever a peer sends, nothing is written outside posted memory and nothing panics.
+        /// Whatever a peer sends, only posted memory is written, and nothing panics (TRA-2).
         #[test]
         fn forged_frames_are_harmless(headers in prop::collection::vec(prop::array::uniform5(word()), 0..60)) {
             let ranks: Arc<[usize]> = [0, 1].into();

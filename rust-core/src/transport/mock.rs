@@ -1,5 +1,5 @@
-//! Messages between ranks that are threads of one process, late and in any interleaving that a seed makes. It has no
-//! shared memory, so it stands for every transport that only sends messages.
+//! Messages between ranks that are threads of one process, with delays and interleavings that a seed determines. It
+//! has no shared memory, so it represents transports that only send messages.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -11,12 +11,12 @@ use super::mailbox::{Header, Link, Mailbox, Messages};
 use super::shm::SharedMemory;
 use super::{Members, Transport};
 
-/// How the mock behaves.
+/// Options of the mock.
 #[derive(Clone, Copy, Debug)]
 pub struct MockOptions {
     /// Seed of the delays.
     pub seed: u64,
-    /// Frames are late by up to this; zero means at once.
+    /// Largest delay of a frame; zero means none.
     pub max_delay: Duration,
 }
 
@@ -53,11 +53,11 @@ struct MockLink {
 }
 
 const FRAME_BYTES: usize = 1 << 10;
-/// Frames of one pair that may be under way: small, so that tests meet a full link.
+/// Number of frames of one pair that may be in flight: small, so that tests cover a full link.
 const QUEUE_FRAMES: usize = 4;
 
 impl MockTransport {
-    /// The ends of a net of `size` ranks.
+    /// The transports of `size` connected ranks.
     pub fn net(size: usize, options: MockOptions) -> Vec<Arc<Self>> {
         let wires = Wires {
             queues: (0..size * size).map(|_| VecDeque::new()).collect(),
@@ -75,7 +75,7 @@ impl MockTransport {
         (0..size).map(end).collect()
     }
 
-    /// From now on nothing from or to this rank arrives, as if its host had vanished.
+    /// Drops everything from and to this rank from now on, as if its host had failed.
     pub fn lose(&self) {
         self.mailbox.link.net.wires.lock().lost[self.members.me] = true;
     }
@@ -91,7 +91,7 @@ impl Link for MockLink {
         if wires.lost[to] || wires.lost[self.me] {
             return true;
         }
-        // SplitMix64: enough to be late by irregular amounts.
+        // SplitMix64, which is sufficient for irregular delays.
         wires.random = wires.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = wires.random;
         mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -1,12 +1,12 @@
-//! How bytes move between the members of one group. A transport knows no reduction and no tensor.
+//! Transports: they move bytes between the members of one group, and know neither reductions nor tensors.
 //!
-//! Two services: messages between pairs, which every transport has, and memory that members see in common, on which the
-//! fast algorithms of [`crate::collectives`] rest: with `shm` all members see it, with [`hosts`] those of one host do.
+//! A transport has two services: point-to-point messages, and for some transports shared memory, which the fast
+//! algorithms of [`crate::collectives`] use: with `shm` all members share it, with [`hosts`] those of one host.
 //!
-//! - TRA-1: any number of messages may be under way at once, and none waits for another with a different tag or
-//!   partner: what arrives before its receive is kept (small) or held back at the sender (large).
-//! - TRA-2: what a peer writes is data. Lengths, offsets and identifiers that come from a peer are checked against
-//!   this process's own before they are used, so a corrupt peer can spoil values but not memory safety.
+//! - TRA-1: any number of messages may be in flight, and none waits for another one with a different tag or peer. A
+//!   message that arrives before its receive is buffered (small) or held back at the sender (large).
+//! - TRA-2: data from a peer is not trusted. Lengths, offsets and ids from a peer are validated before they are used,
+//!   so a corrupt peer can corrupt values but not memory safety.
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -26,18 +26,19 @@ pub use hosts::HostsTransport;
 pub use mailbox::{Message, Messages};
 pub use shm::ShmTransport;
 
-/// Tells messages of one pair apart; messages with equal tags arrive in the order they were sent.
+/// The tag of a message; messages of one pair with equal tags arrive in the order in which they were sent.
 pub type Tag = u64;
 
-/// The longest sleep between two looks at [`Wait::check`]: departures and interruptions are seen this late.
+/// The longest sleep between two calls of [`Wait::check`], and thus the delay with which departures and interruptions
+/// are noticed.
 pub const NAP: Duration = Duration::from_millis(50);
 
-/// The members of a group: position = rank inside the group, value = global rank.
+/// The members of a group: their global ranks, indexed by the rank inside the group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Members {
     /// Global ranks, in group order.
     pub ranks: Arc<[usize]>,
-    /// This process's position.
+    /// This process's rank inside the group.
     pub me: usize,
 }
 
@@ -48,33 +49,33 @@ impl Members {
     }
 }
 
-/// What a wait needs to end in time: a deadline, the members it waits for, and who has departed.
+/// The conditions that end a wait: a deadline, and the departure of members it waits for.
 #[derive(Clone, Copy)]
 pub struct Wait<'a> {
-    /// The operation, for messages: `all_reduce of 1024 float32`.
+    /// The operation, for messages, such as `all_reduce of 1024 float32`.
     pub during: &'a dyn Fn() -> String,
     /// When the operation began.
     pub start: Instant,
     /// When to give up.
     pub deadline: Instant,
-    /// Departures.
+    /// The departures of ranks.
     pub monitor: &'a Monitor,
     /// Global ranks whose departure ends the wait.
     pub members: &'a [usize],
     /// See [`Transport::drain_timeout`].
     pub drain_timeout: Duration,
-    /// Filled with the reason when the communicator is closed under the wait.
+    /// Set to the reason if the communicator is closed during the wait.
     pub closed: &'a OnceLock<String>,
 }
 
 impl Wait<'_> {
-    /// Whether the wait must end although what it waits for has not happened. Call it after a look at the
-    /// condition and before the next sleep; a caller that gets an error looks at the condition once more, since a
-    /// peer may have done its part and then left.
+    /// Returns an error if the wait must end although its condition does not hold. Called after the condition was
+    /// checked and before the next sleep. After an error, the caller checks the condition once more, because a peer
+    /// may have done its part and then left.
     ///
-    /// A member that died or failed ends the wait at once, since others will stop because of it. A member that
-    /// left in good order ends it only if it is `missing`, since it may have done its part before, and if what it sent
-    /// before must have come.
+    /// If a member died or failed, the wait ends at once, because other members will stop as well. If a member left
+    /// in good order, the wait ends only if the member is `missing`, because it may have done its part before it
+    /// left, and only when messages that it sent before must have arrived.
     ///
     /// # Errors
     /// [`Error::PeerFailed`], [`Error::Closed`], [`Error::Interrupted`], or [`Error::Timeout`] naming `missing`
@@ -114,11 +115,11 @@ impl Wait<'_> {
 
 /// Moves bytes between the members of one group.
 pub trait Transport: Send + Sync {
-    /// Its name in messages and in `smdrun doctor`.
+    /// The transport's name, in messages and in `smdrun doctor`.
     fn name(&self) -> &'static str;
-    /// The group.
+    /// The members of the group.
     fn members(&self) -> &Members;
-    /// What its messages are made with.
+    /// The transport's implementation of messages.
     fn messages(&self) -> &dyn Messages;
     /// Starts sending `bytes` bytes at `data` to member `to`. Never waits.
     ///
@@ -128,26 +129,26 @@ pub trait Transport: Send + Sync {
         // SAFETY: the caller's promise is the callee's.
         unsafe { self.messages().post_send(to, tag, data, bytes) }
     }
-    /// Starts receiving exactly `bytes` bytes from member `from`, or from whoever sends first with this tag. Never
-    /// waits. A message of another length fails the receive (and the send, if it is still under way) with
+    /// Starts receiving exactly `bytes` bytes from member `from`, or from the first member that sends with this tag.
+    /// Never waits. A message of another length fails the receive (and the send, if it is still in flight) with
     /// [`Error::Mismatch`].
     ///
     /// # Safety
-    /// The bytes stay valid, and nobody else touches them, until [`Message::poll`] is `Some` or
+    /// The memory stays valid, and no other code accesses it, until [`Message::poll`] is `Some` or
     /// [`Transport::cancel`] has returned.
     unsafe fn post_recv(&self, from: Option<usize>, tag: Tag, data: *mut u8, bytes: usize) -> Message {
         // SAFETY: the caller's promise is the callee's.
         unsafe { self.messages().post_recv(from, tag, data, bytes) }
     }
-    /// Moves what can be moved without waiting; messages complete only in here and in the `post` functions.
+    /// Makes progress without waiting. Messages complete only in this function and in the `post` functions.
     fn progress(&self) {
         self.messages().progress();
     }
-    /// Gives up on a message: its memory is not touched after this returns.
+    /// Cancels a message: its memory is not accessed after this returns.
     fn cancel(&self, message: &Message) {
         self.messages().cancel(message);
     }
-    /// A value that changes whenever a peer did something that lets [`Transport::progress`] move.
+    /// A counter that changes whenever a peer has enabled progress, for example by sending a frame.
     fn doorbell(&self) -> u32 {
         self.messages().doorbell()
     }
@@ -155,35 +156,35 @@ pub trait Transport: Send + Sync {
     fn doze(&self, seen: u32, limit: Duration) {
         self.messages().doze(seen, limit);
     }
-    /// Changes the own doorbell, so that threads of this process that doze look again.
+    /// Changes this member's doorbell, so that sleeping threads of this process check again.
     fn ring(&self) {
         self.messages().ring();
     }
-    /// The memory that all members see, if there is such a thing.
+    /// The memory that all members share, if there is any.
     fn shared(&self) -> Option<&shm::SharedMemory>;
-    /// Who is on which host, and the memory that this host's members see, if the members are on several.
+    /// The placement of members on hosts, and this host's shared memory, if there are several hosts.
     fn hosts(&self) -> Option<&hosts::Hosts> {
         None
     }
-    /// Global ranks without whom nothing moves, if they are more than the partners of an operation.
+    /// Global ranks on which all communication depends, if there are more than the members of an operation.
     fn depends_on(&self) -> Option<&[usize]> {
         None
     }
-    /// How long after the news that a member left in good order something may come that it sent before: the news and
-    /// the messages go different ways.
+    /// How long messages from a member may still arrive after the notice that it has left in good order, because they
+    /// take different paths.
     fn drain_timeout(&self) -> Duration {
         Duration::ZERO
     }
 }
 
-/// Waits for all `messages`. `missing` holds their partners' global ranks, for errors. After an error none of the
-/// messages touches its memory any more.
+/// Waits for all `messages`. `missing` are the global ranks of their peers, for errors. After an error, none of the
+/// messages accesses its memory any more.
 ///
 /// # Errors
 /// A message's own error, or the one of [`Wait::check`].
 pub fn wait_all(transport: &dyn Transport, messages: &[Message], wait: &Wait<'_>) -> Result<()> {
     let mut backoff = Backoff::new();
-    // Where the partners run is not known, so spin only if there is a core for everybody.
+    // The peers' cores are not known, so spin only if every process has a core of its own.
     let crowded = transport.members().size() > cores();
     let mut first = 0;
     let outcome = loop {
@@ -216,7 +217,7 @@ pub fn wait_all(transport: &dyn Transport, messages: &[Message], wait: &Wait<'_>
             Err(error) => break error,
         }
     };
-    // What was under way may have completed between the last look and the error.
+    // A message may have completed between the last check and the error.
     transport.progress();
     if messages.iter().all(|message| matches!(message.poll(), Some(Ok(_)))) {
         return Ok(());
@@ -225,23 +226,23 @@ pub fn wait_all(transport: &dyn Transport, messages: &[Message], wait: &Wait<'_>
     Err(outcome)
 }
 
-/// How a wait spends its time before it sleeps: a short spin as long as that takes no core from those it waits for,
-/// then yielding for a while, so that they get this one.
+/// How a wait spends its time before it sleeps: it spins briefly, if that takes no core from the awaited processes,
+/// and then yields for a while, so that they can use this core.
 ///
-/// Note "sleep is slow". A core that has nothing else to run halts, and waking it takes 20 us or more. One late wake makes
-/// the woken member late for the next synchronisation, for which the others then sleep: a rhythm that lasts, and that
-/// doubled the time of pipelined operations. So yielding goes on for longer than the steps of a pipeline differ.
+/// Note "sleep is slow". A core without runnable threads halts, and waking it takes 20 us or more. One late wake-up
+/// makes the woken member late for the next synchronisation, for which the others then sleep. This pattern repeats,
+/// and doubled the time of pipelined operations. So yielding lasts longer than the steps of a pipeline differ.
 pub(crate) struct Backoff {
     spins: u32,
     yields_since: Option<Instant>,
 }
 
-/// Some 20 us, which is about what a sleep and a wake cost both sides.
+/// Some 20 us, about the cost of a sleep and a wake-up on both sides.
 const SPINS: u32 = 1024;
-/// Spins between two looks at who shares the core.
+/// Number of spins between two checks of which members share the core.
 const SPINS_A_LOOK: u32 = 64;
-/// Many chunks' worth of time: with 4 processes on 2 cores, a tenth of it made all-reduces of 64 KiB to 4 MiB a quarter
-/// slower. Whoever has work gets the core at the first yield.
+/// As long as many chunks take. With 4 processes on 2 cores, a tenth of it made all-reduces of 64 KiB to 4 MiB a
+/// quarter slower. Threads with work to do get the core at the first yield.
 const YIELD_TIME: Duration = Duration::from_millis(2);
 
 impl Backoff {
@@ -249,8 +250,8 @@ impl Backoff {
         Self { spins: SPINS, yields_since: None }
     }
 
-    /// Lets a little time pass without sleeping; false when it is time to sleep. `shares_core` tells whether somebody
-    /// who is waited for may need the core that this thread runs on.
+    /// Waits briefly without sleeping; returns false when it is time to sleep. `shares_core` says whether an awaited
+    /// member may need the core of this thread.
     pub(crate) fn pause(&mut self, shares_core: impl FnOnce() -> bool) -> bool {
         if self.spins > 0 {
             if self.spins.is_multiple_of(SPINS_A_LOOK) && shares_core() {

@@ -1,12 +1,12 @@
-//! Where groups give frames for other hosts to, and get them from, whatever carries them: MPI or TCP.
+//! Ports: through them, groups pass frames for other hosts to a carrier (MPI or TCP), and receive frames from it.
 //!
 //! ```text
 //!   port of a group --send--> carrier .. network .. carrier --take--> inbox of a port --> mailbox
 //!   (any thread)                                    (carrier's thread)
 //! ```
 //!
-//! The carrier's thread also brings the messages of the mailbox on ([`MailboxProgress`]), so that they move while every other
-//! thread of the process computes.
+//! The carrier's thread also makes progress for mailboxes ([`MailboxProgress`]), so that messages move while all
+//! other threads of the process compute.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Weak};
@@ -19,46 +19,47 @@ use super::mailbox::Header;
 use crate::error::Error;
 use crate::world::{Departure, Monitor};
 
-/// Before the payload, on the wire: key of the group, receiver and sender in the group, header of the frame.
+/// Prefix of a frame on the wire: key of the group, receiver and sender in the group, header of the frame.
 const PREFIX_WORDS: usize = 8;
 pub(super) const PREFIX_BYTES: usize = PREFIX_WORDS * 8;
-/// Large enough that a frame's fixed cost is small against the time that a 100 Gbit/s network takes for it.
+/// Payload of a frame: large enough that a frame's fixed cost is small compared to its transfer time at 100 Gbit/s.
 pub(super) const PAYLOAD_BYTES: usize = 256 << 10;
-/// The longest frame.
+/// The longest frame, with its prefix.
 pub(super) const FRAME_BYTES: usize = PREFIX_BYTES + PAYLOAD_BYTES;
 
-/// Buffers that are kept for reuse.
+/// Number of buffers that are kept for reuse.
 const SPARE_BUFFERS: usize = 64;
 
-/// Group and member.
+/// Key of a port: group and member.
 pub(super) type PortKey = (u64, usize);
 
 /// Moves frames between the processes of a job, for all groups of this process.
 pub(crate) trait Carrier: Send + Sync {
-    /// Its name in messages.
+    /// The carrier's name in messages.
     fn name(&self) -> &'static str;
-    /// Where the frames that come are taken.
+    /// The inboxes for arriving frames.
     fn ports(&self) -> &Ports;
-    /// Takes a frame, which `write` appends to a buffer, for the process with the number `to`; never waits. False if
-    /// there is no room: then the port `from` hears ([`MailboxProgress`]) when there is. `write` is called only if there is.
+    /// Queues a frame, which `write` appends to a buffer, for process `to`; never waits. Returns false, without
+    /// calling `write`, if the queue is full; the port `from` is then notified ([`MailboxProgress`]) when there is
+    /// space.
     fn send(&self, from: PortKey, to: usize, write: &mut dyn FnMut(&mut Vec<u8>)) -> bool;
-    /// Somebody began, or ceased, to wait for frames: for carriers that must look for them.
+    /// A caller begins or ends to wait for frames; used by carriers that must poll.
     fn busy_poll(&self, waits: bool);
-    /// Waits until the network has taken all that groups gave, for as long as it works and the deadline has not come.
+    /// Waits until the network has accepted all queued frames, while it works and at most until the deadline.
     fn flush(&self, deadline: Instant);
-    /// Whether nothing moves any more once any process of the job has died, whoever the frames are for.
+    /// Whether the death of any process of the job stops all communication, whatever processes frames are for.
     fn needs_everybody(&self) -> bool;
 }
 
-/// Brings on the messages of a group for which frames have come, or for which there is room again.
+/// Makes progress for a group for which frames have arrived, or whose queue has space again.
 pub(crate) trait MailboxProgress: Send + Sync {
     fn arrived(&self);
 }
 
-/// Buffers to be used again, as they were left.
+/// Buffers for reuse, with their old contents.
 pub(super) struct Pool {
     spare: Mutex<Vec<Vec<u8>>>,
-    /// Shorter ones are not kept.
+    /// Shorter buffers are not kept.
     min_bytes: usize,
 }
 
@@ -82,17 +83,17 @@ impl Pool {
 struct Frame {
     header: Header,
     buffer: Vec<u8>,
-    /// Where in the buffer the payload begins.
+    /// Offset of the payload in the buffer.
     payload: usize,
 }
 
-/// Frames that have come for a member, by the member who sent them.
+/// Frames that have arrived for a member, by sender.
 #[derive(Default)]
 struct Inbox(Mutex<HashMap<usize, VecDeque<Frame>>>);
 
 struct OpenPort {
     inbox: Arc<Inbox>,
-    /// Number of each member's process.
+    /// Process number of each member.
     processes: Arc<[usize]>,
     mailbox_progress: Option<Weak<dyn MailboxProgress>>,
     monitor: Arc<Monitor>,
@@ -101,26 +102,26 @@ struct OpenPort {
 #[derive(Default)]
 struct PortTable {
     open: HashMap<PortKey, OpenPort>,
-    /// Frames for ports that are not yet open, with the process and the member that sent them.
+    /// Frames for ports that are not open yet, with the process and the member that sent them.
     early: HashMap<PortKey, Vec<(usize, usize, Frame)>>,
-    /// What comes for these is late and dropped.
+    /// Ports that were closed; their late frames are dropped.
     closed: HashSet<PortKey>,
 }
 
 /// The ports of a process.
 pub(crate) struct Ports {
     table: Mutex<PortTable>,
-    /// What frames come in, long enough for any.
+    /// Receive buffers, long enough for any frame.
     pub(super) buffers: Pool,
 }
 
-/// Whether the process of `rank` is gone without having left in good order.
+/// Whether the process of `rank` has died or failed.
 pub(super) fn departed(monitor: &Monitor, rank: usize) -> bool {
     !matches!(monitor.departure(rank), None | Some(Departure::Left))
 }
 
 impl OpenPort {
-    /// A frame counts if it comes from the process that the sender's name belongs to (TRA-2).
+    /// Whether a frame comes from the process of its stated sender (TRA-2); other frames are dropped.
     fn deliver(&self, source: usize, from: usize, frame: Frame) {
         if self.processes.get(from) == Some(&source) {
             self.inbox.0.lock().entry(from).or_default().push_back(frame);
@@ -129,22 +130,22 @@ impl OpenPort {
 }
 
 impl Ports {
-    /// For a carrier whose buffers are of this length.
+    /// For a carrier with buffers of this length.
     pub(super) fn new(buffer_bytes: usize) -> Self {
         Self { table: Mutex::default(), buffers: Pool::new(buffer_bytes) }
     }
 
-    /// From now on `mailbox_progress` hears of frames for the port of member `me` in the group that `key` names.
+    /// From now on, notifies `mailbox_progress` of frames for the port of member `me` in the group with `key`.
     pub(crate) fn attach(&self, key: u64, me: usize, mailbox_progress: Weak<dyn MailboxProgress>) {
         if let Some(open) = self.table.lock().open.get_mut(&(key, me)) {
             open.mailbox_progress = Some(mailbox_progress);
         }
     }
 
-    /// Puts the frame that lies in `buffer` from `start` on, `bytes` bytes from the process `source`, where it belongs; the
-    /// port that it is for.
+    /// Puts the frame in `buffer` into its inbox: `bytes` bytes from `start` on, from process `source`. Returns its
+    /// port.
     pub(super) fn take(&self, source: usize, buffer: Vec<u8>, start: usize, bytes: usize) -> Option<PortKey> {
-        // A header that promises more than came would show what an earlier frame left in the buffer.
+        // A header that states more bytes than arrived would expose an earlier frame's data in the buffer.
         let came = buffer.get(start..start + bytes)?;
         let (prefix, payload) = came.split_first_chunk::<PREFIX_BYTES>()?;
         let mut words = [0u64; PREFIX_WORDS];
@@ -167,7 +168,7 @@ impl Ports {
         Some(key)
     }
 
-    /// Tells these ports that frames have come, or that there is room for theirs.
+    /// Notifies these ports that frames have arrived, or that there is space for theirs.
     pub(super) fn progress(&self, keys: impl IntoIterator<Item = PortKey>) {
         for key in keys {
             let mailbox_progress = self.table.lock().open.get(&key).and_then(|open| open.mailbox_progress.clone());
@@ -177,8 +178,8 @@ impl Ports {
         }
     }
 
-    /// Runs all of the thread that moves the frames. If it panics, no frame comes any more: every wait of the groups that
-    /// have a port ends with the panic's text.
+    /// Runs the body of the carrier's thread. If it panics, no frame can arrive any more, so every wait of groups
+    /// with a port ends with the panic's text.
     pub(super) fn serve(&self, name: &str, work: impl FnOnce()) {
         if let Some(error) = Error::of_thread(name, work) {
             self.monitors().iter().for_each(|monitor| monitor.close(&error.text()));
@@ -190,7 +191,7 @@ impl Ports {
         self.table.lock().open.values().map(|open| open.monitor.clone()).collect()
     }
 
-    /// Whether a process of a group that has a port has died or failed.
+    /// Whether a process of a group with a port has died or failed.
     pub(super) fn somebody_departed(&self) -> bool {
         let table = self.table.lock();
         table.open.values().any(|open| {
@@ -199,7 +200,7 @@ impl Ports {
     }
 }
 
-/// A group's way to other hosts.
+/// A group's connection to other hosts.
 pub(super) struct Port {
     carrier: Arc<dyn Carrier>,
     key: PortKey,
@@ -209,8 +210,8 @@ pub(super) struct Port {
 }
 
 impl Port {
-    /// Opens the port of this process in the group that `key` names, as member `members.me`; `processes` holds the number of
-    /// each member's process.
+    /// Opens the port of this process in the group with `key`, as member `members.me`; `processes` are the process
+    /// numbers of the members.
     pub(super) fn open(
         carrier: &Arc<dyn Carrier>,
         key: u64,
@@ -241,7 +242,7 @@ impl Port {
     /// As there.
     pub(super) unsafe fn push(&self, to: usize, header: Header, payload: *const u8) -> bool {
         let process = self.processes[to];
-        // Nothing reaches it any more (MPI-3); who waits for the message hears of the departure.
+        // No frame reaches that process any more (MPI-3); the message's wait ends with the departure.
         if self.monitor.generation() != 0 && departed(&self.monitor, process) {
             return true;
         }
@@ -268,7 +269,7 @@ impl Port {
         true
     }
 
-    /// While the guard lives, somebody waits for frames.
+    /// While the guard lives, a caller waits for frames.
     pub(super) fn busy_poll(&self) -> BusyPoll<'_> {
         self.carrier.busy_poll(true);
         BusyPoll(&*self.carrier)

@@ -1,4 +1,5 @@
-//! Who am I, as the launcher's environment variables say. Pure: a map of variables in, a [`Launch`] out.
+//! Reads this process's rank from the launcher's environment variables. A pure function from variables to a
+//! [`Launch`].
 //!
 //! | order | launcher | variables |
 //! | --- | --- | --- |
@@ -8,10 +9,11 @@
 //! | 4 | Slurm | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, `SLURM_LOCALID`, .. |
 //! | 5 | none | a job of one process |
 //!
-//! - ENV-1: the first launcher in this order that names a rank decides.
-//! - ENV-2: an MPI launcher that disagrees with it is an error that names both variables and both values.
-//! - ENV-3: Slurm may disagree, since `srun` often starts one `torchrun` a host; so may the PMI variables that `srun`
-//!   itself sets. What the deciding launcher leaves open is filled from launchers that agree with it.
+//! - ENV-1: the first launcher in this order whose variables contain a rank decides.
+//! - ENV-2: an MPI launcher that contradicts it is an error that names both variables and both values.
+//! - ENV-3: Slurm's variables may differ, because `srun` often starts one `torchrun` for each host; so may PMI
+//!   variables, which `srun` sets, too. Values that the deciding launcher does not set are taken from launchers that
+//!   agree with it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -23,7 +25,7 @@ use crate::error::{Error, Result};
 /// Environment variables by name.
 pub type Variables = BTreeMap<String, String>;
 
-/// Who started this process.
+/// The launcher of this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Launcher {
     /// torchrun, smdrun, or variables set by hand.
@@ -34,34 +36,34 @@ pub enum Launcher {
     Pmi,
     /// `srun`.
     Slurm,
-    /// Nobody: a job of one.
+    /// None: a job of one process.
     Single,
 }
 
-/// What the environment says.
+/// The launcher's variables, parsed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launch {
-    /// Who said it.
+    /// The launcher.
     pub launcher: Launcher,
     /// Global rank.
     pub rank: usize,
-    /// Processes of the job.
+    /// Number of processes of the job.
     pub size: usize,
-    /// Rank on this host and processes on it, if told.
+    /// Rank on this host and number of processes on it, if known.
     pub local: Option<(usize, usize)>,
-    /// Host of rank 0, if it can be known.
+    /// Host of rank 0, if known.
     pub master_addr: Option<String>,
     /// Port for torch's `env://` store.
     pub master_port: u16,
-    /// What tells this job from others on the same hosts: the same on all ranks.
+    /// Identifies the job among others on the same hosts; equal on all ranks.
     pub job: String,
 }
 
-/// Ports for jobs whose launcher names none: below the range from which Linux takes ports for outgoing connections.
+/// Ports for jobs whose launcher sets none: below the range that Linux uses for outgoing connections.
 const FIRST_PORT: u16 = 16_384;
 const NUM_PORTS: u16 = 16_384;
 
-/// The variables of one launcher, in the order rank, size, local rank, local size; several spellings of one are tried
+/// The variables of one launcher, in the order rank, size, local rank, local size; alternative names of one are tried
 /// in order.
 struct LauncherVariables {
     launcher: Launcher,
@@ -116,7 +118,7 @@ struct LauncherNumber {
     value: usize,
 }
 
-/// What one launcher's variables say, in the order of [`QUANTITIES`].
+/// The values of one launcher's variables, in the order of [`QUANTITIES`].
 struct LauncherClaim {
     launcher: Launcher,
     found: [Option<LauncherNumber>; 4],
@@ -128,10 +130,10 @@ impl LauncherClaim {
     }
 }
 
-/// What this process set for torch; see [`remember_exports`].
+/// Variables that this process set for torch; see [`remember_exports`].
 static EXPORTED: Mutex<Variables> = Mutex::new(Variables::new());
 
-/// The environment of this process as its launcher made it.
+/// The environment of this process without the variables that it set itself.
 pub fn variables() -> Variables {
     let exported = EXPORTED.lock();
     std::env::vars_os()
@@ -140,13 +142,13 @@ pub fn variables() -> Variables {
         .collect()
 }
 
-/// Whether an MPI launcher started this process, and MPI can find its job: `mpirun`, or `srun` with a PMI plug-in.
+/// Whether an MPI launcher started this process so that MPI can find its job: `mpirun`, or `srun` with a PMI plug-in.
 pub fn started_by_mpi(variables: &Variables) -> bool {
     ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"].iter().any(|name| set(variables, name).is_some())
 }
 
-/// Notes variables that this process is about to set, so that they are not taken for the launcher's by the next
-/// `init()`: they would change what the job is known by.
+/// Records variables that this process is about to set, so that the next `init()` does not take them for the
+/// launcher's: they would change the job's identity.
 pub fn remember_exports(exports: &[(&'static str, String)]) {
     EXPORTED.lock().extend(exports.iter().map(|(name, value)| ((*name).to_owned(), value.clone())));
 }
@@ -154,8 +156,8 @@ pub fn remember_exports(exports: &[(&'static str, String)]) {
 /// Reads the launcher's variables.
 ///
 /// # Errors
-/// [`Error::Config`] naming the variables and their values if one is no number, a rank is outside its size, or two
-/// launchers contradict each other.
+/// [`Error::Config`] naming the variables and their values if one is not a number, a rank is not below its size, or
+/// two launchers contradict each other.
 pub fn detect(variables: &Variables) -> Result<Launch> {
     let mut claims = Vec::new();
     for spelling in &SPELLINGS {
@@ -164,13 +166,13 @@ pub fn detect(variables: &Variables) -> Result<Launch> {
             found[quantity] = number(variables, names)?;
         }
         if spelling.launcher == Launcher::Slurm {
-            // A batch script and an allocation have the variables too, but no rank of theirs is a process of a job.
+            // A batch script and an allocation have these variables too, but are no processes of a job.
             if !variables.contains_key("SLURM_STEP_ID") && !variables.contains_key("SLURM_STEPID") {
                 continue;
             }
             found[3] = slurm_local_size(variables)?;
         }
-        // The size alone is often exported for other purposes; nothing follows from it.
+        // A size without a rank is often set for other purposes, so it is ignored.
         if found[0].is_some() {
             claims.push(LauncherClaim { launcher: spelling.launcher, found });
         }
@@ -250,7 +252,7 @@ fn single(variables: &Variables) -> Launch {
         size: 1,
         local: Some((0, 1)),
         master_addr: Some("127.0.0.1".to_owned()),
-        // A variable that is no port is of no interest to a job of one.
+        // A job of one process ignores an invalid port.
         master_port: master_port(variables, &job).unwrap_or(FIRST_PORT),
         job,
     }
@@ -269,7 +271,7 @@ fn inside(rank: &LauncherNumber, size: &LauncherNumber) -> Result<()> {
 fn number(variables: &Variables, names: &[&'static str]) -> Result<Option<LauncherNumber>> {
     for name in names {
         let Some(text) = variables.get(*name).map(|text| text.trim()).filter(|text| !text.is_empty()) else { continue };
-        // 2^31 processes are a mistake; smaller numbers fit every type that a size is kept in.
+        // 2^31 or more processes are a mistake; smaller numbers fit every integer type of the API.
         return match text.parse::<u32>() {
             Ok(value) if value < 1 << 31 => Ok(Some(LauncherNumber { name, value: value as usize })),
             _ => Err(Error::Config(format!("`{name}` is `{text}`: expected a whole number"))),
@@ -278,7 +280,7 @@ fn number(variables: &Variables, names: &[&'static str]) -> Result<Option<Launch
     Ok(None)
 }
 
-/// Tasks on this node, from a list such as `2(x3),1` and the node's position.
+/// Number of tasks on this node, from a list such as `2(x3),1` and the node's index.
 fn slurm_local_size(variables: &Variables) -> Result<Option<LauncherNumber>> {
     let Some(node) = number(variables, &["SLURM_NODEID"])? else { return Ok(None) };
     for name in ["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"] {
@@ -300,7 +302,7 @@ fn set<'a>(variables: &'a Variables, name: &str) -> Option<&'a str> {
     variables.get(name).map(String::as_str).filter(|value| !value.is_empty())
 }
 
-/// Where rank 0 is, by the first source that says so.
+/// The host of rank 0, from the first source that has it.
 fn master_addr(variables: &Variables, on_one_host: bool) -> Option<String> {
     if let Some(address) = set(variables, "MASTER_ADDR") {
         return Some(address.to_owned());
@@ -308,7 +310,7 @@ fn master_addr(variables: &Variables, on_one_host: bool) -> Option<String> {
     if on_one_host {
         return Some("127.0.0.1".to_owned());
     }
-    // The list is sorted by the platform, and its first host is the master.
+    // The platform sorts the list; its first host is the master.
     if let Some(hosts) =
         set(variables, "SM_HOSTS").and_then(|hosts| serde_json::from_str::<BTreeSet<String>>(hosts).ok())
     {
@@ -317,7 +319,7 @@ fn master_addr(variables: &Variables, on_one_host: bool) -> Option<String> {
     if let Some(address) = set(variables, "SLURM_STEP_ID").and_then(|_| first_slurm_host(variables)) {
         return Some(address);
     }
-    // `1234.0;tcp://10.0.0.1,192.168.0.1:41234`: where `mpirun` runs, which by default is where rank 0 runs.
+    // `1234.0;tcp://10.0.0.1,192.168.0.1:41234`: the host of `mpirun`, which runs rank 0 by default.
     let uri = set(variables, "OMPI_MCA_orte_hnp_uri")?;
     let (_, addresses) = uri.split_once("tcp://")?;
     Some(addresses.split([',', ':']).next()?.to_owned())
@@ -347,7 +349,7 @@ fn master_port(variables: &Variables, job: &str) -> Result<u16> {
     }
 }
 
-/// What tells the job apart: every launcher gives its jobs something.
+/// The job's identity, from a variable that the launcher sets for each job.
 fn job(variables: &Variables) -> String {
     const NAMES: [&str; 9] = [
         "MASTER_ADDR",
@@ -379,15 +381,15 @@ fn port(parts: &[&str]) -> u16 {
 }
 
 impl Launch {
-    /// A place in session `generation` of the elastic job whose launcher is at `address`.
+    /// The variables of a rank in session `generation` of the elastic job whose launcher is at `address`.
     pub fn seated(rank: usize, size: usize, generation: u64, address: &str) -> Self {
         let job = format!("session {generation} of the elastic job at {address}");
         let master_port = port(&[&job, "torch"]);
         Self { launcher: Launcher::Torch, rank, size, local: None, master_addr: None, master_port, job }
     }
 
-    /// Ports at which rank 0 may serve the rendezvous, the same on all ranks. `MASTER_PORT` is not among them: torch's
-    /// own store may be there.
+    /// Ports at which rank 0 may serve the rendezvous, equal on all ranks. `MASTER_PORT` is not among them, because
+    /// torch's own store may use it.
     pub fn rendezvous_ports(&self) -> Vec<u16> {
         const NUM_CANDIDATES: usize = 8;
         let mut ports = Vec::new();
@@ -403,7 +405,8 @@ impl Launch {
         ports
     }
 
-    /// A key for jobs without `SMD_SECRET`. It tells jobs apart, but who can read the launcher's variables knows it.
+    /// A key for jobs without `SMD_SECRET`. It distinguishes jobs, but processes that can read the launcher's
+    /// variables know it.
     pub fn derived_secret(&self) -> [u8; 32] {
         digest(&[&self.job, "secret"])
     }

@@ -1,9 +1,9 @@
-//! What a forked child must not do. It has the parent's memory but none of its threads, and it holds the parent's
-//! sockets open: as long as it lived, nobody would notice the parent's death (data loaders fork such children).
+//! Rules for forked children. A child has the parent's memory but none of its threads, and it inherits the parent's
+//! open sockets: while it lives, peers could not notice the parent's death (data loaders fork such children).
 //!
-//! - FORK-1: control sockets are [`Guard`]ed; the child closes its copies before anything else runs in it.
-//! - FORK-2: [`is_child`] is true from then on, and every entry to the core refuses politely, but for questions that
-//!   [`Hooks`] have prepared an answer to.
+//! - FORK-1: control sockets are [`Guard`]ed: the child closes its copies before any other code runs in it.
+//! - FORK-2: from then on [`is_child`] is true, and every entry to the core returns an error, except queries whose
+//!   answers [`Hooks`] have prepared.
 
 use std::cell::Cell;
 use std::os::fd::{AsRawFd, RawFd};
@@ -17,17 +17,17 @@ static SOCKETS: Mutex<Vec<RawFd>> = Mutex::new(Vec::new());
 static REGISTERED: Once = Once::new();
 static HOOKS: OnceLock<Hooks> = OnceLock::new();
 
-/// What else a fork does, on the thread that forks.
+/// Functions that every fork calls on the forking thread.
 pub struct Hooks {
-    /// In the parent, before it is copied.
+    /// Called in the parent before the fork.
     pub before: fn(),
-    /// In the parent, afterwards.
+    /// Called in the parent after the fork.
     pub in_parent: fn(),
-    /// In the child, which has this thread only: it must take no lock that another thread may have held.
+    /// Called in the child, which has only this thread, so it must take no lock that another thread may have held.
     pub in_child: fn(),
 }
 
-/// Has every later fork do this as well; the first hooks stay.
+/// Installs hooks for every later fork; only the first call has an effect.
 pub fn on_fork(hooks: Hooks) {
     let _ = HOOKS.set(hooks);
     register();
@@ -35,8 +35,8 @@ pub fn on_fork(hooks: Hooks) {
 
 fn register() {
     REGISTERED.call_once(|| {
-        // SAFETY: the handlers are functions that live as long as the process. A failure (no memory) only means
-        // that children keep copies of the sockets and do not know their place.
+        // SAFETY: the handlers are functions that live as long as the process. If registration fails (no memory),
+        // children keep copies of the sockets and do not know their ranks.
         let _ = unsafe { libc::pthread_atfork(Some(before), Some(in_parent), Some(in_child)) };
     });
 }
@@ -46,7 +46,8 @@ pub fn is_child() -> bool {
     IS_CHILD.load(Ordering::Relaxed)
 }
 
-/// Keeps a socket out of forked children. Drop it before the socket, so that a reused number is not closed.
+/// Closes a socket's copy in forked children. Drop the guard before the socket, so that a reused descriptor is not
+/// closed.
 #[derive(Debug)]
 pub struct Guard(RawFd);
 
@@ -73,17 +74,17 @@ impl Drop for Guard {
 }
 
 thread_local! {
-    /// The lock that `before` takes, until the fork is done.
+    /// The lock that `before` takes and that is held during the fork.
     static HELD: Cell<Option<MutexGuard<'static, Vec<RawFd>>>> = const { Cell::new(None) };
 }
 
-/// Holds the list still while the process is copied, so that the child finds it whole.
+/// Locks the list during the fork, so that the child's copy is consistent.
 extern "C" fn before() {
-    // A child's list stays locked for good, see below; its own children have nothing left to close.
+    // In a child, the list stays locked, see below; its own children have nothing left to close.
     if is_child() {
         return;
     }
-    // Before the lock is held: what the hook asks for may be guarded sockets' own.
+    // Before the lock is taken, because the hook may open or close guarded sockets.
     if let Some(hooks) = HOOKS.get() {
         (hooks.before)();
     }
@@ -106,10 +107,11 @@ extern "C" fn in_child() {
     }
     if let Some(sockets) = HELD.take() {
         for &socket in sockets.iter() {
-            // SAFETY: the child's copies of sockets; nothing in the child uses them, since every entry refuses.
+            // SAFETY: these are the child's copies of sockets; no code in the child uses them, because every entry
+            // returns an error.
             unsafe { libc::close(socket) };
         }
-        // Stays locked: unlocking might wait for threads that the child does not have, and nobody asks again.
+        // Stays locked: unlocking might wake threads that do not exist in the child, and the lock is not used again.
         std::mem::forget(sockets);
     }
 }

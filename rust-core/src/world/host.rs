@@ -1,5 +1,6 @@
-//! Which host is this? Processes share memory only if they see the same kernel and the same process ids, so a host is
-//! told apart by boot id, pid namespace and network namespace, not by a name, which containers copy.
+//! The identity of this host. Processes can share memory only if they have the same kernel and the same process ids.
+//! So a host is identified by boot id, pid namespace and network namespace, and not by its name, which containers may
+//! share.
 
 /// The identity of the host (or container) that this process runs in.
 pub fn identity() -> String {

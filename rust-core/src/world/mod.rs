@@ -1,11 +1,11 @@
-//! Who am I, who are my peers, which of them is gone.
+//! Ranks, groups, the rendezvous, and departures of ranks.
 //!
-//! - [`env`]: what the launcher says.
-//! - [`layout`]: which part each rank plays in a model-parallel job.
-//! - [`monitor`]: the list of ranks that died, left or failed; every wait in the core looks at it.
-//! - [`store`]: the key-value store on which members of a job meet.
-//! - [`rendezvous`]: how they find each other, over TCP with a shared secret.
-//! - [`fork`]: what a forked child must not do. [`host`]: which host this is.
+//! - [`env`]: the launcher's variables.
+//! - [`layout`]: the coordinates of each rank in a model-parallel job.
+//! - [`monitor`]: the ranks that died, left or failed; every wait of the core checks it.
+//! - [`store`]: a key-value store for small values that members of a job exchange.
+//! - [`rendezvous`]: how ranks find each other, over TCP with a shared secret.
+//! - [`fork`]: rules for forked children. [`host`]: the identity of this host.
 
 pub mod env;
 pub mod fork;

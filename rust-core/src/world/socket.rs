@@ -8,20 +8,20 @@ use rustix::net::sockopt;
 
 use crate::error::{Error, Result};
 
-/// Whether a connection broke because the other host, or the way to it, is gone: a process that ends, for whatever
-/// reason, closes its connections.
+/// Whether a connection broke because the other host, or the route to it, is gone. When only a process ends, for any
+/// reason, its system closes its connections.
 pub fn is_silence(kind: ErrorKind) -> bool {
     use ErrorKind::{HostUnreachable, NetworkDown, NetworkUnreachable, TimedOut};
     matches!(kind, TimedOut | HostUnreachable | NetworkUnreachable | NetworkDown)
 }
 
-/// Small messages at once, and an end to connections whose other host has vanished: after `peer_timeout` of silence
-/// the kernel reports the connection as lost, whether we were sending or only listening.
+/// Sends small messages at once, and detects lost hosts: after `peer_timeout` of silence, the kernel reports the
+/// connection as lost, whether this side was sending or only receiving.
 pub fn configure(socket: &impl AsFd, peer_timeout: Duration) -> Result<()> {
     let set = || {
         sockopt::set_tcp_nodelay(socket, true)?;
         sockopt::set_socket_keepalive(socket, true)?;
-        // Half the time without traffic, then four probes in the other half. The kernel counts in seconds.
+        // Half of the time without traffic, then four probes in the other half. The kernel counts in seconds.
         let probe = Duration::from_secs((peer_timeout.as_secs() / 8).max(1));
         sockopt::set_tcp_keepidle(socket, Duration::from_secs((peer_timeout.as_secs() / 2).max(1)))?;
         sockopt::set_tcp_keepintvl(socket, probe)?;

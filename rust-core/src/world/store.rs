@@ -1,5 +1,5 @@
-//! The key-value store on which members of a job meet: how a group's leader tells the others where its shared
-//! memory is, for example. Small values only; it is no path for tensors.
+//! The key-value store of a job, through which members exchange small values, for example the address of a group's
+//! shared memory. It does not carry tensors.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -8,27 +8,27 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::error::{Error, Limit, Result};
 
-/// Keys are written once and read by many, in any order.
+/// A store whose keys are written once and read by many members, in any order.
 pub trait Store: Send + Sync {
     /// Writes `key`. A second write replaces the first.
     fn set(&self, key: &str, value: &[u8]) -> Result<()>;
-    /// The value of `key`, once somebody has written it; waits at most `timeout`.
+    /// Returns the value of `key`, once it is written; waits at most `timeout`.
     ///
     /// # Errors
-    /// [`Error::Timeout`], or [`Error::PeerFailed`] when a member of `waiting_for` (global ranks) departs.
+    /// [`Error::Timeout`], or [`Error::PeerFailed`] if a member of `waiting_for` (global ranks) departs.
     fn get(&self, key: &str, waiting_for: &[usize], timeout: Duration) -> Result<Vec<u8>>;
     /// Removes every key that starts with `prefix`.
     fn remove_prefix(&self, prefix: &str) -> Result<()>;
-    /// Says that this member needs the keys that start with `prefix` no more. They are removed when `members` members have
-    /// said so.
+    /// Releases the keys that start with `prefix` for this member. They are removed when `members` members have
+    /// released them.
     fn release(&self, prefix: &str, members: usize) -> Result<()>;
 }
 
-/// A store for ranks that are threads of one process: tests, and a job of one.
+/// A store for ranks that are threads of one process: for tests, and for a job of one process.
 #[derive(Debug, Default)]
 pub struct LocalStore {
     values: Mutex<HashMap<String, Vec<u8>>>,
-    /// How many members need the keys of a prefix no more.
+    /// For each prefix, the number of members that have released it.
     released: Mutex<HashMap<String, usize>>,
     written: Condvar,
 }

@@ -1,7 +1,7 @@
-//! Which part of a job each rank plays, when pipeline, tensor and data parallelism are combined. Pure geometry.
+//! The coordinates of each rank when pipeline, tensor and data parallelism are combined. Pure functions.
 //!
-//! A rank is a point in a box with three sides, and the placement strategy says in which order the box is counted:
-//! the rightmost letter varies fastest. For `pp = 2`, `tp = 2`, `rdp = 2`:
+//! A rank is a point in a three-dimensional grid, and the placement strategy is the order in which the grid is
+//! numbered: the rightmost letter varies fastest. For `pp = 2`, `tp = 2`, `rdp = 2`:
 //!
 //! ```text
 //!   DPT (cluster)                          TPD (spread)
@@ -12,8 +12,8 @@
 //!           pp 1:  6     7                         pp 1:  6      7
 //! ```
 //!
-//! - TOPO-1: a group is all ranks that share the coordinates which the group does not span, in ascending order; the
-//!   rank inside a group is the position in it.
+//! - TOPO-1: a group consists of all ranks with equal coordinates in the dimensions that the group does not span, in
+//!   ascending order; the rank inside a group is the position in it.
 //! - TOPO-2: `size = pp * tp * rdp`, `dp = tp * rdp`, `mp = pp * tp`.
 
 use std::fmt;
@@ -21,7 +21,7 @@ use std::str::FromStr;
 
 use crate::error::{Error, Result};
 
-/// One side of the box.
+/// A dimension of the grid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Axis {
     /// `D`: replicas of the model, reduced.
@@ -42,7 +42,7 @@ impl Axis {
     }
 }
 
-/// The order in which ranks fill the box: the last axis varies fastest.
+/// The order in which ranks fill the grid: the last dimension varies fastest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Placement([Axis; 3]);
 
@@ -75,7 +75,7 @@ impl fmt::Display for Placement {
 impl FromStr for Placement {
     type Err = Error;
 
-    /// Reads `cluster`, `spread`, or the three letters in any order; case does not matter.
+    /// Parses `cluster`, `spread`, or the three letters in any order; case does not matter.
     fn from_str(text: &str) -> Result<Self> {
         let upper = text.to_ascii_uppercase();
         match upper.as_str() {
@@ -91,7 +91,7 @@ impl FromStr for Placement {
     }
 }
 
-/// What a group of ranks shares work on.
+/// A kind of group, by the dimensions that it spans.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum GroupKind {
     /// The stages of one pipeline.
@@ -100,14 +100,14 @@ pub enum GroupKind {
     Tensor,
     /// The replicas of one part of the model.
     ReducedData,
-    /// All parts of one model: pipeline and tensor.
+    /// The ranks of one model: pipeline and tensor.
     Model,
-    /// All that see different data for one pipeline stage: tensor and replicas.
+    /// The ranks with different data for one pipeline stage: tensor and replicas.
     Data,
 }
 
 impl GroupKind {
-    /// Every kind.
+    /// All kinds.
     pub const ALL: [GroupKind; 5] =
         [GroupKind::Pipeline, GroupKind::Tensor, GroupKind::ReducedData, GroupKind::Model, GroupKind::Data];
 
@@ -122,7 +122,7 @@ impl GroupKind {
     }
 }
 
-/// Where a rank is in the box.
+/// The coordinates of a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Coordinates {
     /// Pipeline stage.
@@ -133,7 +133,7 @@ pub struct Coordinates {
     pub rdp: usize,
 }
 
-/// The box and the order in which ranks fill it.
+/// The sizes of the grid, and the order in which ranks fill it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ParallelTopology {
     placement: Placement,
@@ -143,10 +143,11 @@ pub struct ParallelTopology {
 }
 
 impl ParallelTopology {
-    /// Lays `size` ranks out with `pp` pipeline stages and `tp` tensor parts; the rest are replicas.
+    /// Creates the topology of `size` ranks with `pp` pipeline stages and `tp` tensor parts; the remaining dimension
+    /// is replicas.
     ///
     /// # Errors
-    /// [`Error::Config`] if a degree is 0 or `size` is no multiple of `pp * tp`.
+    /// [`Error::Config`] if a degree is 0 or `size` is not a multiple of `pp * tp`.
     pub fn new(placement: Placement, size: usize, pp: usize, tp: usize) -> Result<Self> {
         match pp.checked_mul(tp) {
             Some(mp) if mp > 0 && size > 0 && size.is_multiple_of(mp) => Ok(Self { placement, pp, tp, rdp: size / mp }),
@@ -156,12 +157,12 @@ impl ParallelTopology {
         }
     }
 
-    /// Ranks.
+    /// Number of ranks.
     pub fn size(&self) -> usize {
         self.pp * self.tp * self.rdp
     }
 
-    /// Members of each group of a kind.
+    /// Number of members of each group of a kind.
     pub fn group_size(&self, kind: GroupKind) -> usize {
         self.placement.0.iter().filter(|axis| kind.spans(**axis)).map(|axis| self.side(*axis)).product()
     }
@@ -174,10 +175,10 @@ impl ParallelTopology {
         }
     }
 
-    /// Where `rank` is.
+    /// The coordinates of `rank`.
     ///
     /// # Panics
-    /// If there is no such rank.
+    /// If the rank does not exist.
     pub fn coordinates(&self, rank: usize) -> Coordinates {
         assert!(rank < self.size(), "rank {rank} is below the size {}", self.size());
         let mut found = Coordinates { pp: 0, tp: 0, rdp: 0 };
@@ -197,13 +198,13 @@ impl ParallelTopology {
     /// The members of the group of `kind` that `rank` is in, ascending (TOPO-1).
     ///
     /// # Panics
-    /// If there is no such rank.
+    /// If the rank does not exist.
     pub fn group(&self, kind: GroupKind, rank: usize) -> Vec<usize> {
         let mut members = vec![0];
         let mut stride = self.size();
         let mut rest = rank;
         assert!(rank < stride, "rank {rank} is below the size {stride}");
-        // From the slowest axis to the fastest, so that members come out in ascending order.
+        // From the slowest dimension to the fastest, so that members are in ascending order.
         for &axis in &self.placement.0 {
             stride /= self.side(axis);
             let mine = rest / stride;
@@ -217,7 +218,7 @@ impl ParallelTopology {
     /// The rank of `rank` inside its group of `kind`.
     ///
     /// # Panics
-    /// If there is no such rank.
+    /// If the rank does not exist.
     pub fn group_rank(&self, kind: GroupKind, rank: usize) -> usize {
         self.group(kind, rank).iter().position(|member| *member == rank).expect("a rank is in its own groups")
     }

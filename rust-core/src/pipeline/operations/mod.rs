@@ -1,16 +1,18 @@
-//! Steps that come as one graph of operations, gradients and all, as TensorFlow makes them.
+//! Steps that are recorded as one graph of operations, including gradients, as TensorFlow records them.
 //!
 //! ```text
 //!   Operations ── place ──> Placement ── cut ──> Segments ── plan ──> orders
-//!   (what takes what,       (where each          (what a rank          (of all ranks, run once
+//!   (inputs,                 (where each          (what a rank          (of all ranks, run once
 //!    layers, variables)      is computed)         computes at a time)   without computing)
 //! ```
 //!
-//! A [`StageGraph`](super::StageGraph) has tasks, whose backward follows from them. Here backwards are operations like others, which anything
-//! may take from, so they are cut as well. What is then scheduled is the same: a [`Graph`](super::Graph) of stages.
+//! A [`StageGraph`](super::StageGraph) has tasks, from which their backwards follow. Here, backwards consist of
+//! ordinary operations, which any other operation may use, so they are divided into segments as well. The result is
+//! scheduled in the same way: as a [`Graph`](super::Graph) of stages.
 //!
-//! - OPS-1: operations are numbered in an order in which they can be computed.
-//! - OPS-2: all of this is a function of the operations, so every rank comes to the same, and knows what others send.
+//! - OPS-1: operations are numbered in topological order.
+//! - OPS-2: all results depend on the operations only, so every rank computes the same ones and knows what the others
+//!   send.
 
 mod order;
 mod place;
@@ -23,36 +25,36 @@ pub use segments::{ControlDependency, Segment, SegmentPhase, Segments, Signal, T
 
 use crate::error::{Error, Result};
 
-/// A result of an operation: the operation's number, and which of its results.
+/// A result of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Output {
-    /// Who makes it.
+    /// Number of the operation.
     pub operation: usize,
-    /// Which one.
+    /// Index of the result among the operation's results.
     pub index: usize,
 }
 
-/// What a result is like.
+/// Properties of a result.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ResultSpec {
-    /// Its type and shape, for people and for comparing.
+    /// Type and shape as text, for messages and comparison.
     pub text: String,
-    /// Its size; dimensions that are not known count as one.
+    /// Size in bytes; unknown dimensions count as one.
     pub bytes: u64,
-    /// Why it cannot pass between ranks: what kind of tensor it is.
+    /// Why it cannot be sent between ranks (its kind of tensor); `None` if it can.
     pub stays: Option<String>,
 }
 
-/// What an operation is to the cut.
+/// The kind of an operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OperationRole {
     /// Costs nothing and is computed wherever it is needed.
     Constant,
-    /// Stands for what is given to the step.
+    /// A placeholder for an argument of the step.
     Input,
-    /// Hands out what the model returns, to every rank.
+    /// Returns the model's result on every rank.
     HandsOut,
-    /// Any other.
+    /// Any other operation.
     #[default]
     Computes,
 }
@@ -60,46 +62,47 @@ pub enum OperationRole {
 /// One operation of a step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Operation {
-    /// For messages.
+    /// Name for messages.
     pub name: String,
-    /// What it computes, for comparing.
+    /// Description of the computation, for comparison.
     pub kind: String,
-    /// See there.
+    /// Kind.
     pub role: OperationRole,
-    /// Results that it takes.
+    /// Results that it uses.
     pub takes: Vec<Output>,
-    /// Operations whose effects it waits for.
+    /// Control dependencies: operations whose effects it waits for.
     pub waits: Vec<usize>,
     /// Its results.
     pub makes: Vec<ResultSpec>,
-    /// Variables that it takes.
+    /// Variables that it uses.
     pub variables: Vec<usize>,
-    /// Whether the model's call made it.
+    /// Whether the model's call created it.
     pub inside: bool,
-    /// The layer whose call made it, and the number of that call.
+    /// The layer whose call created it, and the number of that call.
     pub layer: Option<(usize, usize)>,
-    /// The partition that the script asks for.
+    /// The partition that the script requests for it.
     pub asked: Option<usize>,
-    /// The operation whose gradient it is a part of, and whose gradient that one is a part of, and so on.
+    /// For an operation of a backward: the operation whose gradient it is a part of. That may itself be part of a
+    /// gradient, so this is a chain.
     pub gradient_of: Vec<usize>,
-    /// When it was made, which may be after operations that take its results.
+    /// Its position in the order of creation, which may be after operations that use its results.
     pub made: usize,
-    /// Whether it must run even if nobody takes its results.
+    /// Whether it must run even if no operation uses its results.
     pub has_effect: bool,
     /// Whether it changes a variable.
     pub assigns: bool,
-    /// Floating-point operations.
+    /// Number of floating-point operations.
     pub flops: u64,
 }
 
-/// A variable that operations take.
+/// A variable that operations use.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Variable {
-    /// What it is like, for messages.
+    /// Description for messages.
     pub text: String,
-    /// Its size.
+    /// Size in bytes.
     pub bytes: u64,
-    /// Whether it binds a layer to a partition: the state of a random generator does not.
+    /// Whether it binds a layer to a partition; the state of a random generator does not.
     pub binds: bool,
 }
 
@@ -113,11 +116,11 @@ pub struct Operations {
 }
 
 impl Operations {
-    /// Of these operations and variables.
+    /// A step of these operations and variables.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if an operation takes or waits for something that does not come before it (OPS-1), or there is no
-    /// such result or variable.
+    /// [`Error::InvalidArgument`] if an operation uses or waits for one that does not come before it (OPS-1), or
+    /// names a result or variable that does not exist.
     pub fn new(operations: Vec<Operation>, variables: Vec<Variable>) -> Result<Self> {
         let mut takers = vec![Vec::new(); operations.len()];
         for (number, operation) in operations.iter().enumerate() {
@@ -145,7 +148,7 @@ impl Operations {
         Ok(found)
     }
 
-    /// All of them, in their order.
+    /// All operations, in their order.
     pub fn all(&self) -> &[Operation] {
         &self.operations
     }
@@ -155,19 +158,20 @@ impl Operations {
         &self.variables
     }
 
-    /// Operations that take a result of this one.
+    /// Operations that use a result of this one.
     pub fn takers(&self, operation: usize) -> &[usize] {
         &self.takers[operation]
     }
 
-    /// Those that come before one: whose results it takes, and whose effects it waits for.
+    /// Operations that must come before one: those whose results it uses and those whose effects it waits for.
     pub fn before(&self, operation: usize) -> impl Iterator<Item = usize> + '_ {
         let operation = &self.operations[operation];
         operation.takes.iter().map(|taken| taken.operation).chain(operation.waits.iter().copied())
     }
 
-    /// Whether it belongs to the model's forward: made in its call, or made for operations of it that were there before. The
-    /// gradient of a loop has the loop keep what it needs, in lists that it gives it; they are computed with the loop.
+    /// Whether it belongs to the model's forward: it was created in the model's call, or added later for operations
+    /// of that call. The latter are lists in which a loop saves values for its gradient; they are computed with the
+    /// loop.
     pub fn is_of_model(&self, operation: usize) -> bool {
         self.operations[operation].inside || self.given_later[operation]
     }
@@ -184,7 +188,7 @@ impl Operations {
         found
     }
 
-    /// Whether something is needed: those that `roots` depend on, themselves included.
+    /// For each operation, whether `roots` depend on it, including the roots themselves.
     fn needed_by(&self, roots: impl IntoIterator<Item = usize>) -> Vec<bool> {
         let mut found = vec![false; self.operations.len()];
         let mut pending: Vec<usize> = roots.into_iter().collect();

@@ -7,14 +7,15 @@ use crate::error::Result;
 use crate::pipeline::schedule::{Bounds, Schedule, plan};
 use crate::pipeline::{ActionKind, Costs, Edge, Graph, LinkCost, Stage};
 
-/// A segment, by its number, for a microbatch.
+/// A segment and a microbatch.
 type Node = (usize, usize);
 
 impl Segments<'_> {
-    /// For each rank, its anchored segments with their microbatches, in the schedule's order. Without a backward, `schedule` is that
-    /// of an evaluation.
+    /// For each rank, its anchored segments with their microbatches, in the order of `schedule`. For a step without a
+    /// backward, `schedule` is that of an evaluation.
     ///
-    /// A segment whose place in that order contradicts what depends on what is not anchored from then on.
+    /// If a segment's place in that order contradicts dependencies through segments that are not anchored, the
+    /// segment becomes not anchored.
     ///
     /// # Errors
     /// As [`plan`].
@@ -49,8 +50,8 @@ impl Segments<'_> {
         Ok(orders)
     }
 
-    /// What anchored segments make for other ranks, as numbers of transfers with microbatches: rank after rank, in the order in
-    /// which each makes it.
+    /// The results that anchored segments compute for other ranks, as transfer numbers with microbatches: for each
+    /// rank, in the order in which it computes them.
     pub fn messages(&self, orders: &[Vec<Node>]) -> Vec<(usize, usize)> {
         let mut made: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
         for (number, transfer) in self.transfers().iter().enumerate() {
@@ -62,7 +63,7 @@ impl Segments<'_> {
         orders.iter().flatten().flat_map(of).collect()
     }
 
-    /// What schedules are made for: the stages, and the loss, if it waits for several of them.
+    /// The graph for the schedule: the stages, and the loss as one more stage if it depends on several of them.
     fn scheduled(&self) -> Vec<Stage> {
         let mut rows: Vec<Stage> = Vec::with_capacity(self.stages.len() + 1);
         let mut ends = Vec::new();
@@ -89,7 +90,7 @@ impl Segments<'_> {
             }
         }
         if self.trains && ends.len() > 1 {
-            // All backwards wait for it.
+            // All backwards depend on it.
             rows.push(Stage {
                 rank: rows[ends[ends.len() - 1]].rank,
                 costs: Costs::UNIT,
@@ -102,11 +103,12 @@ impl Segments<'_> {
         rows
     }
 
-    /// Stages that a forward segment comes after, by way of other segments or not, and what it takes of them.
+    /// The stages on which a forward segment depends, directly or through other segments, with the bytes that it uses
+    /// of each.
     fn edges_to(&self, number: usize) -> Vec<Edge> {
         let mut edges: BTreeMap<usize, u64> = BTreeMap::new();
         let mut seen = BTreeSet::new();
-        // A result, or an operation whose effects are waited for.
+        // A result, or an operation whose effects the segment waits for.
         let before = |operations: &[usize]| {
             let takes = self.inputs_of(operations).into_iter().map(|taken| (taken.operation, Some(taken)));
             let waits = operations.iter().flat_map(|&each| &self.operations.all()[each].waits);
@@ -129,7 +131,7 @@ impl Segments<'_> {
         edges.into_iter().map(|(from, bytes)| Edge { from, bytes }).collect()
     }
 
-    /// Runs the orders of all ranks without computing; segments that wait for each other, if there are such.
+    /// Simulates the orders of all ranks; returns segments that wait for each other in a cycle, if there are any.
     fn circle(&self, orders: &[Vec<Node>], microbatches: usize) -> Option<Vec<usize>> {
         let before = self.before(orders, microbatches);
         let mut after: BTreeMap<Node, Vec<Node>> = BTreeMap::new();
@@ -148,7 +150,7 @@ impl Segments<'_> {
                 }
             }
         }
-        // Whoever waits does so for another one that waits, so this way comes back to itself.
+        // Every waiting segment waits for another waiting one, so following them leads into a cycle.
         let mut way = vec![*waiting.first_key_value()?.0];
         loop {
             let last = way[way.len() - 1];
@@ -160,7 +162,7 @@ impl Segments<'_> {
         }
     }
 
-    /// What each segment comes after, for each microbatch.
+    /// For each microbatch, the segments that must come before each segment.
     fn before(&self, orders: &[Vec<Node>], microbatches: usize) -> BTreeMap<Node, BTreeSet<Node>> {
         let mut before: BTreeMap<Node, BTreeSet<Node>> = BTreeMap::new();
         for (number, segment) in self.segments.iter().enumerate() {
@@ -184,8 +186,8 @@ impl Segments<'_> {
         before
     }
 
-    /// A line for each operation and for each rank's returned results and order, the same on all ranks if they have the same
-    /// step: for comparing, and to read.
+    /// One line for each operation and for each rank's returned results and order. Ranks with the same step have the
+    /// same lines, which are compared and can be printed.
     pub fn lines(&self, orders: &[Vec<Node>]) -> Vec<String> {
         let mut lines = Vec::with_capacity(self.operations.all().len() + 2 * self.ranks());
         for (number, operation) in self.operations.all().iter().enumerate() {
@@ -219,7 +221,7 @@ impl Segments<'_> {
     }
 }
 
-/// The phase of the segment that an action computes.
+/// The phase of the segment that an action runs.
 fn phase(kind: ActionKind) -> Option<SegmentPhase> {
     match kind {
         ActionKind::Forward => Some(SegmentPhase::Forward),

@@ -1,14 +1,15 @@
-//! Which operation of a step is computed where.
+//! Assigns the operations of a step to partitions.
 //!
-//! - PLACE-1: an operation of the model is on one partition: that of its layer, or the one that the script asks for.
-//! - PLACE-2: without one (a layer without variables, an operation between layers, a gradient) it is where the operation that it
-//!   is the gradient of is, else where its last operand is.
-//! - PLACE-3: what has no operand on a partition is on all ranks: every rank computes it that needs it. So is all that follows from
-//!   the model's results, which every rank gets.
-//! - PLACE-4: a variable is where the operations of the model that take it are; all of them are on one partition. The state of a
-//!   random generator is where the first of them is, and brings the others with it: their results, a few numbers, are sent.
-//! - PLACE-5: what PLACE-3 has on all ranks comes out the same on all. So what draws random numbers in the model, prints or calls
-//!   Python is on the first partition instead, with all of its layer's call.
+//! - PLACE-1: an operation of the model is on one partition: that of its layer, or the one that the script requests.
+//! - PLACE-2: without either (a layer without variables, an operation between layers, a gradient), a gradient is
+//!   where its forward operation is, and any other operation where its last operand is.
+//! - PLACE-3: an operation without an operand on a partition is on all ranks: every rank that needs it computes it.
+//!   The same holds for operations on the model's results, which every rank gets.
+//! - PLACE-4: a variable is on the partition of the model's operations that use it; all of them are on one partition.
+//!   The state of a random generator is where its first operation is, and its other operations are there, too; their
+//!   results are small and are sent.
+//! - PLACE-5: operations on all ranks (PLACE-3) must compute the same everywhere. So an operation of the model that
+//!   draws random numbers, prints or calls Python is on the first partition instead, with its whole layer call.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +19,7 @@ use crate::error::{Error, Result};
 /// Where an operation is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum OperationPlace {
-    /// Wherever it is needed, as it costs nothing.
+    /// On any rank that needs it, because it costs nothing.
     Free,
     /// On every rank that needs it.
     All,
@@ -36,14 +37,14 @@ impl OperationPlace {
     }
 }
 
-/// What is decided about places before operations are looked at.
+/// Placements that are known before operations are assigned.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ModuleRanks {
-    /// Partitions of layers; without one, a layer goes by its operations.
+    /// Partitions of layers; a layer without one is placed by its operations.
     pub layers: Vec<Option<usize>>,
-    /// Where the script decides about every operation: the partition of those that it says nothing of.
+    /// If the script places every operation: the partition of those for which it requests none.
     pub default: Option<usize>,
-    /// Partitions of variables, as far as they are known.
+    /// Partitions of variables, where they are known.
     pub variables: Vec<Option<usize>>,
 }
 
@@ -51,13 +52,13 @@ pub struct ModuleRanks {
 #[derive(Clone, Debug)]
 pub struct OperationPlacement {
     places: Vec<OperationPlace>,
-    /// How often the place changed on the longest way to an operation.
+    /// For each operation, the number of changes of place on the longest path to it.
     levels: Vec<usize>,
     variables: Vec<Option<usize>>,
 }
 
 impl OperationPlacement {
-    /// Gives every operation its place.
+    /// Assigns every operation to a place.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if a variable would be on two partitions.
@@ -65,7 +66,7 @@ impl OperationPlacement {
         let mut variables = homes.variables.clone();
         variables.resize(operations.variables().len(), None);
         let mut found = Self { places: Vec::new(), levels: Vec::new(), variables };
-        // Before anything that comes first in the script but outside of the model, such as a penalty on variables.
+        // Decided first, because the script may use the variable outside of the model before, such as for a penalty.
         for number in 0..operations.all().len() {
             if let Some(partition) = asked(operations, homes, number) {
                 found.settle_variables(operations, number, partition)?;
@@ -92,28 +93,28 @@ impl OperationPlacement {
         Ok(found)
     }
 
-    /// Of an operation.
+    /// The place of an operation.
     pub fn place(&self, operation: usize) -> OperationPlace {
         self.places[operation]
     }
 
-    /// How often the place changed on the longest way to an operation.
+    /// The number of changes of place on the longest path to an operation.
     pub fn level(&self, operation: usize) -> usize {
         self.levels[operation]
     }
 
-    /// Where each variable is; on every rank if nowhere else.
+    /// The place of each variable; all ranks if it is on no partition.
     pub fn variables(&self) -> &[Option<usize>] {
         &self.variables
     }
 
-    /// Whether an operation is a part of the model's forward, on one partition.
+    /// Whether an operation is part of the model's forward and on one partition.
     pub fn is_forward(&self, operations: &Operations, operation: usize) -> bool {
         operations.is_of_model(operation) && self.places[operation].partition().is_some()
     }
 
-    /// Whether the place changes, 0 or 1, from `before` to an operation that takes of it. A forward behind something else is a change,
-    /// so that each stage is one segment.
+    /// The number of changes of place, 0 or 1, from `before` to an operation that uses it. A forward operation after
+    /// one that is not counts as a change, so that each stage is one segment.
     pub(super) fn changes(&self, operations: &Operations, before: usize, operation: usize) -> usize {
         let leaves = self.places[before] != self.places[operation]
             || self.is_forward(operations, operation) && !self.is_forward(operations, before);
@@ -143,7 +144,7 @@ impl OperationPlacement {
         if operation.inside
             && let Some((_, call)) = operation.layer
         {
-            // All of a call is in one place: where the last of what it takes is.
+            // All operations of a layer call are in one place: that of the call's last operand.
             return *places_of_calls.entry(call).or_insert_with(|| {
                 let taken = calls[&call].iter().flat_map(|&each| &operations.all()[each].takes);
                 let last = self.last(taken.map(|taken| taken.operation).filter(|&other| other < number));
@@ -152,7 +153,7 @@ impl OperationPlacement {
             });
         }
         if operation.assigns && !(operation.inside && draws) {
-            // A variable that every rank has: a metric's.
+            // A variable that every rank has, such as that of a metric.
             return OperationPlace::All;
         }
         let known = |other: &&usize| self.places.get(**other).is_some_and(|place| place.partition().is_some());
@@ -175,7 +176,7 @@ impl OperationPlacement {
         best.map_or(OperationPlace::All, |each| self.places[each])
     }
 
-    /// PLACE-4.
+    /// Operations of random generators (PLACE-4).
     fn settle_variables(&mut self, operations: &Operations, number: usize, partition: usize) -> Result<()> {
         let operation = &operations.all()[number];
         for &variable in &operation.variables {
@@ -193,18 +194,18 @@ impl OperationPlacement {
     }
 }
 
-/// Whether an operation takes the state of a random generator, or another one that binds nothing.
+/// Whether an operation uses a variable that does not bind a layer, such as the state of a random generator.
 fn draws(operations: &Operations, number: usize) -> bool {
     operations.all()[number].variables.iter().any(|&variable| !operations.variables()[variable].binds)
 }
 
-/// PLACE-5.
+/// Operations that must not run on several ranks (PLACE-5).
 fn varies(operations: &Operations, number: usize) -> bool {
     let operation = &operations.all()[number];
     draws(operations, number) || operation.has_effect && !operation.assigns
 }
 
-/// PLACE-1.
+/// Operations of layers with a partition (PLACE-1).
 fn asked(operations: &Operations, homes: &ModuleRanks, number: usize) -> Option<usize> {
     let operation = &operations.all()[number];
     match (operation.inside, homes.default, operation.layer) {

@@ -4,7 +4,7 @@ use super::*;
 use crate::partition::{PartitionRequest, divide_layers};
 use crate::pipeline::schedule::Schedule;
 
-/// An operation with one result of 4 KiB that takes the first results of others.
+/// An operation with one result of 4 KiB that uses the first results of others.
 fn operation(name: &str, takes: &[usize]) -> Operation {
     Operation {
         name: name.to_owned(),
@@ -56,7 +56,7 @@ fn first(operation: usize) -> Output {
     Output { operation, index: 0 }
 }
 
-/// Rank 0 gets the loss and the first weight's gradient, rank 1 the loss and the other's.
+/// Rank 0 gets the loss and the gradient of the first weight, rank 1 the loss and that of the second.
 fn wanted() -> Vec<Vec<Output>> {
     vec![vec![first(5), first(9)], vec![first(5), first(6)]]
 }
@@ -75,7 +75,8 @@ fn operations_are_where_their_layers_operands_and_origins_are() {
     let placement = OperationPlacement::new(&operations, &halves()).unwrap();
     let places: Vec<OperationPlace> = (0..10).map(|each| placement.place(each)).collect();
     let (all, zero, one) = (OperationPlace::All, OperationPlace::On(0), OperationPlace::On(1));
-    // The activation has no variables and follows its operand, its gradient follows it; what has no operand there is everywhere.
+    // The activation has no variables, so it is with its operand, and its gradient is with it; operations without
+    // operands on a partition are on all ranks.
     assert_eq!(places, [all, zero, zero, one, all, all, one, one, zero, zero]);
     assert_eq!(placement.variables(), [Some(0), Some(1)]);
     assert!((0..10).filter(|&each| placement.is_forward(&operations, each)).eq([1, 2, 3]));
@@ -124,11 +125,11 @@ fn the_state_of_a_generator_is_in_one_place_for_layers_in_two() {
 #[test]
 fn what_comes_out_differently_on_each_rank_is_on_one() {
     let mut rows = chain();
-    // Noise that a layer adds to what the model is given, and a message of the model's own.
+    // Noise that a layer adds to the model's input, and a message that the model prints.
     rows.push(Operation { has_effect: true, ..in_layer("noise", &[], 3, 3, &[]) });
     rows.push(in_layer("noisy", &[0, 10], 3, 3, &[]));
     rows.push(Operation { inside: true, has_effect: true, ..operation("print", &[0]) });
-    // A message of the script's, and a state that all ranks change alike.
+    // A message that the script prints, and a state that all ranks change equally.
     rows.push(Operation { has_effect: true, ..operation("print", &[0]) });
     rows.push(Operation {
         inside: true,
@@ -146,7 +147,7 @@ fn what_comes_out_differently_on_each_rank_is_on_one() {
 #[test]
 fn a_metrics_update_is_on_all_ranks_and_a_call_without_variables_in_one_place() {
     let mut rows = chain();
-    // A layer without variables whose second operation takes a value of the other partition.
+    // A layer without variables whose second operation uses a value of the other partition.
     rows.push(in_layer("add", &[1], 3, 3, &[]));
     rows.push(in_layer("mul", &[10, 3], 3, 3, &[]));
     rows.push(Operation { assigns: true, has_effect: true, variables: vec![2], ..operation("count", &[11]) });
@@ -162,7 +163,7 @@ fn a_metrics_update_is_on_all_ranks_and_a_call_without_variables_in_one_place() 
 #[test]
 fn what_a_gradient_has_the_forward_keep_is_computed_with_it() {
     let mut rows = chain();
-    // A list that the loop "two" is given, made when the gradient is.
+    // A list that is added to the loop "two" when its gradient is created.
     let mut list = operation("list", &[1]);
     list.made = 20;
     rows.insert(2, list);
@@ -215,7 +216,7 @@ fn a_variable_is_read_when_the_microbatch_before_has_changed_it() {
         in_layer("two", &[1, 2], 1, 1, &[]),
         in_layer("assign", &[3], 1, 1, &[1]),
         Operation { role: OperationRole::HandsOut, ..operation("out", &[3]) },
-        // The gradient takes what was read.
+        // The gradient uses the value that was read.
         Operation { gradient_of: vec![3], ..operation("two_inputs", &[2, 5]) },
     ];
     (rows[4].has_effect, rows[4].assigns) = (true, true);
@@ -288,7 +289,7 @@ fn layers_are_divided_by_what_their_operations_cost() {
     let (partitions, table) = divide_layers(&operations, &layers, wish).unwrap();
     assert_eq!(partitions, [Some(0), None, Some(1)]);
     assert!(table.contains("one") && table.contains("two"), "{table}");
-    // Layers that share a variable lie together.
+    // Layers that share a variable are on one partition.
     let mut rows = chain();
     rows[3].variables.push(0);
     let operations = Operations::new(rows, variables(2)).unwrap();
@@ -351,7 +352,7 @@ fn other_ranks_are_told_of_effects_that_they_wait_for() {
     segments.plan(2, Schedule::Simple, Some(2)).unwrap();
 }
 
-/// A layer on partition 0, one on 1, and again one on 0; the gradients of both ask for the shape of what the first one makes.
+/// Layers on partitions 0, 1 and 0; the gradients of both layers on 0 use the shape of the first layer's result.
 #[test]
 fn what_a_stage_is_asked_for_before_its_backward_is_not_in_the_schedules_place() {
     let rows = vec![
@@ -380,7 +381,8 @@ fn what_a_stage_is_asked_for_before_its_backward_is_not_in_the_schedules_place()
     }
 }
 
-/// What ranks have not done in the end, each of them with messages from the others: a rank, a segment and a microbatch.
+/// Simulates the ranks, each with messages from the others; returns the segments that could not run, with rank and
+/// microbatch.
 fn left_undone(
     segments: &Segments<'_>,
     orders: &[Vec<(usize, usize)>],
@@ -426,18 +428,18 @@ fn left_undone(
     }
 }
 
-/// What layers of random steps have.
+/// Properties of layers of random steps.
 #[derive(Clone, Copy, Debug)]
 struct RandomLayers {
-    /// No gradient goes to what it takes.
+    /// It computes no gradient for its input.
     is_first: bool,
-    /// Its gradient asks for the shape of what it takes, where that was made or where it is taken.
+    /// Its gradient uses the shape of its input, on the partition of the producer or of the layer.
     shape: Option<bool>,
     /// It prints.
     prints: bool,
-    /// The body adds something to the loss that its variable alone decides.
+    /// The body adds a term to the loss that depends on the layer's variable only.
     penalty: bool,
-    /// The body changes its variable in the end, by what it takes, or by the loss.
+    /// The body changes its variable at the end, by the layer's input or by the loss.
     changes: Option<bool>,
 }
 
@@ -449,12 +451,12 @@ fn extras() -> impl Strategy<Value = RandomLayers> {
     })
 }
 
-/// Layers on random partitions that take random values of earlier ones, a loss, and gradients in the reverse order.
+/// Layers on random partitions that use random values of earlier ones, a loss, and gradients in reverse order.
 fn steps() -> impl Strategy<Value = (Vec<Operation>, Vec<Option<usize>>)> {
     let one = (0_usize..3, prop::collection::vec(any::<prop::sample::Index>(), 1..3), extras());
     prop::collection::vec(one, 1..8).prop_map(|layers| {
         let mut rows = vec![Operation { role: OperationRole::Input, ..operation("x", &[]) }];
-        // Of each value, where it is among the operations.
+        // For each value, its operation.
         let mut values = vec![0];
         let mut takes: Vec<Vec<usize>> = vec![Vec::new()];
         let mut printed: Vec<usize> = Vec::new();
@@ -524,7 +526,8 @@ fn steps() -> impl Strategy<Value = (Vec<Operation>, Vec<Option<usize>>)> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whatever a rank's segment takes, the rank computes it, it is given, or it arrives from the rank that does.
+    /// Every input of a rank's segment is computed on that rank, is an argument, or arrives from the rank that
+    /// computes it.
     #[test]
     fn random_steps_are_cut_so_that_everybody_has_what_he_needs((rows, layers) in steps()) {
         let count = rows.len();
@@ -552,7 +555,7 @@ proptest! {
         }
     }
 
-    /// All ranks come to the end of a step, whatever the schedule, and nobody needs a signal that is not sent.
+    /// All ranks finish a step with every schedule, and no rank waits for a signal that is not sent.
     #[test]
     fn random_steps_end_on_all_ranks((rows, layers) in steps(), microbatches in 1_usize..4, active in 1_usize..4) {
         let count = rows.len();

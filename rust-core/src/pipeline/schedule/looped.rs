@@ -1,12 +1,12 @@
-//! Interleaved 1F1B for a chain that passes all ranks several times (Narayanan et al. 2021, section 2.2).
+//! Interleaved 1F1B for a chain in which each rank has several stages (Narayanan et al. 2021, section 2.2).
 //!
-//! Microbatches go in groups of as many as there are ranks: a group passes the first stage of a rank, then its second
-//! one, and so on. Each rank does some forwards ahead, then one forward and one backward in turn, then the
-//! backwards that are left.
+//! Microbatches are processed in groups of as many as there are ranks: a group passes the first stage of a rank, then
+//! its second one, and so on. Each rank runs some forwards as warm-up, then alternates forwards and backwards, then
+//! runs the remaining backwards.
 
 use crate::pipeline::{Action, ActionKind, Graph, Program};
 
-/// The computations, if `graph` is such a chain; they need not fit any bounds.
+/// The order of computations, if `graph` is such a chain; it may exceed the bounds.
 pub(super) fn order(graph: &Graph) -> Option<Program> {
     let (ranks, stages) = (graph.ranks(), graph.stages());
     let chunks = stages.len() / ranks;

@@ -7,8 +7,8 @@
 //! | `zero_bubble` | ZB-H1; on a chain that goes there and back, ZB-V (Qi et al. 2023, 2024); where more microbatches may be active, up to ZB-H2 | as 1F1B's first rank, or as many as may be active |
 //! | `_only_forward` | - | nothing |
 //!
-//! All but one are the list scheduler of `list.rs` with another policy, so they take any graph: skip connections, ranks
-//! that are visited several times, branches. Chains that loop over the ranks get the order of the literature
+//! All schedules but one are policies of the list scheduler in `list.rs`, which works for any graph: skip
+//! connections, ranks with several stages, branches. Chains that loop over the ranks get the order of the literature
 //! (`looped.rs`).
 
 mod list;
@@ -25,11 +25,11 @@ use crate::error::{Error, Result};
 pub enum Schedule {
     /// All forwards, then all backwards.
     Simple,
-    /// Backwards as soon as they can run.
+    /// Each backward as soon as it can run.
     Interleaved,
-    /// Backwards in two parts, of which the second one fills gaps.
+    /// Backwards in two parts, of which the second one fills idle time.
     ZeroBubble,
-    /// Evaluation.
+    /// Forwards only, for evaluation.
     ForwardOnly,
 }
 
@@ -65,17 +65,18 @@ impl FromStr for Schedule {
     }
 }
 
-/// Limits that a program keeps on every rank.
+/// Limits on every rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Bounds {
-    /// Microbatches that a rank has begun and not ended.
+    /// Largest number of microbatches in flight: begun and not ended.
     pub active_microbatches: Option<usize>,
-    /// Bytes of activations that it keeps.
+    /// Largest number of bytes of activations.
     pub memory_bytes: Option<u64>,
 }
 
 impl Bounds {
-    /// Microbatches that `rank` may have under way: those whose activations, and what waits for `schedule`'s second parts, fit together.
+    /// The number of microbatches that `rank` may have in flight, so that their activations, and the data for
+    /// deferred second parts of `schedule`, fit the limit.
     fn active(&self, graph: &Graph, rank: usize, schedule: Schedule) -> Result<usize> {
         let own = graph.stages().iter().filter(|stage| stage.rank == rank && stage.backward);
         let waits = |stage: &Stage| if schedule == Schedule::ZeroBubble { stage.waiting_bytes } else { 0 };
@@ -100,7 +101,7 @@ impl Bounds {
 /// A valid program for `graph`, with its transfers.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] if the bounds leave no room for one microbatch.
+/// [`Error::InvalidArgument`] if the bounds do not allow one microbatch.
 pub fn plan(graph: &Graph, schedule: Schedule, bounds: Bounds) -> Result<Program> {
     let program = transfers::insert(graph, &computations(graph, schedule, bounds)?);
     match validate(graph, &program, bounds, schedule != Schedule::ForwardOnly) {
@@ -109,7 +110,7 @@ pub fn plan(graph: &Graph, schedule: Schedule, bounds: Bounds) -> Result<Program
     }
 }
 
-/// The same without transfers, and not validated: what a simulation of a large pipeline needs.
+/// The same without transfers and validation, for simulations of large pipelines.
 ///
 /// # Errors
 /// As [`plan`].
@@ -121,6 +122,6 @@ pub fn computations(graph: &Graph, schedule: Schedule, bounds: Bounds) -> Result
     {
         return Ok(program);
     }
-    // It takes any graph, and keeps bounds that are too tight for the order of the literature.
+    // The list scheduler handles any graph, and bounds that are too tight for the order of the literature.
     list::order(graph, schedule, &active, bounds.active_microbatches)
 }

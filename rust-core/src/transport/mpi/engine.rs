@@ -1,12 +1,12 @@
-//! The thread that talks to MPI.
+//! The thread that makes all MPI calls.
 //!
 //! ```text
 //!   port --send--> outbox --> send slots --> MPI --> receive slots --take--> port
 //!   (any thread)   (lock)     (engine's thread)                    (engine's thread too)
 //! ```
 //!
-//! MPI cannot wake a thread that sleeps, so the thread looks: without a pause while something moves, often while
-//! somebody waits ([`Carrier::busy_poll`]), and rarely otherwise.
+//! MPI cannot wake a sleeping thread, so the thread polls: continuously while frames move, often while a caller waits
+//! ([`Carrier::busy_poll`]), and rarely otherwise.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -20,44 +20,45 @@ use crate::transport::ports::{Carrier, FRAME_BYTES, Pool, PortKey, Ports, depart
 use crate::transport::{NAP, cores};
 use crate::world::Monitor;
 
-/// Receives that are open at any time.
+/// Number of receives that are always posted.
 const RECV_SLOTS: usize = 16;
-/// Frames for one process that wait or are under way: then the mailbox waits.
+/// Largest number of frames for one process that are queued or in flight; the mailbox waits with further ones.
 const FRAMES_PER_PEER: usize = 8;
 const MAX_SEND_SLOTS: usize = 256;
-/// Pauses between two looks while somebody waits, and while nobody does.
+/// Polling intervals while a caller waits, and otherwise.
 const SHORT_PAUSE: Duration = Duration::from_micros(30);
 const LONG_PAUSE: Duration = Duration::from_millis(1);
-/// Looks before the first pause: without one, where there is a core for this, and yielding.
+/// Number of polls before the first pause: without yielding if there is a core for this thread, and with yielding.
 const SPINS: u32 = 2000;
 const YIELDS: u32 = 20;
 
-/// How long a failure of MPI waits for the news of the death that explains it.
+/// How long to wait after a failure of MPI for the report of a death that explains it.
 const NEWS_TIME: Duration = Duration::from_secs(2);
 
-/// What MPI does for the engine: messages between processes, by number.
+/// The interface to MPI: messages between processes.
 pub(crate) trait Wire: Send {
-    /// Initialises MPI unless the script has; waits for all processes of the job. Whether any thread may call MPI.
+    /// Initialises MPI unless the script has; waits for all processes of the job. Returns whether any thread may call
+    /// MPI.
     fn init(&mut self) -> Result<bool, Failure>;
     /// Initialises MPI and joins the job; waits for all of its processes.
     fn start(&mut self, num_slots: usize) -> Result<MpiWorld, Failure>;
     /// Starts a send in a free slot.
     ///
     /// # Safety
-    /// The memory stays as it is until `poll` says that the slot is done.
+    /// The memory stays valid and unchanged until `poll` reports the slot as complete.
     unsafe fn send(&mut self, slot: usize, data: &[u8], to: usize) -> Result<(), Failure>;
-    /// Starts a receive from anybody in a free slot.
+    /// Starts a receive from any process in a free slot.
     ///
     /// # Safety
-    /// The memory is nobody else's until `poll` says that the slot is done.
+    /// No other code accesses the memory until `poll` reports the slot as complete.
     unsafe fn recv(&mut self, slot: usize, data: &mut [u8]) -> Result<(), Failure>;
-    /// Adds what is done; does not wait.
+    /// Adds completed slots to the list; does not wait.
     fn poll(&mut self, done: &mut Vec<Completed>) -> Result<(), Failure>;
-    /// Leaves the job; waits for all of its processes.
+    /// Finalises MPI; waits for all processes of the job.
     fn finish(&mut self) -> Result<(), Failure>;
 }
 
-/// What MPI knows of the job.
+/// Properties of the job in MPI.
 #[derive(Clone, Debug)]
 pub(crate) struct MpiWorld {
     pub(crate) rank: usize,
@@ -67,7 +68,7 @@ pub(crate) struct MpiWorld {
     pub(crate) library: String,
 }
 
-/// A slot that is done; of a receive, who sent how much.
+/// A completed slot; for a receive, with the sender and the length.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Completed {
     pub(crate) slot: usize,
@@ -75,16 +76,16 @@ pub(crate) struct Completed {
     pub(crate) bytes: usize,
 }
 
-/// What MPI says about a failure.
+/// MPI's text of an error.
 #[derive(Clone, Debug)]
 pub(crate) struct Failure(pub(crate) String);
 
 #[derive(Default)]
 struct Outbox {
     frames: VecDeque<(usize, Vec<u8>)>,
-    /// By rank: frames that wait or are under way.
+    /// By rank: frames that are queued or in flight.
     pending: HashMap<usize, usize>,
-    /// Ports whose frame found no room.
+    /// Ports whose frame was refused because the queue was full.
     refused: HashSet<PortKey>,
     finish: bool,
 }
@@ -95,7 +96,7 @@ struct EngineState {
     send_buffers: Pool,
     news: Condvar,
     waiters: AtomicUsize,
-    /// What `start` came to, and that MPI has ended.
+    /// The result of `start`, and whether MPI is finalised.
     world: OnceLock<Result<MpiWorld, Failure>>,
     ended: OnceLock<()>,
     changed: Condvar,
@@ -108,7 +109,7 @@ pub(crate) struct Engine {
 }
 
 impl Engine {
-    /// Starts the thread, which starts MPI; [`Engine::world`] says what came of it.
+    /// Starts the thread, which initialises MPI; [`Engine::world`] returns the result.
     pub(crate) fn start(wire: Box<dyn Wire>) -> Result<Arc<Self>> {
         let shared = Arc::new(EngineState {
             outbox: Mutex::default(),
@@ -128,10 +129,10 @@ impl Engine {
         Ok(Arc::new(Self { shared }))
     }
 
-    /// What MPI knows of the job of `size` processes, once all have started it.
+    /// Properties of the job of `size` processes in MPI, once all have initialised it.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] with what MPI says; those of every wait for all ranks.
+    /// [`Error::Unsupported`] with MPI's text; the errors of a wait for all ranks.
     pub(crate) fn world(&self, size: usize, monitor: &Monitor, deadline: Instant) -> Result<MpiWorld> {
         let start = Instant::now();
         let all: Vec<usize> = (0..size).collect();
@@ -156,7 +157,8 @@ impl Engine {
         }
     }
 
-    /// Ends MPI: waits until the other processes end it too, for as long as nobody has died and the deadline has not come.
+    /// Finalises MPI: waits until the other processes finalise it too, unless a process has died, and at most until
+    /// the deadline.
     pub(crate) fn finish(&self, monitor: &Monitor, deadline: Instant) {
         let Some(Ok(world)) = self.shared.world.get() else { return };
         self.shared.outbox.lock().finish = true;
@@ -190,7 +192,8 @@ impl Carrier for Engine {
         }
         *pending += 1;
         drop(outbox);
-        // The mailbox's lock keeps frames of one port in order, so the outbox need not be held while bytes are copied.
+        // The mailbox's lock keeps the frames of one port in order, so the outbox's lock is not held while bytes are
+        // copied.
         let mut bytes = self.shared.send_buffers.take();
         bytes.clear();
         write(&mut bytes);
@@ -217,7 +220,7 @@ impl Carrier for Engine {
         }
     }
 
-    /// MPI-3.
+    /// Stops the use of MPI after a death (MPI-3).
     fn needs_everybody(&self) -> bool {
         true
     }
@@ -229,7 +232,7 @@ impl EngineState {
         self.changed.notify_all();
     }
 
-    /// The thread.
+    /// The body of the thread.
     fn work(&self, mut wire: Box<dyn Wire>) {
         let slots = RECV_SLOTS + MAX_SEND_SLOTS;
         let started = wire.start(slots);
@@ -250,11 +253,11 @@ impl EngineState {
             }
             Err(Failure(text)) => self.fail(&text),
         }
-        // What was under way is MPI's for ever: nobody can take it back from a library that failed.
+        // Memory of operations in flight is leaked, because MPI cannot return it after a failure.
         std::mem::forget(slots);
     }
 
-    /// Ends the waits of this process, unless a departure that explains the failure ends those that it should.
+    /// Ends the waits of this process, unless a departure explains the failure and ends the affected waits.
     fn fail(&self, text: &str) {
         let _ = self.ended.set(());
         self.announce();
@@ -270,16 +273,16 @@ impl EngineState {
     }
 }
 
-/// What MPI works on: buffers by slot, receives first.
+/// The buffers of MPI's operations: by slot, receives first.
 ///
-/// Frames of one process stay in order: MPI matches messages with receives in the order in which both were started.
-/// It reports them in another one (by slot, and a long message later than a short one that came after it), so a receive
-/// that is done waits in its slot until all that were started before it are done.
+/// Frames of one process stay in order, because MPI matches messages with receives in the order in which both were
+/// started. But MPI reports completions in another order (by slot, and a long message later than a following short
+/// one). So a completed receive waits in its slot until all receives that were started before it are complete.
 struct Slots {
     receives: Vec<Vec<u8>>,
     /// Slots of receives, oldest first.
     started: VecDeque<usize>,
-    /// By slot of a receive: that it is done, with the sender and the length.
+    /// For each receive slot that is complete: the sender and the length.
     arrived: [Option<(usize, usize)>; RECV_SLOTS],
     sends: Vec<Option<(usize, Vec<u8>)>>,
     free: Vec<usize>,
@@ -296,7 +299,7 @@ impl Slots {
         }
     }
 
-    /// Moves frames until the engine is to finish and everything is sent.
+    /// Moves frames until the engine is to stop and all frames are sent.
     fn run(&mut self, shared: &EngineState, wire: &mut dyn Wire) -> Result<(), Failure> {
         for slot in 0..RECV_SLOTS {
             self.receive(slot, shared.ports.buffers.take(), wire)?;
@@ -368,7 +371,7 @@ impl Slots {
             let Some((to, bytes)) = shared.outbox.lock().frames.pop_front() else { break };
             self.free.pop();
             let (_, data) = self.sends[slot].insert((to, bytes));
-            // SAFETY: the buffer stays in the slot until MPI says that it is done, or for ever.
+            // SAFETY: the buffer stays in the slot until MPI reports it as complete; otherwise it is leaked.
             unsafe { wire.send(RECV_SLOTS + slot, data, to)? };
             moved = true;
         }
@@ -384,8 +387,8 @@ impl Slots {
     }
 }
 
-/// A wire that leads back to its own process: ranks that are threads of a test share an engine, and each group member is
-/// told apart by its port.
+/// A wire that leads back to its own process, for tests whose ranks are threads that share an engine; each group
+/// member has a port of its own.
 #[cfg(test)]
 pub(crate) mod loopback {
     use super::*;
@@ -394,11 +397,11 @@ pub(crate) mod loopback {
     pub(crate) struct Loopback {
         sent: VecDeque<(usize, Vec<u8>)>,
         open: VecDeque<(usize, *mut u8, usize)>,
-        /// What the next `poll` reports.
+        /// Completions for the next `poll`.
         late: Vec<Completed>,
     }
 
-    /// Longer messages are reported late, as those are that MPI moves in several steps.
+    /// Longer messages are reported late, like messages that MPI sends in several steps.
     const LONG_BYTES: usize = 4096;
 
     // SAFETY: the pointers are receive buffers of the engine, which keeps them until they are done.
@@ -434,7 +437,7 @@ pub(crate) mod loopback {
                 } else {
                     done.push(received)
                 }
-                // A send is done a little later than its receive, as with a network.
+                // A send completes a little later than its receive, as with a network.
                 self.late.push(Completed { slot: from, source: 0, bytes: 0 });
             }
             done[first..].sort_by_key(|completed| completed.slot);

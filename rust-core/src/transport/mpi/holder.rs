@@ -1,6 +1,7 @@
-//! MPI that is initialised for the script alone: all ranks are on one host, and shared memory carries their tensors.
+//! Keeps MPI initialised for the script, if all ranks are on one host and shared memory carries their tensors.
 //!
-//! One thread initialises MPI and ends it: the standard wants both from the same thread. In between it sleeps.
+//! One thread initialises and finalises MPI, because the standard requires the same thread for both. It sleeps in
+//! between.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -15,12 +16,12 @@ use crate::world::Monitor;
 
 #[derive(Default)]
 struct EngineProgress {
-    /// What came of the initialisation: whether any thread may call MPI.
+    /// The result of the initialisation: whether any thread may call MPI.
     outcome: Option<Result<bool, Failure>>,
-    /// The process is about to end.
+    /// Whether the process is about to end.
     finish: bool,
     ended: bool,
-    /// Processes of the job.
+    /// Number of processes of the job.
     size: usize,
 }
 
@@ -31,7 +32,7 @@ pub(crate) struct Holder {
 }
 
 impl Holder {
-    /// Starts the thread, which initialises MPI; [`Holder::outcome`] says what came of it.
+    /// Starts the thread, which initialises MPI; [`Holder::outcome`] returns the result.
     pub(crate) fn start(mut wire: Box<dyn Wire>) -> Result<Arc<Self>> {
         let holder = Arc::new(Self { progress: Mutex::default(), changed: Condvar::new() });
         let own = holder.clone();
@@ -56,10 +57,10 @@ impl Holder {
         Ok(holder)
     }
 
-    /// Whether any thread may call MPI, once all `size` processes of the job have initialised it.
+    /// Returns whether any thread may call MPI, once all `size` processes of the job have initialised it.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] with what MPI says; those of every wait for all ranks.
+    /// [`Error::Unsupported`] with MPI's text; the errors of a wait for all ranks.
     pub(crate) fn outcome(&self, size: usize, monitor: &Monitor, deadline: Instant) -> Result<bool> {
         let start = Instant::now();
         let all: Vec<usize> = (0..size).collect();
@@ -83,7 +84,8 @@ impl Holder {
         }
     }
 
-    /// Ends MPI: waits until the other processes end it too, for as long as nobody has died and the deadline has not come.
+    /// Finalises MPI: waits until the other processes finalise it too, unless a process has died, and at most until
+    /// the deadline.
     pub(crate) fn finish(&self, monitor: &Monitor, deadline: Instant) {
         let mut progress = self.progress.lock();
         progress.finish = true;

@@ -1,15 +1,16 @@
-//! MPI between hosts. A plug-in ([`plugin`]) is the only thing that sees an MPI library; it is compiled against the one
-//! that the job uses ([`provide`]) and loaded when a job first needs it: CPU tensors on several hosts. One thread
-//! ([`engine`]) makes all calls of MPI, for all groups of the process.
+//! MPI between hosts. Only a plug-in ([`plugin`]) uses an MPI library directly. It is compiled against the job's MPI
+//! ([`provide`]) and loaded when a job first needs it: for CPU tensors on several hosts. One thread ([`engine`])
+//! makes all MPI calls, for all groups of the process.
 //!
-//! - MPI-1: MPI moves only memory of the engine, one frame a message. So a message can be given up at any time,
-//!   which MPI cannot promise for memory that it was handed.
-//! - MPI-2: nobody waits inside MPI but the engine's thread. Whatever MPI does, waits keep their deadlines and hear of
-//!   departures.
-//! - MPI-3: after a process of the job has died or failed, MPI is called no more: the standard promises nothing for that
-//!   state. So every wait of a group on several hosts ends with that departure, whoever its members are; groups on one
-//!   host go on.
-//! - MPI-4: all processes agree that MPI can be used before anybody calls it, since `MPI_Init` waits for all of them.
+//! - MPI-1: MPI accesses only memory of the engine, one frame for each message. So a message can be cancelled at any
+//!   time, which MPI does not support for memory that was passed to it.
+//! - MPI-2: only the engine's thread waits inside of MPI. So waits keep their deadlines and notice departures,
+//!   whatever MPI does.
+//! - MPI-3: after a process of the job has died or failed, MPI is not called any more, because its standard does not
+//!   define that state. So every wait of a group on several hosts ends with that departure, even if the process is
+//!   not a member; groups on one host continue.
+//! - MPI-4: all processes agree that MPI can be used before any of them calls it, because `MPI_Init` waits for all of
+//!   them.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -31,14 +32,14 @@ pub(crate) use engine::Engine;
 pub(crate) use engine::loopback;
 pub use provide::provide;
 
-/// The engine of this process: MPI is initialised once in the life of a process.
+/// The engine of this process: a process can initialise MPI only once.
 static ENGINE: Mutex<Option<Arc<Engine>>> = Mutex::new(None);
 
-/// Starts MPI with the plug-in at `path`, or finds it started. Every process of the job calls it, before [`hold`].
+/// Starts MPI with the plug-in at `path`, unless it is started. Every process of the job calls it, before [`hold`].
 ///
 /// # Errors
-/// [`Error::Unsupported`] with what MPI says; [`Error::Config`] if MPI knows this process as another rank;
-/// [`Error::Timeout`] and [`Error::PeerFailed`] if not all come.
+/// [`Error::Unsupported`] with MPI's text; [`Error::Config`] if MPI has another rank for this process;
+/// [`Error::Timeout`] and [`Error::PeerFailed`] if not all processes call it.
 pub(crate) fn start(path: &Path, size: usize, monitor: &Monitor, deadline: Instant) -> Result<Arc<Engine>> {
     let rank = monitor.me();
     let engine = {
@@ -60,14 +61,14 @@ pub(crate) fn start(path: &Path, size: usize, monitor: &Monitor, deadline: Insta
     Ok(engine)
 }
 
-/// MPI as it is kept initialised for the scripts of a job that moves no tensors with it.
+/// MPI that is kept initialised for scripts, in a job whose tensors do not use it.
 static HOLDER: Mutex<Option<Arc<Holder>>> = Mutex::new(None);
 
-/// Initialises MPI for the script with the plug-in at `path`, or finds it initialised. Every process of the job calls it.
-/// MPI moves nothing for the job then. Returns whether any thread may call MPI.
+/// Initialises MPI for the script with the plug-in at `path`, unless it is initialised. Every process of the job
+/// calls it. The job's tensors do not use MPI. Returns whether any thread may call MPI.
 ///
 /// # Errors
-/// [`Error::Unsupported`] with what MPI says; [`Error::Timeout`] and [`Error::PeerFailed`] if not all come.
+/// [`Error::Unsupported`] with MPI's text; [`Error::Timeout`] and [`Error::PeerFailed`] if not all processes call it.
 pub(crate) fn hold(path: &Path, size: usize, monitor: &Monitor, deadline: Instant) -> Result<bool> {
     let holder = {
         let mut holder = HOLDER.lock();
@@ -79,8 +80,8 @@ pub(crate) fn hold(path: &Path, size: usize, monitor: &Monitor, deadline: Instan
     holder.outcome(size, monitor, deadline)
 }
 
-/// Takes part in the end of MPI, when the process is about to end. Returns when all processes of the job have come so far,
-/// or when that cannot be.
+/// Finalises MPI, when the process is about to end. Returns when all processes of the job finalise it, or when they
+/// cannot.
 pub(crate) fn finish(monitor: &Monitor, deadline: Instant) {
     if let Some(engine) = ENGINE.lock().take() {
         engine.finish(monitor, deadline);

@@ -1,4 +1,4 @@
-//! The plug-in as the engine sees it: a table of C functions (mpi-plugin/plugin.h), with every code checked.
+//! Bindings to the plug-in: a table of C functions (mpi-plugin/plugin.h), with every result code checked.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::path::Path;
@@ -49,11 +49,11 @@ pub(super) struct Plugin {
 }
 
 impl Plugin {
-    /// Loads the library at `path` and checks that it fits.
+    /// Loads the library at `path` and checks its version.
     pub(super) fn load(path: &Path) -> Result<Self> {
         let refuse = |why: String| Error::Unsupported(format!("the MPI plug-in `{}` {why}", path.display()));
-        // SAFETY: the library is ours, and runs no code of its own when it is loaded; MPI libraries, on which it
-        // depends, are made to be loaded so.
+        // SAFETY: the library was compiled by this package and runs no code when it is loaded; MPI libraries, on
+        // which it depends, support being loaded in this way.
         let library = unsafe { Library::new(path) }.map_err(|error| refuse(format!("cannot be loaded: {error}")))?;
         let library = Box::leak(Box::new(library));
         // SAFETY: the signature is that of plugin.h, whose version is checked below.
@@ -80,7 +80,7 @@ impl Plugin {
             -4 => "no memory".to_owned(),
             code => {
                 let mut text = [0 as c_char; 512];
-                // SAFETY: the buffer has the length that is told, and the function ends the text.
+                // SAFETY: the buffer has the length that is passed, and the function terminates the text.
                 let text = unsafe {
                     (self.table.describe)(code, text.as_mut_ptr(), text.len() as i32);
                     CStr::from_ptr(text.as_ptr())
@@ -114,7 +114,7 @@ impl Wire for Plugin {
     }
 
     unsafe fn send(&mut self, slot: usize, data: &[u8], to: usize) -> Result<(), Failure> {
-        // SAFETY: the caller keeps the memory until the slot is done.
+        // SAFETY: the caller keeps the memory until the slot is complete.
         let code = unsafe { (self.table.send)(slot as i32, data.as_ptr().cast(), data.len() as i32, to as i32) };
         self.check(code)
     }
@@ -140,7 +140,7 @@ impl Wire for Plugin {
     }
 
     fn finish(&mut self) -> Result<(), Failure> {
-        // SAFETY: nothing to promise.
+        // SAFETY: the function has no preconditions.
         let code = unsafe { (self.table.finish)() };
         self.check(code)
     }

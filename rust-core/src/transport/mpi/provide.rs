@@ -1,5 +1,5 @@
-//! Where the plug-in comes from: it is compiled, once, against the MPI that this host's `mpicc` belongs to, and kept in
-//! the cache that shims are kept in. A compiler is then needed no more.
+//! Provides the plug-in: it is compiled once against the MPI of this host's `mpicc`, and kept in the cache folder
+//! that also holds the shims. Later starts need no compiler.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -16,20 +16,20 @@ use crate::error::{Error, Limit, Result};
 const SOURCE: &str = include_str!("../../../../mpi-plugin/plugin.c");
 const HEADER: &str = include_str!("../../../../mpi-plugin/plugin.h");
 
-/// Pause between two looks at the lock.
+/// Interval between two tries to take the lock.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// The plug-in for this host's MPI, compiled if need be.
+/// Returns the plug-in for this host's MPI, compiled if necessary.
 ///
 /// # Errors
-/// [`Error::Unsupported`] that says what to install or to set; [`Error::Timeout`] if another process holds the cache
-/// until `deadline`.
+/// [`Error::Unsupported`] that says what to install or to set; [`Error::Timeout`] if another process holds the
+/// cache's lock until `deadline`.
 pub fn provide(deadline: Instant) -> Result<PathBuf> {
     let folder = cache_folder()?;
     let source = short_digest(&[SOURCE.as_bytes(), HEADER.as_bytes()]);
     let compiler = std::env::var_os("MPICC").filter(|name| !name.is_empty()).unwrap_or_else(|| "mpicc".into());
     let Some(flags) = flags(&compiler) else {
-        // A host without the compiler may share the cache with one that has it.
+        // A host without a compiler may share the cache with a host that has one.
         return newest(&folder, &source).ok_or_else(|| {
             Error::Unsupported(format!(
                 "`{}` is not there to compile the MPI plug-in with: install the compiler of the MPI whose `mpirun` \
@@ -59,7 +59,7 @@ pub fn provide(deadline: Instant) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// The folder for plug-ins; says once why it is not the one of the settings.
+/// The folder for plug-ins; logs once why it is not the configured one.
 fn cache_folder() -> Result<PathBuf> {
     static SAID: Once = Once::new();
     let folder = cache::folder("mpi")?;
@@ -69,7 +69,7 @@ fn cache_folder() -> Result<PathBuf> {
     Ok(folder.path)
 }
 
-/// Whether a plug-in is there that may be loaded.
+/// Whether the plug-in exists and may be loaded.
 fn is_usable(path: &Path) -> bool {
     if !path.is_file() {
         return false;
@@ -85,7 +85,7 @@ fn cache_error(folder: &Path, error: std::io::Error) -> Error {
     Error::io(format!("keeping the MPI plug-in in `{}`", folder.display()), error)
 }
 
-/// What tells one MPI's compiler from another: the command line that the wrapper stands for. `None` without a compiler.
+/// Identifies an MPI compiler: the command line that the wrapper runs. `None` without a compiler.
 fn flags(compiler: &OsString) -> Option<Vec<u8>> {
     let output = Command::new(compiler).arg("-show").output().ok()?;
     output.status.success().then_some(output.stdout)
@@ -95,7 +95,7 @@ fn stem(source: &str, flags: &[u8]) -> String {
     format!("mpi-plugin-{source}-{}", short_digest(&[flags]))
 }
 
-/// The last one that was compiled from this source.
+/// The newest plug-in that was compiled from this source.
 fn newest(folder: &Path, source: &str) -> Option<PathBuf> {
     let prefix = format!("mpi-plugin-{source}-");
     let fits = |path: &PathBuf| {
@@ -131,7 +131,7 @@ fn compile(compiler: &OsString, folder: &Path, path: &Path) -> Result<()> {
     })();
     let made = outcome.map_err(|error| cache_error(folder, error)).and_then(|output| {
         if output.status.success() {
-            // At once or not at all: who finds the file may load it.
+            // Renamed into place, because a process that finds the file may load it at once.
             return std::fs::rename(work.join("plugin.so"), path).map_err(|error| cache_error(folder, error));
         }
         Err(Error::Unsupported(format!(

@@ -5,13 +5,13 @@
 
 use crate::sync::{AtomicU64, Ordering};
 
-/// Both counts of a ring, which live in a segment. Each side keeps its own count in private memory and only publishes
-/// it, so a corrupt peer can spoil frames but not the own position (TRA-2).
+/// Both counts of a ring, in shared memory. Each side keeps its own count in private memory and only publishes it, so
+/// a corrupt peer can corrupt frames but not this side's position (TRA-2).
 #[derive(Clone, Copy)]
 pub(crate) struct Counts<'a, const SLOTS: usize> {
     /// Frames written so far, by the producer.
     pub(crate) head: &'a AtomicU64,
-    /// Frames taken so far, by the consumer.
+    /// Frames read so far, by the consumer.
     pub(crate) tail: &'a AtomicU64,
 }
 
@@ -23,18 +23,18 @@ impl<const SLOTS: usize> Counts<'_, SLOTS> {
         has_room.then_some(written as usize % SLOTS)
     }
 
-    /// Frame number `written` is in its slot.
+    /// Publishes frame number `written`, which is in its slot.
     pub(crate) fn publish(&self, written: u64) {
         self.head.store(written.wrapping_add(1), Ordering::Release);
     }
 
-    /// The consumer's slot of frame number `taken`, if it is there. The producer does not touch it until
+    /// The consumer's slot of frame number `taken`, if the frame is there. The producer does not access it until
     /// [`Counts::release`].
     pub(crate) fn full_slot(&self, taken: u64) -> Option<usize> {
         (self.head.load(Ordering::Acquire) != taken).then_some(taken as usize % SLOTS)
     }
 
-    /// Frame number `taken` has been read.
+    /// Frees the slot of frame number `taken`, which has been read.
     pub(crate) fn release(&self, taken: u64) {
         self.tail.store(taken.wrapping_add(1), Ordering::Release);
     }

@@ -1,25 +1,25 @@
-//! Where things are in a group's segment. Every rank computes the same layout from the number of members alone.
+//! Offsets in a group's shared segment. Every rank computes the same layout from the number of members.
 //!
 //! ```text
 //! header page | per member: control pages | per member: arena, results | per pair: frame ring
 //! ```
 //!
-//! The arenas are sparse: pages that no algorithm touches are never allocated.
+//! The arenas are sparse: the system allocates a page when it is first touched.
 
-/// Bytes of one arena, and of the results beside it.
+/// Bytes of one arena, and of the results area beside it.
 pub(crate) const ARENA_BYTES: usize = 2 << 20;
-/// The longest text of a failing member.
+/// Longest error text of a failing member.
 pub(crate) const MESSAGE_BYTES: usize = 2048;
-/// Words of a call's description.
+/// Number of words of a call's description.
 pub(crate) const CALL_WORDS: usize = 8;
-/// Frames in the ring of one pair.
+/// Number of frames in the ring of one pair.
 pub(crate) const RING_SLOTS: usize = 8;
-/// Payload of one frame.
+/// Payload of one frame, in bytes.
 pub(crate) const FRAME_BYTES: usize = 16 << 10;
 /// Bytes of one ring slot: a header line and the payload.
 pub(crate) const SLOT_BYTES: usize = 64 + FRAME_BYTES;
-/// Bytes of one ring: the producer's and the consumer's count on lines of their own (two, since some processors
-/// fetch lines in pairs), then the slots.
+/// Bytes of one ring: the producer's and the consumer's counts on separate cache lines (two lines each, because some
+/// processors prefetch lines in pairs), then the slots.
 pub(crate) const RING_BYTES: usize = 256 + RING_SLOTS * SLOT_BYTES;
 
 const PAGE: usize = 4096;
@@ -27,9 +27,9 @@ const HUGE_PAGE: usize = 2 << 20;
 
 /// The header's fields, as byte offsets.
 pub(crate) mod header {
-    /// `u64`: tells a segment of this group from anything else.
+    /// `u64`: identifies a segment of this group.
     pub(crate) const NONCE: usize = 0;
-    /// `u32`: arrivals so far.
+    /// `u32`: number of arrivals so far.
     pub(crate) const ARRIVED: usize = 128;
     /// `u32`: members asleep on `ARRIVED`.
     pub(crate) const SLEEPERS: usize = 256;
@@ -57,7 +57,7 @@ pub(crate) struct SegmentLayout {
 
 impl SegmentLayout {
     pub(crate) fn new(size: usize) -> Self {
-        // Two parities of two rows of counts follow the fixed part.
+        // The fixed part is followed by two rows of sizes for each of two parities.
         let control_bytes = (control::ROWS + 2 * 2 * size * 8).next_multiple_of(PAGE);
         let arenas = (PAGE + size * control_bytes).next_multiple_of(HUGE_PAGE);
         let rings = arenas + size * 2 * ARENA_BYTES;
@@ -74,7 +74,7 @@ impl SegmentLayout {
         PAGE + rank * self.control_bytes
     }
 
-    /// `u32`: the last phase at which `rank` arrived, for messages about who is missing.
+    /// `u32`: the last phase at which `rank` arrived, for messages about missing members.
     pub(crate) fn phase(&self, rank: usize) -> usize {
         self.control(rank) + control::PHASE
     }
@@ -84,7 +84,7 @@ impl SegmentLayout {
         self.control(rank) + control::CORE
     }
 
-    /// `u32`: bumped when frames for `rank` arrive or room for its own frames appears.
+    /// `u32`: incremented when frames for `rank` arrive, or its own rings have space again.
     pub(crate) fn doorbell(&self, rank: usize) -> usize {
         self.control(rank) + control::DOORBELL
     }
@@ -94,17 +94,17 @@ impl SegmentLayout {
         self.control(rank) + control::DOZERS
     }
 
-    /// `[u64; CALL_WORDS]`: what `rank` calls.
+    /// `[u64; CALL_WORDS]`: the call of `rank`.
     pub(crate) fn call(&self, rank: usize, parity: usize) -> usize {
         self.control(rank) + control::CALLS + parity * CALL_WORDS * 8
     }
 
-    /// `[u64; 2 * size]`: the block sizes that go with the call.
+    /// `[u64; 2 * size]`: the block sizes of the call.
     pub(crate) fn rows(&self, rank: usize, parity: usize) -> usize {
         self.control(rank) + control::ROWS + parity * 2 * self.size * 8
     }
 
-    /// [`MESSAGE_BYTES`] bytes that go with the call.
+    /// [`MESSAGE_BYTES`] bytes of text that belong to the call.
     pub(crate) fn message(&self, rank: usize, parity: usize) -> usize {
         self.control(rank) + control::MESSAGES + parity * MESSAGE_BYTES
     }
@@ -114,7 +114,7 @@ impl SegmentLayout {
         self.arenas + rank * 2 * ARENA_BYTES
     }
 
-    /// [`ARENA_BYTES`] bytes for what `rank` computed for its peers.
+    /// [`ARENA_BYTES`] bytes for results that `rank` computes for its peers.
     pub(crate) fn results(&self, rank: usize) -> usize {
         self.arena(rank) + ARENA_BYTES
     }

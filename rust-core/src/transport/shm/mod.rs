@@ -1,26 +1,28 @@
 //! Shared memory between the processes (or threads) of one host.
 //!
-//! The group's leader, member 0, makes one segment ([`segment`]); the others find it through the job's store and
-//! attach. In it ([`layout`]) lie rings for messages ([`ring`]) and what [`SharedMemory`] offers to the collectives:
+//! The group's leader, member 0, creates one segment ([`segment`]); the others find it through the job's store and
+//! map it. It contains ([`layout`]) rings for messages ([`ring`]) and the memory that [`SharedMemory`] provides for
+//! collectives:
 //!
-//! - *Arrivals*: one counter of the whole group. Phase k is over when it has reached k times the number of members.
+//! - *Arrivals*: one counter of the whole group. Phase k is complete when the counter is k times the number of
+//!   members.
 //! - *Arenas*: memory that one member writes and all read. Each phase has a region of it ([`SharedMemory::reserve`]),
 //!   at the same offset on every member.
 //!
 //! Invariants:
 //! - SHM-1: a member writes its region of phase k before its arrival at k, and reads the others' regions of phase k
-//!   between its arrivals at k and k+1. What it computes from them it writes in the same time to the same offset of
-//!   its results, which the others read between their arrivals at k+1 and k+2.
-//! - SHM-2: regions of phases k and k+1 never overlap; those of k and k+2 may, and that disturbs nobody: a member
-//!   writes for phase k+2 after phase k+1 is over, which is after everybody's arrival at k+1, which by SHM-1 follows
-//!   everybody's reads of phase k. The same holds for results, one phase later.
+//!   between its arrivals at k and k+1. In the same interval it writes the results that it computes from them to the
+//!   same offset of its results area, which the others read between their arrivals at k+1 and k+2.
+//! - SHM-2: regions of phases k and k+1 never overlap; those of k and k+2 may. That is safe: a member writes for
+//!   phase k+2 after phase k+1 is complete, that is after all arrivals at k+1, which by SHM-1 follow all reads of
+//!   phase k. The same holds for results, one phase later.
 //! - SHM-3: a member may arrive without waiting for the others ([`SharedMemory::arrive`]), but waits before it
 //!   arrives again.
 //!
-//! Note "rotation". Regions go round through an arena that is larger than a core's own cache, although two would do:
-//! a line that a peer has just read is still in that peer's cache, and taking it back to write it again costs more
-//! than fetching it from the cache that all cores share, where it has gone by the time the rotation comes back to it.
-//! All-reduce of 64 KiB to 4 MiB between two processes takes less than half the time that way.
+//! Note "rotation". Two regions would suffice, but regions rotate through an arena that is larger than a core's own
+//! cache. A line that a peer has just read is still in that peer's cache, and invalidating it there costs more than
+//! fetching a line from the shared cache, to which the peer has evicted it by the time the rotation returns to it.
+//! All-reduce of 64 KiB to 4 MiB between two processes takes less than half the time with the rotation.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -54,11 +56,11 @@ pub struct ShmTransport {
 }
 
 impl ShmTransport {
-    /// Joins the group `name`, which every member calls with the same `members.ranks`. The name is used once in the
-    /// life of `store`.
+    /// Joins the group `name`, which every member calls with the same `members.ranks`. A name is used once in the
+    /// lifetime of `store`.
     ///
     /// # Errors
-    /// [`Error::Timeout`] or [`Error::PeerFailed`] when a member does not come; [`Error::Io`] when the system refuses
+    /// [`Error::Timeout`] or [`Error::PeerFailed`] if a member does not join; [`Error::Io`] if the system refuses
     /// shared memory.
     pub fn join(
         name: &str,
@@ -91,7 +93,7 @@ impl SharedMemory {
         if members.me == 0 {
             segment = SharedSegment::create(&format!("opensmd-{name}"), layout.bytes())?;
             let nonce = getrandom::u64().map_err(|error| Error::Internal(format!("no random number: {error}")))? | 1;
-            // SAFETY: the header lies inside the new segment, aligned; nobody else knows the segment yet.
+            // SAFETY: the header lies inside the new segment, aligned; no other process knows the segment yet.
             unsafe { segment.start().add(layout::header::NONCE).cast::<u64>().write(nonce) };
             let [pid, fd, bytes] = segment.address();
             let value: Vec<u8> = [pid, fd, bytes, nonce].iter().flat_map(|word| word.to_le_bytes()).collect();
@@ -127,7 +129,7 @@ impl SharedMemory {
         };
         memory.sync(&wait)?;
         if members.me == 0 {
-            // All have attached.
+            // All members have mapped the segment.
             memory.segment.close_descriptor();
             store.remove_prefix(&prefix)?;
         }
@@ -135,8 +137,8 @@ impl SharedMemory {
     }
 }
 
-/// A leader that died took its descriptor along, and the failure to open it may come before the news of the death:
-/// waits a moment for them.
+/// When the leader dies, its descriptor is closed, and opening it may fail before its death is reported: waits a
+/// moment for the report.
 fn explained(error: Error, leader: usize, monitor: &Monitor, during: &str) -> Error {
     const NEWS_TIME: Duration = Duration::from_secs(2);
     let start = Instant::now();
@@ -168,7 +170,7 @@ impl Transport for ShmTransport {
     }
 }
 
-/// Phases between two looks at who runs where (note "three and one").
+/// Number of phases between two checks of the members' cores (note "three and one").
 const PHASES_A_LOOK: u32 = 64;
 
 /// The shared memory that a group's collectives use: arenas, regions and arrival counters. One operation of the group uses it at a time.
@@ -178,7 +180,7 @@ pub struct SharedMemory {
     members: Members,
     /// The phase of this member's last arrival.
     phase: AtomicU32,
-    /// Where the next region may begin; the same on all members.
+    /// The lowest offset of the next region; equal on all members.
     cursor: AtomicUsize,
 }
 
@@ -188,7 +190,7 @@ impl SharedMemory {
         self.members.size()
     }
 
-    /// This member.
+    /// This member's rank in the group.
     pub(crate) fn me(&self) -> usize {
         self.members.me
     }
@@ -198,7 +200,8 @@ impl SharedMemory {
         self.phase.load(Ordering::Relaxed)
     }
 
-    /// Arrives at the next phase: what this member wrote before is visible to whoever sees the phase over.
+    /// Arrives at the next phase. Earlier writes of this member are visible to every member that sees the phase
+    /// complete.
     pub(crate) fn arrive(&self) {
         let phase = self.phase().wrapping_add(1);
         self.phase.store(phase, Ordering::Relaxed);
@@ -233,9 +236,9 @@ impl SharedMemory {
         self.await_all(wait)
     }
 
-    /// Bytes of every arena that regions go round through. All members' together are larger than a core's own cache
-    /// (see the note "rotation"), and not much larger: with 1 MiB each, 4 processes on 2 cores take 0.6 times as long for
-    /// 4 MiB as with 4 MiB each.
+    /// Bytes of every arena through which regions rotate. All members' arenas together are larger than a core's own
+    /// cache (see the note "rotation"), but not much: with 1 MiB each, 4 processes on 2 cores need 0.6 times the time
+    /// for 4 MiB as with 4 MiB each.
     fn rotation_bytes(&self) -> usize {
         (2 * ARENA_BYTES / self.size()).clamp(ARENA_BYTES / 2, ARENA_BYTES) & !63
     }
@@ -245,48 +248,48 @@ impl SharedMemory {
         self.rotation_bytes() / 4
     }
 
-    /// The offset of the next phase's region of `bytes` bytes, at most [`SharedMemory::region_limit`]. Called once a
-    /// phase, with the same `bytes` on all members.
+    /// Returns the offset of the next phase's region of `bytes` bytes, at most [`SharedMemory::region_limit`]. Called
+    /// once for each phase, with the same `bytes` on all members.
     pub(crate) fn reserve(&self, bytes: usize) -> usize {
         assert!(bytes <= self.region_limit(), "a region of {bytes} bytes exceeds {}", self.region_limit());
         let bytes = bytes.next_multiple_of(64);
         let cursor = self.cursor.load(Ordering::Relaxed);
-        // A region that does not fit behind the last one goes to the start. There it does not reach the last one,
-        // since both are at most a quarter of the whole (SHM-2).
+        // A region that does not fit behind the last one starts at 0. It does not overlap the last one, because both
+        // are at most a quarter of the arena (SHM-2).
         let start = if cursor + bytes <= self.rotation_bytes() { cursor } else { 0 };
         self.cursor.store(start + bytes, Ordering::Relaxed);
         start
     }
 
-    /// Members may have reserved different sizes for a phase at which their calls differed. Nobody uses its regions,
-    /// so all may begin anew.
+    /// Restarts the rotation. If members' calls differed, they may have reserved different sizes for that phase; its
+    /// regions are not used, so all members can restart.
     pub(crate) fn reset_regions(&self) {
         self.cursor.store(0, Ordering::Relaxed);
     }
 
-    /// `rank`'s region at `offset`.
+    /// The region of `rank` at `offset`.
     pub(crate) fn arena(&self, rank: usize, offset: usize) -> *mut u8 {
         debug_assert!(offset < ARENA_BYTES);
         self.at(self.layout.arena(rank) + offset)
     }
 
-    /// `rank`'s results beside the region at `offset`.
+    /// The results of `rank` beside the region at `offset`.
     pub(crate) fn results(&self, rank: usize, offset: usize) -> *mut u8 {
         debug_assert!(offset < ARENA_BYTES);
         self.at(self.layout.results(rank) + offset)
     }
 
-    /// [`layout::MESSAGE_BYTES`] bytes that go with the call.
+    /// [`layout::MESSAGE_BYTES`] bytes of text that belong to the call.
     pub(crate) fn message(&self, rank: usize, phase: u32) -> *mut u8 {
         self.at(self.layout.message(rank, phase as usize % 2))
     }
 
-    /// The words that describe what `rank` calls at `phase`.
+    /// The words that describe the call of `rank` at `phase`.
     pub(crate) fn call(&self, rank: usize, phase: u32) -> *mut [u64; CALL_WORDS] {
         self.at(self.layout.call(rank, phase as usize % 2)).cast()
     }
 
-    /// Room for two words a member that go with the call.
+    /// Space for two words for each member that belong to the call.
     pub(crate) fn rows(&self, rank: usize, phase: u32) -> *mut u64 {
         self.at(self.layout.rows(rank, phase as usize % 2)).cast()
     }
@@ -316,8 +319,8 @@ impl SharedMemory {
         (0..self.size()).filter(late).map(|rank| self.members.ranks[rank]).collect()
     }
 
-    /// Whether a member that has not arrived was last seen on this core: then it can only arrive if this thread lets
-    /// it run. Both are guesses, as threads move, so they decide about waiting and nothing else.
+    /// Whether a member that has not arrived was last seen on this core, so that it can only arrive if this thread
+    /// yields. The result may be wrong, because threads move; it is only used to choose how to wait.
     fn shares_core(&self) -> bool {
         let (phase, own) = (self.phase(), core());
         (0..self.size()).any(|rank| {

@@ -1,21 +1,22 @@
-//! Where the members of a group run, if they are more than the cores.
+//! Balances the members of a group over the cores, if there are more members than cores.
 //!
-//! Note "three and one". Members that wait by yielding are always runnable and never cold, so it seems that the kernel's
-//! balancing leaves four of them on two cores as three and one for long: binding them to cores, or moving them as here, made
-//! all-reduces 1.4 to 1.8 times as fast. A member that sees a core with fewer members asks to go there.
+//! Note "three and one". Members that wait by yielding are always runnable, so the kernel's load balancing may leave
+//! four of them on two cores as three and one for a long time. Binding them to cores, or moving them as here, made
+//! all-reduces 1.4 to 1.8 times as fast. A member that sees a core with fewer members asks to be moved there.
 
 use std::mem::MaybeUninit;
 
-/// The core that this thread runs on now.
+/// The core on which this thread runs now.
 pub(super) fn core() -> u32 {
-    // SAFETY: takes and touches nothing.
+    // SAFETY: the call takes no pointer.
     let core = unsafe { libc::sched_getcpu() };
-    // An error is no core's number, and equal on both sides, so it counts as sharing: then nobody spins.
+    // After an error, all members have the same invalid number, so they count as sharing a core, and none spins.
     core as u32
 }
 
-/// Moves this thread, member `me`, if it is the one to leave its core for one with fewer members. `seen` says where each
-/// member was last seen. The thread may go anywhere again afterwards, as before; where the system refuses, it stays.
+/// Moves this thread, member `me`, to a core with fewer members, if it is the member that should move. `seen` is the
+/// core on which each member was last seen. Afterwards the thread may run on any core again; if the system refuses,
+/// it stays.
 pub(super) fn spread(me: usize, seen: impl Fn(usize) -> u32, size: usize) {
     let Some(allowed) = affinity() else { return };
     // SAFETY: the number is below the set's size.
@@ -33,7 +34,8 @@ pub(super) fn spread(me: usize, seen: impl Fn(usize) -> u32, size: usize) {
     }
 }
 
-/// The core that `me` should go to: of those who are on a core with two members more than another, the first one goes.
+/// The core to which `me` should move: if a core has two members more than another one, the first of its members
+/// moves.
 fn better_core(me: usize, seen: &[u32], allowed: impl Iterator<Item = u32>) -> Option<u32> {
     let own = seen[me];
     if seen[..me].contains(&own) {
@@ -52,7 +54,7 @@ fn affinity() -> Option<libc::cpu_set_t> {
     done.then(|| unsafe { set.assume_init() })
 }
 
-/// A refusal leaves the thread where it is, which is only slower.
+/// If the system refuses, the thread stays where it is, which is only slower.
 fn set_affinity(set: &libc::cpu_set_t) {
     // SAFETY: the set is as large as said, and is only read.
     unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), set) };
@@ -78,7 +80,7 @@ mod tests {
     #[test]
     fn a_thread_that_was_moved_may_run_where_it_might_before() {
         let Some(before) = affinity() else { return };
-        // Everybody is on this core.
+        // All members are on this core.
         let own = core();
         spread(0, |_| own, 4);
         let after = affinity().expect("it worked before");

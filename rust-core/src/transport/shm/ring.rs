@@ -1,6 +1,6 @@
-//! Frames between pairs through rings in the segment: one producer, one consumer, fixed slots.
+//! Frames between pairs of members, through rings in the segment: one producer, one consumer, fixed slots.
 //!
-//! [`super::counts`] says whose slot is whose.
+//! [`super::counts`] defines which side owns a slot.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,8 +13,8 @@ use crate::transport::mailbox::{Header, Link};
 /// The rings from and to this member.
 pub(crate) struct Rings {
     memory: Arc<SharedMemory>,
-    /// Frames written to, and taken from, each member. Only touched under the mailbox's lock; atomic so that the
-    /// type says so to nobody's surprise.
+    /// Number of frames written to, and read from, each member. Accessed only under the mailbox's lock; atomics make
+    /// the type `Sync` without further proof.
     written: Vec<AtomicU64>,
     taken: Vec<AtomicU64>,
 }
@@ -57,7 +57,7 @@ impl Link for Rings {
         let (counts, slots) = self.memory.ring(from, self.memory.me());
         let taken = self.taken[from].load(Ordering::Relaxed);
         let Some(slot) = counts.full_slot(taken) else { return false };
-        // SAFETY: as in `push`; the header is copied out before it is looked at, so a change under way is harmless.
+        // SAFETY: as in `push`; the header is copied before it is checked, so concurrent changes are harmless.
         let (header, payload) = unsafe {
             let slot = slots.add(slot * SLOT_BYTES);
             (slot.cast::<Header>().read_volatile(), slot.add(64))
@@ -65,7 +65,7 @@ impl Link for Rings {
         take(header, payload);
         self.taken[from].store(taken + 1, Ordering::Relaxed);
         counts.release(taken);
-        // The producer may wait for room: it always counts as news, as the producer keeps no word for it.
+        // The producer may be waiting for space. It does not record that it waits, so its doorbell is always rung.
         self.memory.ring_doorbell(from);
         true
     }

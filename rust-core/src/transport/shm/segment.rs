@@ -1,7 +1,7 @@
-//! Anonymous shared memory: a memfd that has no name anywhere, so that nothing can be left behind, whoever dies.
-//! Its size is sealed: nobody who maps it, not even its maker, can shorten it, which would turn the others' accesses into
-//! SIGBUS. A peer reaches it through `/proc/<pid>/fd/<n>` while its maker keeps the descriptor open; afterwards only the
-//! mappings hold it.
+//! Anonymous shared memory: a memfd without a name, so that nothing remains when processes die. Its size is sealed:
+//! no process that maps it, not even its creator, can shorten it, which would turn the others' accesses into SIGBUS.
+//! A peer opens it through `/proc/<pid>/fd/<n>` while its creator keeps the descriptor open; afterwards only the
+//! mappings keep it.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr::NonNull;
@@ -11,29 +11,29 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::error::{Error, Result};
 
-/// How a peer finds a segment: `[pid, descriptor, bytes]`.
+/// The address of a segment for peers: `[pid, descriptor, bytes]`.
 pub(crate) type SegmentAddress = [u64; 3];
 
-/// What every segment is sealed with: its size stays what it is, and so do the seals.
+/// The seals of every segment: neither its size nor the seals can change.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
-/// A mapping of shared memory, zeroed when made.
+/// A mapping of shared memory, zeroed when created.
 #[derive(Debug)]
 pub(crate) struct SharedSegment {
     start: NonNull<u8>,
     bytes: usize,
-    /// Held by the maker until its peers have attached.
+    /// Held by the creator until its peers have mapped the segment.
     fd: Option<OwnedFd>,
 }
 
-// SAFETY: the mapping lives as long as the value and may be used from any thread; what is in it is governed by
-// whoever hands out pointers to it.
+// SAFETY: the mapping lives as long as the value and may be used from any thread; users of the pointers must
+// synchronise accesses to its contents.
 unsafe impl Send for SharedSegment {}
 // SAFETY: as above.
 unsafe impl Sync for SharedSegment {}
 
 impl SharedSegment {
-    /// Makes a segment. Memory is taken page by page as it is touched, so a generous size costs nothing.
+    /// Creates a segment. Pages are allocated when they are first touched, so a large size costs nothing.
     pub(crate) fn create(label: &str, bytes: usize) -> Result<Self> {
         let context = || format!("making {bytes} bytes of shared memory for `{label}`");
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
@@ -51,7 +51,7 @@ impl SharedSegment {
         let context = || format!("opening the shared memory of process {pid} at `{path}`");
         let file = rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
             .map_err(|error| Error::io(context(), error))?;
-        // Only a file that can have seals has any: a file of another kind is refused as well.
+        // Only a memfd can have seals, so other kinds of files are rejected as well.
         let seals = rustix::fs::fcntl_get_seals(&file).unwrap_or(SealFlags::empty());
         if !seals.contains(SEALS) {
             return Err(Error::Rendezvous(format!(
@@ -60,7 +60,7 @@ impl SharedSegment {
             )));
         }
         let found = rustix::fs::fstat(&file).map_err(|error| Error::io(context(), error))?.st_size;
-        // A shorter file would turn an access into SIGBUS; another size means another build of the library.
+        // In a shorter file, an access would cause SIGBUS; another size means another build of the library.
         if announced != bytes as u64 || found != bytes as i64 {
             return Err(Error::Rendezvous(format!(
                 "the shared memory of process {pid} has {found} bytes (announced: {announced}), expected {bytes}: do all ranks run \
@@ -71,13 +71,13 @@ impl SharedSegment {
         Ok(Self { start, bytes, fd: None })
     }
 
-    /// Where peers find it.
+    /// The address for peers.
     pub(crate) fn address(&self) -> SegmentAddress {
         let fd = self.fd.as_ref().map_or(-1, AsRawFd::as_raw_fd);
         [u64::from(std::process::id()), fd as u64, self.bytes as u64]
     }
 
-    /// Closes the descriptor: from now on nobody can attach.
+    /// Closes the descriptor: from now on no process can map the segment.
     pub(crate) fn close_descriptor(&mut self) {
         self.fd = None;
     }
@@ -90,15 +90,15 @@ impl SharedSegment {
 
 impl Drop for SharedSegment {
     fn drop(&mut self) {
-        // SAFETY: the range is this value's own mapping, and nobody can hold a pointer into it that outlives the
-        // value. Failure would mean a bad range, which cannot be.
+        // SAFETY: the range is this value's own mapping, and no pointer into it outlives the value. The call can only
+        // fail for an invalid range.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) };
     }
 }
 
 fn map(fd: &OwnedFd, bytes: usize) -> rustix::io::Result<NonNull<u8>> {
     let protection = ProtFlags::READ | ProtFlags::WRITE;
-    // SAFETY: a new mapping at an address of the kernel's choice aliases nothing.
+    // SAFETY: the kernel chooses the address of the new mapping, so it overlaps nothing.
     let start = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, fd, 0) }?;
     // Large pages help where the administrator allows them for shared memory; elsewhere this does nothing.
     // SAFETY: advice on the range just mapped changes no contents.

@@ -1,4 +1,5 @@
-//! A connection that is being made to the process of another rank, without waiting: this side is the handshake's client.
+//! An outgoing connection to the process of another rank, established without blocking. This side is the handshake's
+//! client.
 
 use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::net::SocketAddr;
@@ -12,21 +13,21 @@ use crate::world::rendezvous::frame::Sealer;
 use crate::world::rendezvous::handshake::{ChallengeResponse, GREETING_BYTES, PROOF_BYTES, REFUSAL};
 use crate::world::{fork, socket};
 
-/// A try takes no longer than this.
+/// Time limit of one attempt.
 const TRY_TIME: Duration = Duration::from_secs(5);
 
 /// An outbound connection during its handshake.
 pub(super) struct Dial {
-    /// Dropped first.
+    /// Declared first, so that it is dropped first.
     guard: fork::Guard,
     stream: TcpStream,
     pub(super) rank: usize,
-    /// When the first try for this rank began.
+    /// When the first attempt for this rank began.
     pub(super) since: Instant,
-    /// When this one is given up.
+    /// When this attempt is abandoned.
     pub(super) deadline: Instant,
     stage: DialStage,
-    /// Of what comes next.
+    /// Bytes of the handshake that are being received.
     bytes: Vec<u8>,
 }
 
@@ -37,7 +38,7 @@ enum DialStage {
 }
 
 impl Dial {
-    /// Starts to connect.
+    /// Starts the connection.
     pub(super) fn start(rank: usize, address: SocketAddr, since: Instant) -> Result<Self> {
         let stream = TcpStream::connect(address)?;
         let guard = fork::Guard::new(&stream);
@@ -49,7 +50,7 @@ impl Dial {
         &mut self.stream
     }
 
-    /// Does what can be done now; true once [`Dial::finish`] may be called.
+    /// Continues the handshake without blocking; returns true once [`Dial::finish`] may be called.
     pub(super) fn advance(&mut self, key: &JobKey, peer_timeout: Duration) -> Result<bool> {
         if matches!(self.stage, DialStage::Connecting) {
             if let Some(error) = self.stream.take_error()? {
@@ -69,7 +70,7 @@ impl Dial {
             }
             let greeting = self.bytes.as_slice().try_into().expect("that many bytes were read");
             let answer = ChallengeResponse::new(greeting).map_err(Error::other)?.ok_or_else(not_a_peer)?;
-            // A fresh connection takes that much at once.
+            // The send buffer of a new connection has space for this.
             self.stream.write_all(&answer.bytes(key))?;
             self.bytes.clear();
             self.stage = DialStage::Proof(answer);
@@ -77,7 +78,7 @@ impl Dial {
         self.read(PROOF_BYTES)
     }
 
-    /// The connection, if the other side has proved that it knows the secret.
+    /// Returns the connection, if the other side has proved that it knows the secret.
     pub(super) fn finish(self, key: &JobKey) -> Result<OutboundConnection> {
         let proof: &[u8; PROOF_BYTES] = self.bytes.as_slice().try_into().map_err(|_| not_a_peer())?;
         let DialStage::Proof(answer) = &self.stage else { return Err(not_a_peer()) };
@@ -88,7 +89,7 @@ impl Dial {
         Ok(OutboundConnection { _guard: self.guard, stream: self.stream, sealer: Sealer::new(keys.send) })
     }
 
-    /// Reads until `bytes` bytes are there; whether they are.
+    /// Reads until `bytes` bytes are there; returns whether they are.
     fn read(&mut self, bytes: usize) -> Result<bool> {
         let mut piece = [0; GREETING_BYTES];
         while self.bytes.len() < bytes {

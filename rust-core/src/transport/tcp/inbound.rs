@@ -1,5 +1,5 @@
-//! A connection that another process made to this one: it proves the job's secret, says which rank it is, and then sends
-//! frames. This side is the handshake's server.
+//! An incoming connection: the other process proves the job's secret, names its rank, and then sends frames. This
+//! side is the handshake's server.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::SocketAddr;
@@ -16,19 +16,19 @@ use crate::world::{fork, socket};
 
 /// The longest frame with its header.
 pub(super) const BUFFER_BYTES: usize = HEADER_BYTES + FRAME_BYTES;
-/// Bytes read at once while the length of what comes is not known: many small frames, or little of a large one, the rest of
-/// which then comes to lie where it stays.
+/// Bytes to read while the length of the next frame is not known: enough for many small frames, or for the start of a
+/// large one, whose remainder is then read directly to its final place.
 const FIRST_BYTES: usize = 4 << 10;
-/// Frames up to this length are copied out, so that they do not each take a buffer of full length.
+/// Frames up to this length are copied out of the buffer, so that each does not occupy a buffer of full length.
 const SMALL_BYTES: usize = FIRST_BYTES;
-/// Bytes read from one connection before the others are served again.
+/// Largest number of bytes to read from one connection before the others are served.
 const READ_BATCH: usize = 1 << 20;
 
-/// Says who sends on a connection: session, its rank, and the rank that it takes this process for.
+/// Identifies the sender of a connection: the session, its rank, and the rank to which it wants to send.
 pub(super) type Hello = [u64; 3];
 const HELLO_BYTES: usize = size_of::<Hello>();
 
-/// The payload of a connection's first frame.
+/// Parses the payload of a connection's first frame.
 pub(super) fn hello(words: Hello) -> [u8; HELLO_BYTES] {
     let mut bytes = [0; HELLO_BYTES];
     for (place, word) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(words) {
@@ -37,24 +37,24 @@ pub(super) fn hello(words: Hello) -> [u8; HELLO_BYTES] {
     bytes
 }
 
-/// A frame, as it goes to a port.
+/// A frame for a port.
 pub(super) struct TcpFrame {
     pub(super) buffer: Vec<u8>,
-    /// Where it starts, after its header, and its length.
+    /// Offset after its header, and length.
     pub(super) start: usize,
     pub(super) bytes: usize,
 }
 
-/// Takes a frame of an inbound connection that has said which rank it is, or says so now. An error ends the connection, in words that go
-/// after "it".
+/// Handles a frame of a connection, or the introduction of its rank. An error closes the connection; its text is a
+/// predicate that follows "it".
 pub(super) type Take<'a> = dyn FnMut(&mut Option<usize>, TcpFrame) -> Result<(), String> + 'a;
 
-/// What reading came to.
+/// The result of reading.
 pub(super) enum ReadOutcome {
-    /// There is nothing more for now, or there is.
+    /// All available bytes were read, or some may be left.
     Pause,
     More,
-    /// The other process ended the connection between two frames.
+    /// The other process closed the connection between two frames.
     End,
 }
 
@@ -65,28 +65,29 @@ enum InboundStage {
 
 /// An accepted connection: unauthenticated during the handshake, then the source of one rank's frames.
 pub(super) struct InboundConnection {
-    /// Dropped first.
+    /// Declared first, so that it is dropped first.
     _guard: fork::Guard,
     pub(super) stream: TcpStream,
     pub(super) address: SocketAddr,
-    /// Once it has said so.
+    /// The rank, once it was introduced.
     pub(super) rank: Option<usize>,
     pub(super) came: Instant,
     stage: InboundStage,
 }
 
 impl InboundConnection {
-    /// Greets whoever has connected.
+    /// Starts the handshake of an accepted connection.
     pub(super) fn new(mut stream: TcpStream, address: SocketAddr) -> Result<Self> {
         let challenge = Challenge::new()?;
-        // A fresh connection takes that much at once; if it does not, the other side does without a greeting.
+        // The send buffer of a new connection has space for the greeting. If not, the other side waits in vain and
+        // closes.
         let _ = stream.write(&challenge.greeting());
         let stage = InboundStage::Unauthenticated { challenge, answer: Vec::with_capacity(ANSWER_BYTES) };
         Ok(Self { _guard: fork::Guard::new(&stream), stream, address, rank: None, came: Instant::now(), stage })
     }
 
-    /// Reads what has come and gives its frames to `take`. An error is what the connection ended with, in words that go
-    /// after "it".
+    /// Reads available bytes and passes their frames to `take`. An error ends the connection; its text is a predicate
+    /// that follows "it".
     pub(super) fn read(
         &mut self,
         key: &JobKey,
@@ -136,21 +137,21 @@ impl InboundConnection {
     }
 }
 
-/// Who sends, from the payload of its first frame.
+/// Parses the sender from the payload of its first frame.
 pub(super) fn introduction(frame: &TcpFrame) -> Option<Hello> {
     let bytes = frame.buffer.get(frame.start..frame.start + frame.bytes)?;
     let words = bytes.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word)).collect::<Vec<_>>();
     (bytes.len() == HELLO_BYTES).then(|| words.try_into().ok()).flatten()
 }
 
-/// Cuts what is read into frames.
+/// Splits received bytes into frames.
 struct Reader {
     verifier: Verifier,
-    /// Holds `start..filled`; as long as the longest frame, or empty before there is anything.
+    /// Contains `start..filled`; as long as the longest frame, or empty before the first read.
     buffer: Vec<u8>,
     start: usize,
     filled: usize,
-    /// The length of the frame at `start` with its header, once known.
+    /// Length of the frame at `start` with its header, once it is known.
     expected: Option<usize>,
 }
 
@@ -163,7 +164,8 @@ impl Reader {
         self.start == self.filled
     }
 
-    /// Where to read to: the rest of a frame whose length is known, and not more, so that it can leave with its buffer.
+    /// The space to read into: the remainder of a frame whose length is known, and no more, so that the buffer can be
+    /// passed on with the frame.
     fn room(&mut self, spare: &Pool) -> &mut [u8] {
         if self.buffer.is_empty() {
             self.buffer = spare.take();
@@ -192,7 +194,7 @@ impl Reader {
             self.start += whole;
             return Ok(Some(frame));
         }
-        // Nothing is behind it, by what `room` gives.
+        // `room` ensures that no other frame follows it in the buffer.
         let frame = TcpFrame {
             buffer: std::mem::take(&mut self.buffer),
             start: self.start + HEADER_BYTES,
@@ -210,7 +212,7 @@ mod tests {
     use super::*;
     use crate::world::rendezvous::frame::Sealer;
 
-    /// What comes out of a reader that gets `bytes` in pieces of these sizes, over and over.
+    /// Returns the frames of a reader that gets `bytes` in pieces of these sizes, repeated.
     fn read(bytes: &[u8], pieces: &[usize]) -> Result<Vec<Vec<u8>>, FrameError> {
         let (mut reader, spare) = (Reader::new(Verifier::new([7; 32], FRAME_BYTES)), Pool::new(BUFFER_BYTES));
         let (mut found, mut rest, mut pieces) = (Vec::new(), bytes, pieces.iter().cycle());

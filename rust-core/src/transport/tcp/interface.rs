@@ -1,4 +1,4 @@
-//! Which of this host's addresses other hosts are to use, if a setting names interfaces.
+//! Chooses the address of this host that other hosts use, if a setting names network interfaces.
 
 use std::ffi::CStr;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -6,10 +6,11 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use crate::config::Knob;
 use crate::error::{Error, Result};
 
-/// The address that the first of the interfaces has which the setting names, separated by commas; none without one.
+/// Returns the address of the first existing interface in the setting, a comma-separated list; none without the
+/// setting.
 ///
 /// # Errors
-/// [`Error::Config`] that says which there are, if this host has none of them.
+/// [`Error::Config`] listing the available interfaces, if this host has none of those in the setting.
 pub(crate) fn address(setting: &Knob) -> Result<Option<IpAddr>> {
     let Some((name, wanted)) = setting.set() else { return Ok(None) };
     let there = interfaces()?;
@@ -25,13 +26,13 @@ pub(crate) fn address(setting: &Knob) -> Result<Option<IpAddr>> {
 fn choose(wanted: &str, there: &[(String, IpAddr)]) -> Option<IpAddr> {
     let of = |name: &str| {
         let own = || there.iter().filter(|(each, _)| each == name).map(|(_, address)| *address);
-        // Addresses of version 6 that need a scope are of no use to others.
+        // IPv6 addresses that need a scope cannot be used by other hosts.
         own().find(IpAddr::is_ipv4).or_else(|| own().next())
     };
     wanted.split(',').map(str::trim).find_map(of)
 }
 
-/// The interfaces that are up, and their addresses.
+/// The interfaces that are up, with their addresses.
 fn interfaces() -> Result<Vec<(String, IpAddr)>> {
     let mut first: *mut libc::ifaddrs = std::ptr::null_mut();
     // SAFETY: `first` is valid for the write.

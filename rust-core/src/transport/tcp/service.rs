@@ -1,4 +1,4 @@
-//! The thread: makes connections and takes them, reads what comes, and writes what the system did not take at once.
+//! The thread that opens and accepts connections, reads incoming data, and writes queued data.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io::ErrorKind;
@@ -23,34 +23,34 @@ const LISTENER: Token = Token(0);
 pub(super) const WAKER: Token = Token(1);
 const FIRST_CONNECTION: usize = 2;
 
-/// Connections that have not said who they are: how many there may be, how long each may take, and from which age on it
-/// makes room for another.
+/// Limits for connections before authentication: their number, the time that each may take, and the age from which
+/// one may be closed in favour of a new one.
 const MAX_UNAUTHENTICATED: usize = 256;
 const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
 const UNAUTHENTICATED_TIME: Duration = Duration::from_millis(30);
-/// Connections that wait to be accepted: many ranks may begin to send at once.
+/// Length of the listen queue: many ranks may start to send at the same time.
 const LISTEN_QUEUE: i32 = 4096;
-/// Pause before a connection is tried again, or accepted when the system had no descriptor for it.
+/// Delay before a connection is retried, or accepted again after the system had no free descriptor.
 const RETRY_PAUSE: Duration = Duration::from_millis(50);
-/// Connections accepted before the others are served again.
+/// Largest number of connections to accept before the others are served.
 const ACCEPT_BATCH: usize = 32;
 
 enum TcpConnection {
     Dial(Dial),
-    /// The queue to this rank, which owns its stream.
+    /// The queue to this rank, which owns the connection.
     Outbound(usize),
     Inbound(InboundConnection),
 }
 
-/// A connection that could not be made, and is tried again.
+/// A connection that could not be established and is retried.
 struct Redial {
     at: Instant,
     rank: usize,
-    /// When the first try began.
+    /// When the first attempt began.
     since: Instant,
 }
 
-/// A connection that was lost and that no departure explains so far (TCP-4).
+/// A lost connection that no departure has explained so far (TCP-4).
 struct LostConnection {
     rank: usize,
     why: String,
@@ -66,11 +66,11 @@ pub(super) struct Service {
     options: TcpOptions,
     shared: Arc<TcpState>,
     connections: HashMap<Token, TcpConnection>,
-    /// Guests that have not said who they are, oldest first.
+    /// Connections before authentication, oldest first.
     unauthenticated: BTreeMap<Token, Instant>,
     next: usize,
     accept_at: Option<Instant>,
-    /// Guests that have more to read.
+    /// Connections with more data to read.
     again: HashSet<Token>,
     redials: Vec<Redial>,
     losses: Vec<LostConnection>,
@@ -81,7 +81,7 @@ impl Service {
     pub(super) fn new(poll: Poll, listener: TcpListener, options: TcpOptions, shared: Arc<TcpState>) -> Result<Self> {
         let io = |error| Error::io("serving other hosts", error);
         listener.set_nonblocking(true).map_err(io)?;
-        // The standard library's queue is short.
+        // The standard library's listen queue is short.
         rustix::net::listen(&listener, LISTEN_QUEUE).map_err(|error| io(error.into()))?;
         let mut listener = mio::net::TcpListener::from_std(listener);
         poll.registry().register(&mut listener, LISTENER, Interest::READABLE).map_err(io)?;
@@ -142,7 +142,7 @@ impl Service {
         }
     }
 
-    /// How long nothing can happen that no event tells.
+    /// The time until the next timer, during which only events can cause work.
     fn timeout(&self) -> Option<Duration> {
         if !self.again.is_empty() {
             return Some(Duration::ZERO);
@@ -157,7 +157,7 @@ impl Service {
         let loss = self.losses.iter().map(|loss| loss.judge_at);
         let fixed = [unauthenticated, self.accept_at, self.refusals.due()].into_iter().flatten();
         let next = fixed.chain(dial).chain(redial).chain(loss).min()?;
-        // mio rounds down to milliseconds: one more, or the loop would spin through the last one.
+        // mio rounds down to milliseconds, so one is added; otherwise the loop would spin during the last one.
         Some(next.saturating_duration_since(now) + Duration::from_millis(1))
     }
 
@@ -246,7 +246,7 @@ impl Service {
         }
     }
 
-    /// Tries again for as long as somebody may be there.
+    /// Retries while the other process may still be there.
     fn dial_failed(&mut self, rank: usize, since: Instant, why: String) {
         let now = Instant::now();
         if self.options.monitor.departure(rank).is_none() && now < since + self.options.peer_timeout {
@@ -272,7 +272,7 @@ impl Service {
         }
     }
 
-    /// Gives up on the queue to `rank`, or on what comes from it (TCP-4).
+    /// Gives up the queue to `rank`, or the connection from it (TCP-4).
     fn lose(&mut self, rank: usize, why: &str) {
         let (line, admitted) = {
             let mut queue = self.shared.send_queues[rank].lock();
@@ -283,7 +283,7 @@ impl Service {
         }
         self.connections
             .retain(|_, connection| !matches!(connection, TcpConnection::Outbound(other) if *other == rank));
-        // Their frames are dropped, so their senders need not keep them.
+        // Their frames are dropped from now on, so their senders need not keep them.
         self.shared.ports.progress(admitted);
         tracing::debug!("the connection to rank {rank} at {}: {why}", self.options.book[rank]);
         let judge_at = Instant::now() + self.options.peer_timeout;
@@ -292,7 +292,7 @@ impl Service {
         }
     }
 
-    /// Ends the session if nothing explains a loss.
+    /// Ends the session if no departure explains a lost connection in time.
     fn judge(&mut self, now: Instant) {
         let monitor = &self.options.monitor;
         self.losses.retain(|loss| monitor.departure(loss.rank).is_none());
@@ -309,7 +309,7 @@ impl Service {
         self.accept_at = None;
         for _ in 0..ACCEPT_BATCH {
             if self.unauthenticated.len() >= MAX_UNAUTHENTICATED && !self.evict_oldest() {
-                // The rest waits in the system's queue.
+                // Further connections stay in the system's listen queue.
                 self.accept_at = Some(Instant::now() + UNAUTHENTICATED_TIME);
                 return;
             }
@@ -326,7 +326,7 @@ impl Service {
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,
                 Err(error) if error.kind() == ErrorKind::ConnectionAborted => {}
                 Err(error) => {
-                    // Out of file descriptors, most likely.
+                    // Usually, the process has no free descriptor.
                     self.refusals.note(None, &format!("accepting a connection: {error}"));
                     self.accept_at = Some(Instant::now() + RETRY_PAUSE);
                     return;
@@ -390,7 +390,7 @@ impl Service {
         self.shared.ports.progress(touched);
     }
 
-    /// Ends an inbound connection's connection.
+    /// Closes an incoming connection.
     fn dismiss(&mut self, token: Token, why: &str) {
         self.unauthenticated.remove(&token);
         if let Some(TcpConnection::Inbound(mut inbound)) = self.connections.remove(&token) {

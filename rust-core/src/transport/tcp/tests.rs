@@ -15,9 +15,9 @@ use crate::world::rendezvous::handshake::{ANSWER_BYTES, ChallengeResponse, GREET
 const SECRET: &[u8] = b"secret";
 const SESSION: u64 = 7;
 const GROUP: u64 = 5;
-/// For what is not to happen.
+/// How long to watch for events that must not happen.
 const LONG: Duration = Duration::from_secs(30);
-/// For what the tests wait for.
+/// Time limit for events that must happen.
 const SHORT: Duration = Duration::from_millis(300);
 
 struct Endpoint {
@@ -39,7 +39,7 @@ fn ends(keys: &[&[u8]], peer_timeout: Duration) -> Vec<Endpoint> {
     listeners.into_iter().zip(keys).enumerate().map(start).collect()
 }
 
-/// The networks of `size` ranks that trust each other.
+/// The networks of `size` ranks with one secret.
 pub(crate) fn networks(size: usize) -> Vec<Arc<Network>> {
     ends(&vec![SECRET; size], LONG).into_iter().map(|end| end.network).collect()
 }
@@ -51,7 +51,7 @@ impl Endpoint {
         Port::open(&carrier, GROUP, &Members { ranks: ranks.clone(), me: rank }, ranks, self.monitor.clone())
     }
 
-    /// Why nothing can be waited for any more, once that is so.
+    /// The reason why all waits have ended, if they have.
     fn closed(&self) -> String {
         wait_until(|| self.monitor.check(&[], "test").err().map(|error| error.to_string()))
     }
@@ -124,7 +124,7 @@ fn who_does_not_know_the_secret_is_refused_and_says_so() {
     is_served(&ends[..2]);
 }
 
-/// A connection to `end` whose other side a test plays, and what seals its frames.
+/// A connection to `end` whose other side a test simulates, with the keys for its frames.
 fn call(end: &Endpoint, words: Option<Hello>) -> (TcpStream, Sealer) {
     let key = JobKey::new(SECRET).scoped(PROTOCOL);
     let mut stream = TcpStream::connect(end.address).unwrap();
@@ -160,7 +160,7 @@ fn unauthenticated_connections_cost_nothing() {
     is_ended(web);
     drop(TcpStream::connect(ends[0].address).unwrap());
 
-    // Those who know the secret, but come from elsewhere, name no rank, or say nothing of themselves.
+    // Processes that know the secret, but belong to another session, state an invalid rank, or state none.
     for words in [[SESSION + 1, 1, 0], [SESSION, 1, 1], [SESSION, 0, 0], [SESSION, 2, 0], [SESSION, u64::MAX, 0]] {
         is_ended(call(&ends[0], Some(words)).0);
     }
@@ -175,7 +175,7 @@ fn unauthenticated_connections_cost_nothing() {
 
 #[test]
 fn a_connection_that_is_not_as_it_should_be_ends_and_nobody_waits_for_it_for_ever() {
-    // A frame that is too long, one that was changed, and one that ends early.
+    // A frame that is too long, one that was changed, and an incomplete one.
     let spoil: [fn(&mut Vec<u8>); 3] = [
         |frame| frame[..4].copy_from_slice(&(FRAME_BYTES as u32 + 1).to_le_bytes()),
         |frame| *frame.last_mut().unwrap() ^= 1,

@@ -1,4 +1,4 @@
-//! A rank's connection to the rendezvous: writes from any thread, one thread that reads.
+//! A rank's connection to the rendezvous. Any thread may write to it; one thread reads.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{ErrorKind, Read, Write};
@@ -18,40 +18,40 @@ use super::owner_socket;
 use crate::error::{Error, Limit, Result};
 use crate::world::{Departure, Monitor, Store, fork, socket};
 
-/// Longer than any job.
+/// A time limit longer than any job.
 const NEVER: Duration = Duration::from_secs(u32::MAX as u64);
-/// Longest wait for one step of a handshake: the port may belong to somebody who says nothing.
+/// Time limit of one step of a handshake, because another program that sends nothing may have the port.
 const STEP_TIME: Duration = Duration::from_secs(2);
-/// First limit for connecting, doubled each round: where the door is crowded, a new try is let in before the kernel
-/// repeats the old one.
+/// First time limit of a connection attempt, doubled in each round. If the server's listen queue is full, a new
+/// attempt succeeds earlier than the kernel's retransmission.
 const FIRST_CONNECT_TIME: Duration = Duration::from_millis(250);
 /// First and longest pause between two rounds over the addresses.
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(50);
-/// Longest sleep without a look at the interrupt flag.
+/// Longest sleep between two checks of the interrupt flag.
 const NAP: Duration = Duration::from_millis(50);
-/// How long a goodbye waits for the server to take it.
+/// How long to wait for the server to receive a goodbye.
 const GOODBYE_TIME: Duration = Duration::from_secs(1);
 
-/// Where a rendezvous may be, and what opens it.
+/// Candidates for the address of the rendezvous, with its key.
 #[derive(Clone, Debug)]
 pub enum RendezvousLocation {
-    /// At one of some addresses.
+    /// One of several addresses.
     At {
-        /// As `host:port`; the secret tells which is the right one.
+        /// As `host:port`; the secret shows which one is right.
         addresses: Vec<String>,
         /// The job's key.
         key: JobKey,
     },
-    /// On this host: rank 0 hands out the address and the secret under the name of the job ([`owner_socket`]).
+    /// On this host: rank 0's process provides the address and the secret under the job's name ([`owner_socket`]).
     OnThisHost {
-        /// The name.
+        /// The job's name.
         job: String,
     },
 }
 
 impl RendezvousLocation {
-    /// What to try now. What is on this host may be another one a moment later.
+    /// The addresses to try now. On this host, a process may provide a new ticket at any time.
     fn candidates(&self) -> Result<Vec<(String, JobKey)>, String> {
         match self {
             Self::At { addresses, key } => Ok(addresses.iter().map(|it| (it.clone(), key.clone())).collect()),
@@ -72,16 +72,16 @@ impl std::fmt::Display for RendezvousLocation {
     }
 }
 
-/// How to join.
+/// Options of joining.
 #[derive(Clone, Debug)]
 pub struct ClientOptions {
-    /// Where the rendezvous is.
+    /// The candidates for the address.
     pub location: RendezvousLocation,
     /// Whether rank 0's process serves the rendezvous, so that losing it means losing rank 0.
     pub served_by_rank_0: bool,
     /// When to give up.
     pub deadline: Instant,
-    /// Silence after which a host counts as vanished.
+    /// A host that is silent for this long counts as lost.
     pub peer_timeout: Duration,
 }
 
@@ -93,28 +93,28 @@ struct ClientState {
     hosts_updated: VecDeque<HostsUpdated>,
     refused: Option<String>,
     missing: Option<Vec<u32>>,
-    /// Answers of the store by ticket.
+    /// Answers of the store, by ticket.
     answers: HashMap<u64, Lookup>,
     next_ticket: u64,
-    /// Messages taken.
+    /// Received notifications that were not returned yet.
     news: u64,
-    /// The reader has ended.
+    /// Whether the reader thread has ended.
     ended: bool,
-    /// This side has said goodbye.
+    /// Whether this side has said goodbye.
     leaving: bool,
 }
 
-/// Whether a departure ends a wait that has not found what it looks for.
+/// Whether a departure ends a wait whose condition does not hold.
 enum Departures {
     Matter,
     Wait,
 }
 
-/// How far a question to the store has come.
+/// The state of a request to the store.
 enum Lookup {
-    /// The server has not said anything: it may know a value that somebody wrote before departing.
+    /// No answer yet: the server may have a value that a rank wrote before it departed.
     Asked,
-    /// The value is to come.
+    /// The key is not written yet.
     NotYet,
     Value(Vec<u8>),
 }
@@ -125,7 +125,7 @@ struct Writer {
     buffer: Vec<u8>,
 }
 
-/// A connection that has joined, or is about to.
+/// A connection that has joined, or is joining.
 pub struct Client {
     _guard: fork::Guard,
     address: String,
@@ -141,10 +141,10 @@ pub struct Client {
 }
 
 impl Client {
-    /// Finds the rendezvous, joins, and waits until all ranks have joined. Departures go to `monitor` from then on.
+    /// Finds the rendezvous, joins, and waits until all ranks have joined. Departures are then reported to `monitor`.
     ///
     /// # Errors
-    /// [`Error::Rendezvous`] if the job refuses this rank; [`Error::Timeout`] naming the ranks that did not come;
+    /// [`Error::Rendezvous`] if the job rejects this rank; [`Error::Timeout`] naming the ranks that did not join;
     /// [`Error::PeerFailed`] if one of them departed; [`Error::Interrupted`].
     pub fn join(options: &ClientOptions, join: Join, monitor: Arc<Monitor>) -> Result<(Arc<Self>, Welcome)> {
         let start = Instant::now();
@@ -153,11 +153,11 @@ impl Client {
         Ok((client, welcome))
     }
 
-    /// Finds the rendezvous of an elastic job and waits for a rank, however long it takes: the launcher ends jobs that wait
-    /// too long, and a launcher that has ended is noticed. [`Client::take_place`] comes next.
+    /// Finds the rendezvous of an elastic job and waits for a rank without a time limit: the launcher ends jobs that
+    /// wait too long, and its own end is noticed. [`Client::take_place`] follows.
     ///
     /// # Errors
-    /// As [`Client::join`]; [`Error::Removed`] if there is no place any more.
+    /// As [`Client::join`]; [`Error::Removed`] if the launcher has no place for this worker.
     pub fn enter(options: &ClientOptions, worker: &str, monitor: Arc<Monitor>) -> Result<(Arc<Self>, RankAssignment)> {
         let start = Instant::now();
         let client = Self::connect(options, monitor, start)?;
@@ -202,7 +202,7 @@ impl Client {
         let (reader, guard) = (client.clone(), fork::Guard::new(&reading));
         let opener = Opener::new(keys.receive);
         let work = move || {
-            // Without the thread nobody reports departures: every wait ends.
+            // Without the thread, departures would not be reported, so every wait ends.
             if let Some(error) = Error::of_thread("smd-control", || reader.read(guard, reading, opener)) {
                 reader.monitor.close(&error.text());
             }
@@ -219,19 +219,19 @@ impl Client {
         let size = join.size as usize;
         let outcome = self.send(&ToServer::Join(join)).and_then(|()| self.wait_for_welcome(size, start, deadline));
         outcome.inspect_err(|error| {
-            // Why this rank gives up is news to those who wait for it.
+            // The other ranks are told why this rank gives up.
             self.fail(&error.text());
             self.leave();
         })
     }
 
-    /// The oldest news of hosts that nobody has taken; waits for some, at most for `timeout`.
+    /// Returns the oldest notification of changed hosts that was not returned yet; waits at most `timeout` for one.
     pub fn next_hosts_updated(&self, timeout: Duration) -> Option<HostsUpdated> {
         let deadline = Instant::now() + timeout;
         let mut state = self.state.lock();
         loop {
             let update = state.hosts_updated.pop_front();
-            // After the connection's end, too: who asks again and again must not spin.
+            // Also waits after the end of the connection, so that callers that poll do not spin.
             if update.is_some() || self.changed.wait_until(&mut state, deadline).timed_out() {
                 return update;
             }
@@ -254,7 +254,7 @@ impl Client {
         }
     }
 
-    /// The ranks that have not joined; empty if even the server does not answer.
+    /// The ranks that have not joined; empty if the server does not answer.
     fn missing(&self) -> Vec<usize> {
         let now = Instant::now();
         let answer = self.send(&ToServer::WhoIsMissing).and_then(|()| {
@@ -273,7 +273,7 @@ impl Client {
         self.ends
     }
 
-    /// Silence after which a host counts as vanished.
+    /// A host that is silent for this long counts as lost.
     pub fn peer_timeout(&self) -> Duration {
         self.peer_timeout
     }
@@ -283,14 +283,14 @@ impl Client {
         let _ = self.send(&ToServer::Fail { message: shorten(message) });
     }
 
-    /// Says goodbye and ends the connection. Does nothing the second time.
+    /// Says goodbye and closes the connection. Does nothing on a second call.
     pub fn leave(&self) {
         if std::mem::replace(&mut self.state.lock().leaving, true) {
             return;
         }
         let sent = self.send(&ToServer::Goodbye);
-        // Wait until the server has closed its side: closing ours with unread bytes in it could reset the connection
-        // before the goodbye is read, which would count as a death.
+        // Waits until the server has closed its side. Closing this side while bytes are unread could reset the
+        // connection before the server reads the goodbye, which would count as a death.
         if sent.is_ok() {
             self.await_end();
         }
@@ -300,7 +300,7 @@ impl Client {
         }
     }
 
-    /// Waits until the reader has seen the end of the connection, which is near.
+    /// Waits until the reader has seen the end of the connection, which follows soon.
     fn await_end(&self) {
         let deadline = Instant::now() + GOODBYE_TIME;
         let mut state = self.state.lock();
@@ -318,8 +318,8 @@ impl Client {
             .map_err(|error| Error::io(format!("sending to the rendezvous at {}", self.address), error))
     }
 
-    /// Waits until `look` finds what it looks for. What it says otherwise is whether a departure of `waiting_for`
-    /// ends the wait.
+    /// Waits until `look` returns a result. Otherwise `look` returns whether a departure of `waiting_for` ends the
+    /// wait.
     fn wait<T>(
         &self,
         during: &str,
@@ -331,7 +331,7 @@ impl Client {
         let mut state = self.state.lock();
         loop {
             let seen = state.news;
-            // Departures first, then the condition: what a rank did before it departed is not lost.
+            // Departures are read before the condition, so that a result from before a departure is not lost.
             let departed = self.monitor.check(waiting_for, during);
             match look(&mut state) {
                 Ok(found) => return Ok(found),
@@ -350,20 +350,20 @@ impl Client {
             if MutexGuard::unlocked(&mut state, || self.monitor.interrupted()) {
                 return Err(Error::Interrupted { during: during.to_owned() });
             }
-            // What came while the lock was open would not wake the sleep.
+            // A change while the lock was released would not end the sleep.
             if state.news == seen {
                 self.changed.wait_until(&mut state, deadline.min(now + NAP));
             }
         }
     }
 
-    /// Why nothing can be waited for after the connection has ended.
+    /// The error of waits after the connection has ended.
     fn closed(&self, waiting_for: &[usize], during: &str) -> Error {
         let reason = format!("the connection to the rendezvous at {} has ended", self.address);
         self.monitor.check(waiting_for, during).err().unwrap_or(Error::Closed { reason })
     }
 
-    /// The reader's thread.
+    /// The body of the reader thread.
     fn read(&self, _guard: fork::Guard, mut stream: TcpStream, mut opener: Opener) {
         let mut piece = [0; 1 << 14];
         let mut silent = false;
@@ -398,7 +398,7 @@ impl Client {
         self.changed.notify_all();
     }
 
-    /// Without the rendezvous nobody would report the next death, so the session ends.
+    /// Without the rendezvous, further deaths would not be reported, so the session ends.
     fn lost(&self, why: &str, silent: bool) {
         let reason = format!("the connection to the rendezvous at {} was lost: {why}", self.address);
         tracing::debug!("{reason}");
@@ -422,7 +422,7 @@ impl Client {
             ToClient::Removed { reason } => state.removed = Some(reason),
             ToClient::HostsUpdated(update) => state.hosts_updated.push_back(update),
             ToClient::Missing { ranks } => state.missing = Some(ranks),
-            // A ticket that is not there was forgotten meanwhile.
+            // If the ticket does not exist, the wait for it was given up.
             ToClient::Value { ticket, value } => {
                 state.answers.entry(ticket).and_modify(|lookup| *lookup = Lookup::Value(value));
             }
@@ -469,7 +469,7 @@ impl Store for Client {
                 })
             }
             Err(_) => {
-                // The reader knows why.
+                // The reader thread reports the error.
                 self.await_end();
                 Err(self.closed(waiting_for, &during))
             }
@@ -490,15 +490,15 @@ impl Store for Client {
     }
 }
 
-/// A connection to the job's rendezvous, its keys, its address and the job's key.
+/// A connection to the job's rendezvous, with its keys, its address and the job's key.
 type Connected = (TcpStream, SessionKeys, String, JobKey);
 
-/// Goes over the addresses until one proves that it is the job's rendezvous.
+/// Tries the addresses until one proves that it is the job's rendezvous.
 fn connect(options: &ClientOptions, monitor: &Monitor, start: Instant) -> Result<Connected> {
     let mut pause = FIRST_PAUSE;
     let mut connect_time = FIRST_CONNECT_TIME;
     let mut trouble = String::from("nobody listens");
-    // Tells more than whatever comes after it.
+    // The first error says more than the following ones.
     let mut refusal = None;
     loop {
         let candidates = options.location.candidates().unwrap_or_else(|error| {
@@ -541,15 +541,15 @@ fn connect(options: &ClientOptions, monitor: &Monitor, start: Instant) -> Result
 }
 
 enum FoundServer {
-    /// It shares the secret.
+    /// It knows the job's secret.
     Rendezvous(TcpStream, SessionKeys),
     /// A rendezvous with another secret.
     OtherSecret,
-    /// Something else.
+    /// Another program.
     Unauthenticated,
 }
 
-/// Who is at `address`.
+/// Connects to `address` and identifies the server.
 fn try_address(
     address: &str,
     key: &JobKey,

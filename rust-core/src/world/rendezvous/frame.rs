@@ -5,37 +5,37 @@ use hmac::Mac;
 
 use super::handshake::mac;
 
-/// Largest payload. A frame that announces more is refused before any of it is read.
+/// Largest payload. A frame with a larger length is rejected before its payload is read.
 pub const MAX_PAYLOAD: usize = 1 << 20;
 
 const LENGTH_BYTES: usize = 4;
 const SEQUENCE_END: usize = LENGTH_BYTES + 8;
-/// Bytes before the payload.
+/// Bytes of the header before the payload.
 pub const HEADER_BYTES: usize = SEQUENCE_END + 32;
 
-/// Why a stream of frames cannot go on.
+/// Errors of a stream of frames, after which the connection must be closed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
     /// See [`MAX_PAYLOAD`].
     #[error("a frame announces {announced} bytes, more than the limit of {limit}")]
     TooLong {
-        /// Bytes that it announces.
+        /// The length in its header.
         announced: usize,
-        /// The longest payload.
+        /// The largest payload.
         limit: usize,
     },
     /// A frame was replayed, dropped or reordered.
     #[error("frame {got} came where frame {expected} belongs")]
     OutOfOrder {
-        /// Its number.
+        /// The frame's number.
         got: u64,
-        /// The next number.
+        /// The expected number.
         expected: u64,
     },
-    /// The bytes were changed on the way, or come from somebody without the key.
+    /// The bytes were changed in transit, or the sender does not have the key.
     #[error("frame {sequence} is not authentic")]
     NotAuthentic {
-        /// Its number.
+        /// The frame's number.
         sequence: u64,
     },
 }
@@ -55,14 +55,14 @@ impl Sealer {
     /// Appends the next frame, with `payload`, to `out`.
     ///
     /// # Panics
-    /// If the payload is longer than [`MAX_PAYLOAD`]; senders check what users give them.
+    /// If the payload is longer than [`MAX_PAYLOAD`]; senders must check user data before.
     pub fn seal(&mut self, payload: &[u8], out: &mut Vec<u8>) {
         out.reserve(HEADER_BYTES + payload.len());
         out.extend_from_slice(&self.header(payload));
         out.extend_from_slice(payload);
     }
 
-    /// What goes before `payload` to make it the next frame.
+    /// The header that makes `payload` the next frame.
     ///
     /// # Panics
     /// As [`Sealer::seal`].
@@ -78,7 +78,7 @@ impl Sealer {
     }
 }
 
-/// Checks the frames of one direction, wherever their bytes lie.
+/// Verifies the frames of one direction, whose bytes may be anywhere.
 pub struct Verifier {
     key: [u8; 32],
     sequence: u64,
@@ -91,10 +91,11 @@ impl Verifier {
         Self { key, sequence: 0, limit }
     }
 
-    /// The length of the payload of the next frame, whose first bytes are `bytes`; `None` if they are too few to tell.
+    /// Returns the length of the next frame's payload, given the frame's first bytes; `None` if there are too few
+    /// bytes.
     ///
     /// # Errors
-    /// [`FrameError`], as soon as the bytes show it; the connection must be closed then.
+    /// [`FrameError`] as soon as the bytes show it; the connection must be closed then.
     pub fn announced(&self, bytes: &[u8]) -> Result<Option<usize>, FrameError> {
         let Some((length, rest)) = bytes.split_first_chunk::<LENGTH_BYTES>() else { return Ok(None) };
         let announced = u32::from_le_bytes(*length) as usize;
@@ -109,7 +110,7 @@ impl Verifier {
         Ok((bytes.len() >= HEADER_BYTES).then_some(announced))
     }
 
-    /// Takes the next frame, which has been [`announced`](Verifier::announced), if it is authentic.
+    /// Verifies the next frame, whose length [`announced`](Verifier::announced) returned.
     ///
     /// # Errors
     /// [`FrameError::NotAuthentic`]; the connection must be closed then.
@@ -122,11 +123,11 @@ impl Verifier {
     }
 }
 
-/// Reads frames of one direction from pieces of any size.
+/// Splits a byte stream of one direction into verified frames.
 pub struct Opener {
     verifier: Verifier,
     buffer: Vec<u8>,
-    /// Bytes of `buffer` that earlier frames used.
+    /// Number of bytes of `buffer` that belong to earlier frames.
     used: usize,
 }
 
@@ -136,8 +137,8 @@ impl Opener {
         Self { verifier: Verifier::new(key, MAX_PAYLOAD), buffer: Vec::new(), used: 0 }
     }
 
-    /// Takes what the connection gave. Call [`Opener::next`] until it returns `None` before the next piece, so
-    /// that no more than one incomplete frame is ever held.
+    /// Adds bytes of the connection. Call [`Opener::next`] until it returns `None` before adding more, so that at
+    /// most one incomplete frame is held.
     pub fn feed(&mut self, bytes: &[u8]) {
         self.buffer.drain(..self.used);
         self.used = 0;
@@ -206,7 +207,7 @@ mod tests {
             let mut bytes = sealed(std::slice::from_ref(&payload));
             let at = at.index(bytes.len());
             bytes[at] ^= flip;
-            // A longer announced length only waits for bytes that never come.
+            // With a longer length in the header, the reader waits for bytes that never come.
             prop_assert_ne!(opened(&bytes, 64), Ok(vec![payload]));
         }
 

@@ -1,4 +1,5 @@
-//! Both sides prove that they know the job's secret without sending it, and derive the keys of the connection.
+//! The handshake: both sides prove that they know the job's secret without sending it, and derive the connection's
+//! keys.
 //!
 //! ```text
 //!   server -> client   greeting   magic, server nonce
@@ -6,14 +7,14 @@
 //!   server -> client   proof      HMAC(job key, "server", both nonces), or REFUSAL
 //! ```
 //!
-//! The client checks the proof before it says anything else, since the port may belong to another job.
+//! The client verifies the proof before it sends anything else, because the port may belong to another job.
 
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 
 use crate::error::{Error, Result};
 
-/// Tells this protocol and its version from whatever else may listen on a port.
+/// Identifies this protocol and its version, because another program may listen on the port.
 const MAGIC: [u8; 8] = *b"smd-rdv1";
 /// Bytes of a nonce, a key and a proof.
 const WIDTH: usize = 32;
@@ -25,11 +26,11 @@ pub const ANSWER_BYTES: usize = MAGIC.len() + 2 * WIDTH;
 /// Bytes of the server's proof.
 pub const PROOF_BYTES: usize = WIDTH;
 
-/// What the server sends for a proof to a client that does not know the secret, so that it need not guess why the
-/// connection ends. No secret has it for a proof.
+/// Sent instead of a proof to a client that does not know the secret, so that its error can say why the connection
+/// ends. It is never a valid proof.
 pub const REFUSAL: [u8; PROOF_BYTES] = [0; PROOF_BYTES];
 
-/// The key that the secret of a job stands for.
+/// The key that is derived from a job's secret.
 #[derive(Clone)]
 pub struct JobKey([u8; WIDTH]);
 
@@ -41,13 +42,13 @@ impl std::fmt::Debug for JobKey {
 
 /// The keys of one connection, as one side uses them.
 pub struct SessionKeys {
-    /// For what this side sends.
+    /// The key of outgoing frames.
     pub send: [u8; WIDTH],
-    /// For what it receives.
+    /// The key of incoming frames.
     pub receive: [u8; WIDTH],
 }
 
-/// The MAC of `parts`, one after the other.
+/// The MAC of the concatenated `parts`.
 pub(super) fn mac(key: &[u8; WIDTH], parts: &[&[u8]]) -> Hmac<Sha256> {
     let mut mac = Hmac::<Sha256>::new_from_slice(key).expect("HMAC takes keys of any length");
     for part in parts {
@@ -64,12 +65,13 @@ fn nonce() -> Result<[u8; WIDTH]> {
 }
 
 impl JobKey {
-    /// The key of `secret`.
+    /// Derives the key from `secret`.
     pub fn new(secret: &[u8]) -> Self {
         Self(mac(&[0; WIDTH], &[b"smd job key", secret]).finalize().into_bytes().into())
     }
 
-    /// The key of the same job for another protocol, so that nothing of one is any good in the other.
+    /// Derives the key of the same job for another protocol, so that messages of one protocol are invalid in the
+    /// other.
     pub fn scoped(&self, protocol: &[u8]) -> Self {
         Self(mac(&self.0, &[b"smd protocol", protocol]).finalize().into_bytes().into())
     }
@@ -83,21 +85,21 @@ impl JobKey {
     }
 }
 
-/// The server's side: made for each connection that is accepted.
+/// The server's side of one connection's handshake.
 pub struct Challenge {
     nonce: [u8; WIDTH],
 }
 
 impl Challenge {
-    /// A fresh challenge.
+    /// Creates a random challenge.
     ///
     /// # Errors
-    /// [`Error::Io`] if the system gives no random bytes.
+    /// [`Error::Io`] if the system provides no random bytes.
     pub fn new() -> Result<Self> {
         Ok(Self { nonce: nonce()? })
     }
 
-    /// What the server sends first.
+    /// The server's greeting.
     pub fn greeting(&self) -> [u8; GREETING_BYTES] {
         let mut bytes = [0; GREETING_BYTES];
         bytes[..MAGIC.len()].copy_from_slice(&MAGIC);
@@ -105,7 +107,7 @@ impl Challenge {
         bytes
     }
 
-    /// The proof to send back and the keys, if `answer` shows that the client knows the secret.
+    /// Returns the proof to send and the keys, if `answer` shows that the client knows the secret.
     pub fn verify(&self, key: &JobKey, answer: &[u8; ANSWER_BYTES]) -> Option<([u8; PROOF_BYTES], SessionKeys)> {
         let (magic, rest) = answer.split_at(MAGIC.len());
         let (client, proof) = rest.split_at(WIDTH);
@@ -128,10 +130,10 @@ pub struct ChallengeResponse {
 }
 
 impl ChallengeResponse {
-    /// Reads a greeting. `None` if it is no greeting of this protocol.
+    /// Parses a greeting. `None` if it is not one of this protocol.
     ///
     /// # Errors
-    /// [`Error::Io`] if the system gives no random bytes.
+    /// [`Error::Io`] if the system provides no random bytes.
     pub fn new(greeting: &[u8; GREETING_BYTES]) -> Result<Option<Self>> {
         let (magic, server) = greeting.split_at(MAGIC.len());
         if magic != MAGIC {
@@ -140,7 +142,7 @@ impl ChallengeResponse {
         Ok(Some(Self { server: server.try_into().expect("a greeting ends with a nonce"), client: nonce()? }))
     }
 
-    /// What to send.
+    /// The client's answer.
     pub fn bytes(&self, key: &JobKey) -> [u8; ANSWER_BYTES] {
         let mut bytes = [0; ANSWER_BYTES];
         bytes[..MAGIC.len()].copy_from_slice(&MAGIC);
@@ -149,7 +151,7 @@ impl ChallengeResponse {
         bytes
     }
 
-    /// The keys, if `proof` shows that the server knows the secret.
+    /// Returns the keys, if `proof` shows that the server knows the secret.
     pub fn verify(&self, key: &JobKey, proof: &[u8; PROOF_BYTES]) -> Option<SessionKeys> {
         key.derive(b"server", &self.server, &self.client).verify_slice(proof).ok()?;
         Some(SessionKeys {

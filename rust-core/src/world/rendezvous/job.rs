@@ -1,12 +1,13 @@
-//! The sessions of a job as the rendezvous sees them: a state machine over messages. It has no sockets, and time is
-//! an argument, so that every order of events can be tested.
+//! The state machine of the rendezvous: the sessions of a job, driven by messages. It has no sockets, and time is an
+//! argument, so that tests can cover every order of events.
 //!
 //! ```text
 //!   forming --last rank joins--> running --last connection ends--> forgotten
 //!      \-----a member departs---> failed ----------/
 //! ```
 //!
-//! In an elastic job ranks mean something else in each session: workers, who have names, enter, and the launcher seats them.
+//! In an elastic job, a rank is valid for one session only: workers, which have names, enter, and the launcher
+//! assigns ranks to them (`seat`).
 //!
 //! ```text
 //!   Enter --> entered --seat()--> seated --Join--> a member of the session that the seat is in
@@ -20,18 +21,18 @@ use super::message::{
 };
 use crate::world::Departure;
 
-/// Names a connection; never used twice.
+/// Id of a connection; never reused.
 pub type ConnectionId = u64;
 
-/// Most bytes that the store of one session holds.
+/// Largest number of bytes in the store of one session.
 const MAX_STORE_BYTES: usize = 1 << 28;
 
-/// What to do with the connection that a message came from.
+/// What to do with the connection of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Disposition {
-    /// Go on.
+    /// Keep it open.
     Keep,
-    /// Close it when what is to be sent has been sent.
+    /// Close it when its outgoing messages are sent.
     Close,
 }
 
@@ -39,7 +40,7 @@ pub enum Disposition {
 enum JobPhase {
     Forming,
     Running,
-    /// Somebody departed before all had come: nobody else may join, those who came are told.
+    /// A rank departed before all had joined: no other rank may join, and the joined ones are told.
     Failed,
 }
 
@@ -51,13 +52,13 @@ struct JobSession {
     departed: Vec<Option<Departure>>,
     store: HashMap<String, Vec<u8>>,
     store_bytes: usize,
-    /// Prefixes of keys, and the ranks that need these no more.
+    /// Prefixes of keys, and the ranks that have released them.
     released: HashMap<String, HashSet<usize>>,
-    /// Who waits for a key that is not yet written.
+    /// Requests that wait for a key.
     waiting: HashMap<String, Vec<(ConnectionId, u64)>>,
 }
 
-/// A connection that ended without a goodbye, while the launcher may still tell why.
+/// A connection that ended without a goodbye; the launcher may still report the reason.
 struct SuspectedRank {
     session: u64,
     rank: usize,
@@ -65,12 +66,12 @@ struct SuspectedRank {
     until: Instant,
 }
 
-/// What the launcher of an elastic job hears.
+/// An event for the launcher of an elastic job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JobEvent {
     /// A worker asks for a rank.
     Entered(String),
-    /// It does not any more: its connection has ended.
+    /// Its request is withdrawn: its connection has ended.
     Withdrew(String),
 }
 
@@ -78,9 +79,9 @@ pub enum JobEvent {
 struct Elastic {
     generation: u64,
     entered: HashMap<String, ConnectionId>,
-    /// Session and rank of connections that have a seat and have not joined.
+    /// Session and rank of connections that have a rank and have not joined.
     seated: HashMap<ConnectionId, (u64, usize)>,
-    /// Each worker's last seat.
+    /// The last assignment of each worker.
     workers: HashMap<String, (u64, usize)>,
     events: Vec<JobEvent>,
 }
@@ -94,8 +95,8 @@ pub struct Job {
     sessions: HashMap<u64, JobSession>,
     /// Session and rank of each connection that has joined.
     connections: HashMap<ConnectionId, (u64, usize)>,
-    /// Ranks whose process is known to be gone, and what is known, first death first; a rank that joins again is taken
-    /// off.
+    /// Ranks whose process is known to have ended, with the reason, first death first. A rank that joins again is
+    /// removed.
     gone: Vec<(usize, Departure)>,
     suspects: Vec<SuspectedRank>,
     elastic: Option<Elastic>,
@@ -103,8 +104,8 @@ pub struct Job {
 }
 
 impl Job {
-    /// A job of `size` processes. A lost connection is held back for `patience`, so that
-    /// [`Job::report_death`] can give the better reason. `seed` makes session ids unique.
+    /// A job of `size` processes. A lost connection is reported after `patience`, so that [`Job::report_death`] can
+    /// provide a better reason. `seed` makes session ids unique.
     pub fn new(size: usize, patience: Duration, seed: u64) -> Self {
         Self {
             size,
@@ -120,17 +121,18 @@ impl Job {
         }
     }
 
-    /// A job whose processes come and go.
+    /// An elastic job.
     pub fn elastic(patience: Duration, seed: u64) -> Self {
         Self { elastic: Some(Elastic::default()), ..Self::new(0, patience, seed) }
     }
 
-    /// What the launcher has not heard yet, in order.
+    /// Returns the events for the launcher since the last call, in order.
     pub fn take_events(&mut self) -> Vec<JobEvent> {
         self.elastic.as_mut().map(|elastic| std::mem::take(&mut elastic.events)).unwrap_or_default()
     }
 
-    /// Begins a session of these workers, in the order of ranks. One that has gone meanwhile counts as dead in it.
+    /// Begins a session of these workers, in the order of ranks. A worker that has gone meanwhile counts as dead in
+    /// it.
     pub fn seat(&mut self, workers: &[String]) {
         let id = self.new_session(workers.len());
         let Some(elastic) = &mut self.elastic else { return };
@@ -151,19 +153,19 @@ impl Job {
         }
     }
 
-    /// Tells a worker who has entered that there is no place for it.
+    /// Tells a waiting worker that it has been removed from the job.
     pub fn remove(&mut self, worker: &str, reason: &str) {
         if let Some(connection) = self.elastic.as_mut().and_then(|elastic| elastic.entered.remove(worker)) {
             self.outbox.push((connection, ToClient::Removed { reason: reason.to_owned() }));
         }
     }
 
-    /// Tells all members of sessions that hosts have come or gone.
+    /// Notifies all members of sessions of changed hosts.
     pub fn hosts_updated(&mut self, update: HostsUpdated) {
         self.outbox.extend(self.connections.keys().map(|to| (*to, ToClient::HostsUpdated(update))));
     }
 
-    /// As [`Job::report_death`], of a worker.
+    /// As [`Job::report_death`], for a worker.
     pub fn report_worker_death(&mut self, worker: &str, detail: &str) {
         let Some((session, rank)) = self.elastic.as_mut().and_then(|elastic| elastic.workers.remove(worker)) else {
             return;
@@ -183,7 +185,7 @@ impl Job {
         Disposition::Keep
     }
 
-    /// A connection that has no part in a session is gone.
+    /// Removes a connection that is in no session.
     fn withdraw(&mut self, from: ConnectionId, departure: Departure) {
         let Some(elastic) = &mut self.elastic else { return };
         if let Some(worker) =
@@ -198,20 +200,20 @@ impl Job {
         }
     }
 
-    /// Messages to send since the last call, in order.
+    /// Returns the messages to send since the last call, in order.
     pub fn take_outbox(&mut self) -> Vec<(ConnectionId, ToClient)> {
         std::mem::take(&mut self.outbox)
     }
 
-    /// Connections that have joined and not ended.
+    /// Number of connections that have joined and not ended.
     pub fn connected(&self) -> usize {
         self.connections.len()
     }
 
-    /// Takes a message.
+    /// Handles a message.
     ///
     /// # Errors
-    /// What about it breaks the protocol; the connection must be closed and reported to [`Job::disconnected`].
+    /// If the message violates the protocol; the connection must be closed and reported to [`Job::disconnected`].
     pub fn receive(&mut self, from: ConnectionId, message: ToServer) -> Result<Disposition, String> {
         let Some(&(id, rank)) = self.connections.get(&from) else {
             return match message {
@@ -275,7 +277,7 @@ impl Job {
         self.tick(now);
     }
 
-    /// The host at the other end of a connection has not answered for `silence`: all of its ranks count as dead.
+    /// The host of a connection has not answered for `silence`: all of its ranks count as dead.
     pub fn host_lost(&mut self, connection: ConnectionId, silence: Duration) {
         let Some((id, rank)) = self.forget_connection(connection) else { return };
         let Some(session) = self.sessions.get(&id) else { return };
@@ -293,7 +295,7 @@ impl Job {
         }
     }
 
-    /// Somebody who watches the processes saw the one of `rank` end.
+    /// The launcher saw the process of `rank` end.
     pub fn report_death(&mut self, rank: usize, detail: &str) {
         let departure = Departure::Died { detail: shorten(detail) };
         self.note_gone(rank, &departure);
@@ -306,7 +308,7 @@ impl Job {
 
     fn note_gone(&mut self, rank: usize, departure: &Departure) {
         if self.elastic.is_some() {
-            // The same rank of the next session is somebody else.
+            // The same rank of the next session is another process.
             return;
         }
         match self.gone.iter_mut().find(|(gone, _)| *gone == rank) {
@@ -315,7 +317,7 @@ impl Job {
         }
     }
 
-    /// Lets time pass: tells of lost connections about which nobody knew better.
+    /// Advances the time: reports lost connections for which no better reason came.
     pub fn tick(&mut self, now: Instant) {
         let due = self.suspects.extract_if(.., |suspect| suspect.until <= now).collect::<Vec<_>>();
         for SuspectedRank { session, rank, detail, .. } in due {
@@ -352,7 +354,7 @@ impl Job {
         if let Some(first) = &session.joins[rank] {
             let reason =
                 format!("{place} came after process {} on host {} as the same rank", first.pid, first.hostname);
-            // It may be a stray process of an earlier run: no reason to fail the others.
+            // It may be a stray process of an earlier run, so the other ranks do not fail.
             return self.refuse(from, rank, reason, false);
         }
         session.members[rank] = Some(from);
@@ -363,7 +365,7 @@ impl Job {
             self.depart(id, rank, departure);
         }
         if seat.is_some() {
-            // Who departed before this one joined: nobody told it.
+            // Ranks that departed before this one joined, of which it was not told.
             self.repeat_departures(id, from);
         }
         self.start_if_complete(id);
@@ -372,7 +374,7 @@ impl Job {
 
     fn refuse(&mut self, from: ConnectionId, rank: usize, reason: String, tell_all: bool) -> Disposition {
         if tell_all {
-            // The others would wait for a rank that cannot come.
+            // The other ranks would wait for a rank that cannot join.
             let forming =
                 self.sessions.iter().find(|(_, session)| session.phase == JobPhase::Forming).map(|(&id, _)| id);
             if let Some(id) = forming {
@@ -385,7 +387,8 @@ impl Job {
 
     fn new_session(&mut self, size: usize) -> u64 {
         self.made += 1;
-        // SplitMix64 of a random seed: distinct for each session, and 63 bits wide so that every language holds it.
+        // SplitMix64 of a random seed: different for each session, with 63 bits, so that it fits every language's
+        // integers.
         let mut id = self.seed.wrapping_add(self.made.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         id = (id ^ (id >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         id = (id ^ (id >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -420,7 +423,7 @@ impl Job {
         }
     }
 
-    /// Records and tells that `rank` departed from a session; the first time counts.
+    /// Records and reports that `rank` departed from a session; only the first departure counts.
     fn depart(&mut self, id: u64, rank: usize, departure: Departure) {
         let Some(session) = self.sessions.get_mut(&id) else { return };
         if let Some(known) = session.departed.get_mut(rank) {
@@ -489,7 +492,7 @@ impl JobSession {
         self.store_bytes = self.store.iter().map(|(key, value)| key.len() + value.len()).sum();
     }
 
-    /// Notes that `rank` needs the keys of `prefix` no more; removes them when `members` ranks have said so.
+    /// Records that `rank` has released the keys of `prefix`; removes them when `members` ranks have.
     fn release(&mut self, prefix: String, rank: usize, members: u32) -> Result<(), String> {
         if prefix.len() > MAX_KEY {
             return Err(format!("the store takes keys of {MAX_KEY} bytes at most"));
@@ -511,8 +514,8 @@ impl JobSession {
     }
 }
 
-/// The hosts' names in the order of their first ranks, and each rank's place. A host whose ranks were not all told
-/// their local ranks by the launcher gets them in the order of global ranks.
+/// The hosts' names in the order of their first ranks, and each rank's place. If the launcher did not tell all ranks
+/// of a host their local ranks, they get them in the order of global ranks.
 fn places(joins: &[&Join]) -> (Vec<String>, Vec<RankLocation>) {
     let mut index: HashMap<&str, usize> = HashMap::new();
     let mut names = Vec::new();

@@ -16,7 +16,7 @@ fn join(rank: u32, size: u32) -> ToServer {
     })
 }
 
-/// A job all of whose ranks have joined, on connections with their numbers.
+/// A job whose ranks have all joined, on connections with the ranks' numbers.
 fn running(size: u32, patience: Duration) -> Job {
     let mut job = Job::new(size as usize, patience, 1);
     for rank in 0..size {
@@ -28,7 +28,7 @@ fn running(size: u32, patience: Duration) -> Job {
     job
 }
 
-/// Who is told what about whom, as short texts.
+/// The notices in the messages, as short texts: receiver, rank, departure.
 fn told(job: &mut Job) -> Vec<String> {
     job.take_outbox()
         .into_iter()
@@ -128,7 +128,7 @@ fn a_death_while_others_wait_to_start_ends_their_wait() {
     job.receive(1, join(1, 3)).unwrap();
     job.disconnected(1, "was lost", Instant::now());
     assert_eq!(told(&mut job), ["0: rank 1 died (process 101 on host node was lost)"]);
-    // Nobody may slip into the failed session; who comes now hears at once.
+    // No rank can join the failed session; later ranks are told at once.
     job.receive(2, join(2, 3)).unwrap();
     assert_eq!(told(&mut job), ["2: rank 1 died (process 101 on host node was lost)"]);
 }
@@ -156,7 +156,7 @@ fn who_comes_late_hears_of_the_first_death_first() {
 fn sessions_follow_each_other() {
     let mut job = running(2, NO_PATIENCE);
     let first = *job.sessions.keys().next().unwrap();
-    // Rank 1 is faster: it is back before rank 0 has left.
+    // Rank 1 rejoins before rank 0 has left.
     job.receive(1, ToServer::Goodbye).unwrap();
     job.receive(11, join(1, 2)).unwrap();
     job.receive(0, ToServer::Goodbye).unwrap();
@@ -231,7 +231,7 @@ fn a_store_does_not_grow_without_limit() {
     let set = |key: usize| ToServer::Set { key: key.to_string(), value: vec![0; MAX_VALUE] };
     let refused = (0..).find_map(|key| job.receive(0, set(key)).err()).unwrap();
     assert!(refused.contains("268435456 bytes"), "{refused}");
-    // What was refused takes no room: something smaller fits.
+    // A rejected value takes no space, so a smaller one fits.
     job.receive(0, ToServer::Set { key: "small".to_owned(), value: vec![0; MAX_VALUE / 2] }).unwrap();
 }
 
@@ -258,7 +258,7 @@ fn keys_that_all_members_release_are_removed() {
     assert_eq!(ask(&mut job, 0, Some(release())), 2);
     assert_eq!(ask(&mut job, 0, Some(release())), 2, "a member counts once");
     assert_eq!(ask(&mut job, 1, Some(release())), 1);
-    // The next group of that name begins anew.
+    // The next group of that name starts with an empty count.
     job.receive(0, set("cuda/1/device/0")).unwrap();
     assert_eq!(ask(&mut job, 0, Some(release())), 2);
 }
@@ -286,6 +286,6 @@ fn places_on_hosts() {
     let (names, found) = places(&joins.iter().collect::<Vec<_>>());
     assert_eq!(names, ["name of b", "name of a"]);
     let place = |host, local_rank, local_size| RankLocation { host, local_rank, local_size, pid: 1 };
-    // Not all of host b were told, so they are counted; all of host a were.
+    // Some ranks of host b have no local rank, so they are counted; all ranks of host a have one.
     assert_eq!(found, [place(0, 0, 2), place(1, 5, 6), place(0, 1, 2), place(1, 4, 6)]);
 }

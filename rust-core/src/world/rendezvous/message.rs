@@ -1,4 +1,4 @@
-//! What ranks and the rendezvous say to each other, as postcard in a [`super::frame`].
+//! The messages between ranks and the rendezvous, serialized with postcard in a [`super::frame`].
 
 use serde::{Deserialize, Serialize};
 
@@ -8,64 +8,64 @@ use crate::world::Departure;
 pub const MAX_KEY: usize = 1 << 10;
 /// Longest value of the store, in bytes.
 pub const MAX_VALUE: usize = 1 << 18;
-/// Longest text of a failure; longer ones are cut.
+/// Longest text of a failure; longer ones are truncated.
 pub const MAX_TEXT: usize = 1 << 14;
 
 /// A rank introduces itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Join {
-    /// Version of this package; all ranks must have the same.
+    /// Version of this package, which must be equal on all ranks.
     pub version: String,
     /// Global rank.
     pub rank: u32,
-    /// Processes of the job, as this rank knows it.
+    /// Number of processes of the job, as this rank knows it.
     pub size: u32,
-    /// Which host, exactly: see [`crate::world::host`].
+    /// Identity of the host: see [`crate::world::host`].
     pub host: String,
     /// The host's name, for messages.
     pub hostname: String,
     /// Process id on that host.
     pub pid: u32,
-    /// Place on the host, if the launcher told it.
+    /// Local rank and size, if the launcher set them.
     pub local: Option<(u32, u32)>,
 }
 
-/// Where a rank runs.
+/// The place of a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankLocation {
     /// Index into [`Welcome::hosts`].
     pub host: u32,
-    /// Place on the host.
+    /// Local rank.
     pub local_rank: u32,
-    /// Processes on the host.
+    /// Number of processes on the host.
     pub local_size: u32,
     /// Process id on the host.
     pub pid: u32,
 }
 
-/// The session stands: all ranks have joined.
+/// All ranks have joined the session.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Welcome {
-    /// New for each session.
+    /// Id of the session.
     pub session: u64,
     /// Names of the hosts, in the order of their first ranks.
     pub hosts: Vec<String>,
-    /// Where each rank runs.
+    /// The place of each rank.
     pub places: Vec<RankLocation>,
 }
 
-/// A rank of an elastic job, for one session.
+/// An assignment of a rank of an elastic job, valid for one session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankAssignment {
-    /// Which session of the job, counted from 1.
+    /// Number of the session in the job, counted from 1.
     pub generation: u64,
     /// Global rank.
     pub rank: u32,
-    /// Processes of the session.
+    /// Number of processes of the session.
     pub size: u32,
 }
 
-/// The launcher of an elastic job has found other hosts, or other numbers of slots.
+/// The launcher of an elastic job has found changed hosts or slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostsUpdated {
     /// When it was found, in microseconds since 1970.
@@ -74,17 +74,17 @@ pub struct HostsUpdated {
     pub kinds: u8,
 }
 
-/// From a rank.
+/// A message from a rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "fields are explained at their variant")]
 pub enum ToServer {
-    /// The first message where the launcher gives out the ranks: asks for one.
+    /// Asks the launcher of an elastic job for a rank; the first message of a worker.
     Enter { worker: String },
-    /// The first message, or the answer to [`ToClient::Assignment`].
+    /// Joins the session; the first message of a rank, or the reply to [`ToClient::Assignment`].
     Join(Join),
     /// Writes a key of the store.
     Set { key: String, value: Vec<u8> },
-    /// Asks for a key; the answer comes when it is written, with the same `ticket`.
+    /// Requests a key; the answer is sent when it is written, with the same `ticket`.
     Get { ticket: u64, key: String },
     /// The rank no longer waits for `ticket`.
     Forget { ticket: u64 },
@@ -92,31 +92,33 @@ pub enum ToServer {
     RemovePrefix { prefix: String },
     /// Asks which ranks have not joined.
     WhoIsMissing,
-    /// The rank failed; it may still say goodbye.
+    /// The rank has failed; it may still say goodbye.
     Fail { message: String },
     /// The rank leaves in good order.
     Goodbye,
-    /// The rank needs the keys that start with `prefix` no more; they are removed when as many ranks as `members` say so.
+    /// Releases the keys that start with `prefix`; they are removed when as many ranks as `members` have released
+    /// them.
     Release { prefix: String, members: u32 },
 }
 
-/// From the server.
+/// A message from the server.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "fields are explained at their variant")]
 pub enum ToClient {
-    /// The rank may not join; the connection ends.
+    /// The rank may not join; the connection is closed.
     Refused { reason: String },
-    /// The answer to [`ToServer::Enter`]: join as this.
+    /// An answer to [`ToServer::Enter`]: the rank to join as.
     Assignment(RankAssignment),
-    /// The other answer to [`ToServer::Enter`]: there is no place any more, for this reason.
+    /// The other answer to [`ToServer::Enter`]: the worker is removed, for this reason.
     Removed { reason: String },
-    /// Hosts have come or gone, as the launcher says.
+    /// The launcher has found changed hosts.
     HostsUpdated(HostsUpdated),
     /// See [`Welcome`].
     Welcome(Welcome),
     /// The answer to [`ToServer::Get`], at once or after [`ToClient::NotYet`].
     Value { ticket: u64, value: Vec<u8> },
-    /// The key that [`ToServer::Get`] asks for is not written yet. Whoever departed before this came did not write it.
+    /// The key of [`ToServer::Get`] is not written yet. A rank whose departure was reported before this did not write
+    /// it.
     NotYet { ticket: u64 },
     /// The answer to [`ToServer::WhoIsMissing`].
     Missing { ranks: Vec<u32> },
@@ -124,15 +126,15 @@ pub enum ToClient {
     Notice { rank: u32, departure: Departure },
 }
 
-/// The bytes of a message.
+/// Serializes a message.
 pub fn encode<M: Serialize>(message: &M) -> Vec<u8> {
     postcard::to_stdvec(message).expect("messages consist of what postcard can write")
 }
 
-/// The message in `bytes`, all of them.
+/// Parses a message from all of `bytes`.
 ///
 /// # Errors
-/// A text that says what is wrong.
+/// A text that describes the error.
 pub fn decode<'a, M: Deserialize<'a>>(bytes: &'a [u8]) -> Result<M, String> {
     match postcard::take_from_bytes(bytes) {
         Ok((message, [])) => Ok(message),
@@ -141,7 +143,7 @@ pub fn decode<'a, M: Deserialize<'a>>(bytes: &'a [u8]) -> Result<M, String> {
     }
 }
 
-/// `text`, at most [`MAX_TEXT`] bytes of it.
+/// Truncates `text` to at most [`MAX_TEXT`] bytes.
 pub fn shorten(text: &str) -> String {
     if text.len() <= MAX_TEXT {
         return text.to_owned();

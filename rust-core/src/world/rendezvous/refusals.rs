@@ -1,9 +1,9 @@
-//! Who was turned away at a port of the job's, for the log.
+//! Logs rejected connections at a port of the job.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-/// Logs who was turned away, but never more than a few lines at a time: a flood must not fill the log.
+/// Logs rejected connections, a few lines at a time at most, so that a flood does not fill the log.
 #[derive(Default)]
 pub(crate) struct Refusals {
     window: Option<Instant>,
@@ -28,7 +28,7 @@ impl Refusals {
         }
     }
 
-    /// When to [`Refusals::summarize`].
+    /// When to call [`Refusals::summarize`] next.
     pub(crate) fn due(&self) -> Option<Instant> {
         self.window.map(|start| start + Self::WINDOW)
     }

@@ -1,4 +1,5 @@
-//! The rendezvous over TCP: one thread, a mio loop. What unauthenticated connections can cost is bounded here (RDV-1).
+//! The rendezvous server over TCP: one thread with a mio loop. It limits the resources of unauthenticated connections
+//! (RDV-1).
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io::{ErrorKind, Read, Write};
@@ -20,37 +21,38 @@ use super::refusals::Refusals;
 use crate::error::{Error, Result};
 use crate::world::{fork, socket};
 
-/// How long a connection may take to prove itself and join.
+/// Time limit for a connection to authenticate and join.
 const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
-/// Connections that have not proved themselves, at most.
+/// Largest number of unauthenticated connections.
 const MAX_UNAUTHENTICATED: usize = 256;
-/// An unauthenticated connection of this age may be closed for a new one. A member whose connection is closed so tries again.
+/// Age from which an unauthenticated connection may be closed in favour of a new one. A member whose connection is
+/// closed in this way retries.
 const UNAUTHENTICATED_TIME: Duration = Duration::from_millis(30);
-/// Connections that wait to be accepted.
+/// Length of the listen queue.
 const LISTEN_QUEUE: i32 = 4096;
-/// Connections accepted before members are served again.
+/// Largest number of connections to accept before members are served again.
 const ACCEPT_BATCH: usize = 32;
-/// Bytes read from one connection before the others are served again.
+/// Largest number of bytes to read from one connection before the others are served.
 const READ_BATCH: usize = 1 << 18;
-/// Bytes that may wait for a member that does not read them.
+/// Largest number of bytes queued for a member that does not read.
 const MAX_BACKLOG: usize = 64 * MAX_PAYLOAD;
-/// How long the launcher has to tell why a process died before the lost connection alone is told.
+/// How long to wait for the launcher's report why a process died before the lost connection itself is reported.
 const PATIENCE: Duration = Duration::from_millis(200);
 
 const LISTENER: Token = Token(0);
 const WAKER: Token = Token(1);
 const FIRST_CONNECTION: usize = 2;
 
-/// How to serve.
+/// Options of the server.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
-    /// Who may join.
+    /// The key of the job.
     pub key: JobKey,
-    /// Processes of the job; none: the launcher of an elastic job gives out the ranks.
+    /// Number of processes of the job; none for an elastic job, whose launcher assigns the ranks.
     pub size: Option<usize>,
     /// How long to wait for [`Server::report_death`] after a connection was lost.
     pub patience: Duration,
-    /// Silence after which a host counts as vanished.
+    /// A host that is silent for this long counts as lost.
     pub peer_timeout: Duration,
 }
 
@@ -72,7 +74,7 @@ struct ServerState {
     bell: OwnedFd,
 }
 
-/// A running rendezvous; dropping it ends it.
+/// A running rendezvous server, which ends when dropped.
 pub struct Server {
     address: SocketAddr,
     shared: Arc<ServerState>,
@@ -81,11 +83,11 @@ pub struct Server {
 }
 
 impl Server {
-    /// Serves a job of `world_size` processes at `bind`, for a launcher that watches its processes and calls
+    /// Serves a job of `world_size` processes at `bind`, for a launcher that monitors its processes and calls
     /// [`Server::report_death`].
     ///
     /// # Errors
-    /// [`Error::Io`] if the address cannot be bound; [`Error::Config`] for a bad timeout in the environment.
+    /// [`Error::Io`] if the address cannot be bound; [`Error::Config`] for an invalid timeout in the environment.
     pub fn start(bind: SocketAddr, secret: &[u8], world_size: usize) -> Result<Self> {
         let listener =
             TcpListener::bind(bind).map_err(|e| Error::io(format!("binding the rendezvous to {bind}"), e))?;
@@ -96,7 +98,7 @@ impl Server {
         )
     }
 
-    /// As [`Server::start`], for a job whose processes come and go: [`Server::seat`] gives out the ranks of each session.
+    /// As [`Server::start`], for an elastic job: [`Server::seat`] assigns the ranks of each session.
     ///
     /// # Errors
     /// As [`Server::start`].
@@ -107,15 +109,15 @@ impl Server {
         Self::serve(listener, ServerOptions { key: JobKey::new(secret), size: None, patience: PATIENCE, peer_timeout })
     }
 
-    /// Serves at `listener`.
+    /// Serves on `listener`.
     ///
     /// # Errors
-    /// [`Error::Io`] if the system refuses the loop's resources.
+    /// [`Error::Io`] if the system has no resources for the loop.
     pub fn serve(listener: TcpListener, options: ServerOptions) -> Result<Self> {
         let io = |error| Error::io("starting the rendezvous", error);
         let address = listener.local_addr().map_err(io)?;
         listener.set_nonblocking(true).map_err(io)?;
-        // The standard library's queue is short.
+        // The standard library's listen queue is short.
         rustix::net::listen(&listener, LISTEN_QUEUE).map_err(|error| io(error.into()))?;
         let mut listener = mio::net::TcpListener::from_std(listener);
         let poll = Poll::new().map_err(io)?;
@@ -153,25 +155,25 @@ impl Server {
         Ok(Self { address, shared, waker, thread: Some(thread) })
     }
 
-    /// Where it listens.
+    /// The address of the listener.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Tells the job that the process of `rank` ended, as `detail` says (`killed by signal 9`), whether it had joined
-    /// or not. Ranks that said goodbye before are not affected.
+    /// Reports that the process of `rank` has ended, as `detail` says (`killed by signal 9`), whether or not it had
+    /// joined. Has no effect for a rank that has said goodbye.
     pub fn report_death(&self, rank: usize, detail: &str) {
         self.command(Command::Death { rank, detail: detail.to_owned() });
     }
 
-    /// What workers of an elastic job have asked for since the last call.
+    /// The events of an elastic job since the last call.
     pub fn take_events(&self) -> Vec<JobEvent> {
-        // The counter only wakes who waits; what it says does not matter.
+        // The counter only serves to wake the poller; its value does not matter.
         let _ = rustix::io::read(&self.shared.bell, &mut [0; 8]);
         std::mem::take(&mut *self.shared.events.lock())
     }
 
-    /// Is readable while there may be events.
+    /// A descriptor that is readable while there may be events.
     pub fn bell(&self) -> BorrowedFd<'_> {
         self.shared.bell.as_fd()
     }
@@ -181,12 +183,12 @@ impl Server {
         self.command(Command::Assignment(workers));
     }
 
-    /// Tells a worker that waits for a rank that there is none.
+    /// Tells a waiting worker that it has been removed from the job.
     pub fn remove(&self, worker: &str, reason: &str) {
         self.command(Command::Remove { worker: worker.to_owned(), reason: reason.to_owned() });
     }
 
-    /// Tells all members that hosts have come or gone.
+    /// Notifies all members of changed hosts.
     pub fn hosts_updated(&self, update: HostsUpdated) {
         self.command(Command::HostsUpdated(update));
     }
@@ -196,7 +198,8 @@ impl Server {
         self.command(Command::WorkerDeath { worker: worker.to_owned(), detail: detail.to_owned() });
     }
 
-    /// Waits until no member is connected, at most until `deadline` or until `stop` says so. Whether that is so.
+    /// Waits until no member is connected, at most until `deadline` or until `stop` returns true. Returns whether
+    /// that is so.
     pub fn wait_until_empty(&self, deadline: Instant, stop: impl Fn() -> bool) -> bool {
         let mut connected = self.shared.connected.lock();
         while *connected > 0 && Instant::now() < deadline {
@@ -219,7 +222,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // A forked child has no such thread.
+        // The thread does not exist in a forked child.
         if fork::is_child() {
             return;
         }
@@ -231,9 +234,9 @@ impl Drop for Server {
 }
 
 enum ConnectionStage {
-    /// Must prove that it knows the secret.
+    /// It has not proved that it knows the secret.
     Unauthenticated { challenge: Challenge, answer: Vec<u8> },
-    /// Has proved it.
+    /// It has proved it.
     Open { sealer: Sealer, opener: Opener },
 }
 
@@ -242,11 +245,11 @@ struct Connection {
     stream: mio::net::TcpStream,
     peer: SocketAddr,
     stage: ConnectionStage,
-    /// Until when it must have joined.
+    /// When it must have joined.
     deadline: Option<Instant>,
     out: Vec<u8>,
     sent: usize,
-    /// It is not read any more, and closed when `out` is sent.
+    /// It is not read any more, and is closed when `out` is sent.
     closing: bool,
 }
 
@@ -257,14 +260,14 @@ struct Loop {
     job: Job,
     options: ServerOptions,
     connections: HashMap<Token, Connection>,
-    /// Those that have not joined, oldest first, with the time they came.
+    /// Connections that have not joined, oldest first, with the time of their arrival.
     unauthenticated: BTreeMap<Token, Instant>,
     next: usize,
-    /// The listener has more, or could not accept for want of a slot.
+    /// Whether the listener may have more connections, or could not accept for lack of a slot.
     accept_again: bool,
-    /// Connections that have more to read.
+    /// Connections with more data to read.
     again: HashSet<Token>,
-    /// Connections to close when their last words are sent.
+    /// Connections to close when their output is sent.
     closing: HashSet<Token>,
     refusals: Refusals,
     shared: Arc<ServerState>,
@@ -309,7 +312,7 @@ impl Loop {
         }
     }
 
-    /// How long nothing can happen that no event tells.
+    /// The time until the next timer, during which only events can cause work.
     fn timeout(&self) -> Option<Duration> {
         let now = Instant::now();
         if !self.again.is_empty() {
@@ -318,7 +321,7 @@ impl Loop {
         let accept = self.accept_again.then(|| now + Duration::from_millis(5));
         let handshake = self.unauthenticated.values().next().map(|came| *came + HANDSHAKE_TIME);
         let next = [accept, handshake, self.job.next_tick(), self.refusals.due()].into_iter().flatten().min()?;
-        // mio rounds down to milliseconds: one more, or the loop would spin through the last one.
+        // mio rounds down to milliseconds, so one is added; otherwise the loop would spin during the last one.
         Some(next.saturating_duration_since(now) + Duration::from_millis(1))
     }
 
@@ -353,7 +356,7 @@ impl Loop {
                 }
                 Err(error) if error.kind() == ErrorKind::ConnectionAborted => {}
                 Err(error) => {
-                    // Out of file descriptors, most likely: the loop tries again a little later.
+                    // Usually, the process has no free descriptor: the loop tries again a little later.
                     self.refusals.note(None, &format!("accepting a connection: {error}"));
                     return;
                 }
@@ -387,7 +390,7 @@ impl Loop {
         Ok(())
     }
 
-    /// Makes room for a new unauthenticated connection, if the oldest one is old enough to be closed.
+    /// Closes the oldest unauthenticated connection in favour of a new one, if it is old enough.
     fn evict_oldest(&mut self) -> bool {
         match self.unauthenticated.first_key_value() {
             Some((&token, came)) if came.elapsed() >= UNAUTHENTICATED_TIME => {
@@ -482,7 +485,7 @@ impl Loop {
         connection.sent = 0;
     }
 
-    /// Ends a connection on which the system reports an error.
+    /// Closes a connection on which the system reports an error.
     fn lose_connection(&mut self, token: Token, error: &std::io::Error) {
         let joined = self
             .connections
@@ -495,7 +498,7 @@ impl Loop {
         self.drop_connection(token, &format!("was lost: {error}"));
     }
 
-    /// Ends a connection that did not end in good order.
+    /// Closes a connection that did not end in good order.
     fn drop_connection(&mut self, token: Token, why: &str) {
         let Some(connection) = self.close(token) else { return };
         match connection.stage {
@@ -520,7 +523,7 @@ impl Loop {
         let events = self.job.take_events();
         if !events.is_empty() {
             self.shared.events.lock().extend(events);
-            // It can only fail by being full, and then it is readable.
+            // The write fails only if the pipe is full, and then it is readable.
             let _ = rustix::io::write(&self.shared.bell, &1u64.to_ne_bytes());
         }
         let mut connected = self.shared.connected.lock();
@@ -531,7 +534,7 @@ impl Loop {
     }
 }
 
-/// Takes bytes that `connection` sent.
+/// Handles bytes from `connection`.
 fn take(
     token: Token,
     connection: &mut Connection,
