@@ -12,7 +12,7 @@ fn main() {
     cxx_build::CFG.include_prefix = "smd";
     cxx_build::bridge("src/bridge.rs").std("c++17").include("include").compile("smd_bridge");
 
-    // cxx says where its header is; the runtime's source lies beside it, and finds the header by its place there.
+    // cxx reports the folder of its header; its runtime's source is in a known place relative to it.
     let cxx_header = PathBuf::from(env::var_os("DEP_CXXBRIDGE1_HEADER").expect("the cxx crate sets it"));
     let cxx_runtime = fs::read_to_string(cxx_header.with_file_name("../src/cxx.cc")).expect("cxx carries its runtime");
     let cxx_source = out_dir.join("cxx.cc");
@@ -39,7 +39,8 @@ fn main() {
     println!("cargo:rerun-if-changed=src/bridge.rs");
 }
 
-/// Adds the C++ files of `folder` and of the folders in it, sorted, so that the list depends on nothing but its content.
+/// Adds the C++ files of `folder` and its subfolders in sorted order, so that the list does not depend on the file
+/// system.
 fn add_folder(sources: &mut Vec<(String, PathBuf)>, folder: &Path, name: &str) {
     println!("cargo:rerun-if-changed={}", folder.display());
     let entries = fs::read_dir(folder).unwrap_or_else(|error| panic!("`{}`: {error}", folder.display()));

@@ -48,7 +48,6 @@ void queue(const std::vector<TensorOperation>& operations);
 // The tensors' memory is held until that wait. Afterwards the waiting stream is the next to use it, so the order of
 // that stream protects it. If nothing waits, PyTorch's allocator is told of the use in the communication stream, so
 // that it does not reuse the memory too early.
-// away early.
 class PendingWork {
  public:
   // Queues the operations. Throws rust::Error.

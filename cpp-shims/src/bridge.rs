@@ -1,4 +1,4 @@
-//! The bridge: what C++ may say to the core, and the one thing that the core says back.
+//! The bridge between C++ and the core: the functions that C++ may call, and the callbacks of the core.
 
 pub use ffi::*;
 
@@ -55,7 +55,7 @@ mod ffi {
         stream: usize,
     }
 
-    /// The kinds of `smd_core::collectives::Request` that a framework may ask for.
+    /// The kinds of `smd_core::collectives::Request` that a framework may submit.
     #[derive(Debug)]
     enum Collective {
         AllReduce,
@@ -66,55 +66,54 @@ mod ffi {
         Scatter,
         ReduceScatter,
         AllToAll,
-        /// `AllGather` and `AllToAll` of rows, `Call::rows` of them for each rank or in all, with outputs that
-        /// `Completion::make_outputs` makes. Only `submit` has them.
+        /// `AllGather` and `AllToAll` of rows, where `Call::rows` has their number for each rank or in total.
+        /// `Completion::make_outputs` allocates the outputs. Only `submit` supports these.
         AllGatherRows,
         AllToAllRows,
         Barrier,
         Send,
         Recv,
-        /// `Recv` from whoever sends first.
+        /// `Recv` from the first member that sends.
         RecvAny,
     }
 
-    /// One operation. Inputs and outputs are blocks in the order of the group's ranks where the collective has
-    /// one a rank.
+    /// One operation. Inputs and outputs are blocks in rank order, if the collective has one block for each rank.
     #[derive(Debug)]
     struct Call<'a> {
         collective: Collective,
-        /// Communicator; 0 is the world.
+        /// Id of the communicator; 0 is the world.
         group: u64,
-        /// Name of a reduction, such as `sum`; empty where nothing is reduced.
+        /// Name of a reduction, such as `sum`; empty if there is none.
         op: &'a str,
-        /// Root or peer, a rank inside the group.
+        /// Root or peer, as a rank inside the group.
         peer: i64,
-        /// Of send and recv.
+        /// Tag of a send or receive.
         tag: u32,
-        /// Longest wait for other members; 0 is the session's own.
+        /// Timeout for other members; 0 selects the session's.
         timeout_ms: u64,
         inputs: &'a [TensorView],
         outputs: &'a [TensorView],
-        /// Of operations on rows: how many each input has, and elements of one.
+        /// For operations on rows: the number of rows of each input, and the elements of one row.
         rows: &'a [usize],
         row_elems: usize,
     }
 
-    /// How operations are submitted by name (`smd_core::negotiation::NamedRequest`).
+    /// Options of a submission by name (`smd_core::negotiation::NamedRequest`).
     #[derive(Debug)]
     struct NamedCall<'a> {
-        /// In front of the name: `allreduce`; may be empty if there is a name.
+        /// Prefix of the name, such as `allreduce`; may be empty if there is a name.
         kind: &'a str,
-        /// Empty: the negotiation gives one.
+        /// If empty, the negotiation generates a name.
         name: &'a str,
-        /// Others of this process may have the name too; they run one after the other.
+        /// Other calls of this process may have the same name; they run one after the other.
         shared: bool,
         prescale: f64,
         postscale: f64,
-        /// The caller multiplies: ranks only compare the factors.
+        /// The caller applies the factors, and ranks only compare them.
         is_scaled: bool,
-        /// This process does nothing else meanwhile.
+        /// This process does nothing else until the operation completes.
         blocking: bool,
-        /// Of each call's tensor, and all dimensions one after the other.
+        /// For each call, the number of dimensions of its tensor, and all dimensions one after the other.
         num_dims: &'a [usize],
         dims: &'a [u64],
     }
@@ -122,15 +121,15 @@ mod ffi {
     /// `smd_core::negotiation::Gradients`.
     #[derive(Debug)]
     struct StepGradients<'a> {
-        /// A line for each.
+        /// Names, one in each line.
         names: &'a str,
-        /// Empty: they are known by their names.
+        /// If empty, gradients are identified by their names.
         numbers: &'a [u64],
-        /// They have all been submitted.
+        /// Whether all of them have been submitted.
         is_last: bool,
     }
 
-    /// The parts of `smd_core::session::WorldPlace` that operations ask for.
+    /// The fields of `smd_core::session::WorldPlace` that operations return.
     #[derive(Debug)]
     struct WorldPlace {
         rank: usize,
@@ -153,7 +152,7 @@ mod ffi {
     #[derive(Debug)]
     enum Reduction {
         Average,
-        /// Compressed to this type, and so on.
+        /// Rounded to float16 before the reduction, and so on for other types.
         Float16,
         BFloat16,
         ByCaller,
@@ -171,7 +170,7 @@ mod ffi {
         on_device: bool,
     }
 
-    /// Of `smd_core::reducer::ballot::Readiness`, what a rank without a reducer may bring.
+    /// The values of `smd_core::reducer::ballot::Readiness` that a rank without a reducer may vote.
     #[derive(Debug)]
     enum Readiness {
         ByName,
@@ -198,28 +197,28 @@ mod ffi {
         unused_bytes: usize,
     }
 
-    /// Buckets `begin` to `end`, without the last.
+    /// Range of buckets, from `begin` up to, but not including, `end`.
     #[derive(Debug)]
     struct Buckets {
         begin: usize,
         end: usize,
     }
 
-    /// One bucket of the plan in force.
+    /// One bucket of the current plan.
     #[derive(Debug)]
     struct BucketDescription {
-        /// Start in the arena.
+        /// Offset in the arena.
         offset_bytes: usize,
         elems: usize,
         dtype: DType,
-        /// What its values travel as.
+        /// Element type in which it is reduced.
         wire: DType,
-        /// Parameters in the bucket, where each one's slot starts, in elements of the bucket, and whether its gradient is
-        /// reduced where it lies.
+        /// Parameters of the bucket; for each, the offset of its slot in elements of the bucket, and whether its
+        /// gradient is reduced in place.
         params: Vec<usize>,
         starts: Vec<usize>,
         apart: Vec<bool>,
-        /// Of the whole plan.
+        /// Number of the plan, unique in the process.
         num_buckets: usize,
     }
 
@@ -237,7 +236,7 @@ mod ffi {
         pieces: &'a [Piece],
         /// Empty, or the memory of the slots.
         flat: &'a [TensorView],
-        /// Empty, or the memory in which the slots travel.
+        /// Empty, or the memory in which slots are reduced in a narrower type.
         wire: &'a [TensorView],
         apart: &'a [TensorView],
         stream: usize,
@@ -254,32 +253,33 @@ mod ffi {
     extern "Rust" {
         /// Global rank of this process.
         fn rank() -> Result<usize>;
-        /// Processes of the job.
+        /// Number of processes of the job.
         fn size() -> Result<usize>;
-        /// A number for the session, the same on all ranks and new for each `init`.
+        /// A number of the session that is equal on all ranks and new for each `init`.
         fn session_id() -> Result<u64>;
         /// This process's rank inside `group`.
         fn group_rank(group: u64) -> Result<usize>;
-        /// Members of `group`.
+        /// Number of members of `group`.
         fn group_size(group: u64) -> Result<usize>;
-        /// The members of a group, by their ranks in the job.
+        /// The members of a group, as global ranks.
         fn group_ranks(group: u64) -> Result<Vec<usize>>;
 
         /// Runs the operation on the caller's thread and returns when this rank's part is complete; on CUDA tensors, when
         /// it is queued into the stream that their views name.
         ///
         /// # Safety
-        /// The views describe memory as `smd_core::buffer::TensorView` demands, until the call returns; on CUDA tensors,
-        /// until the device has done what was queued.
+        /// The views describe memory as `smd_core::buffer::TensorView` requires, until the call returns; on CUDA
+        /// tensors, until the device has completed the operation.
         unsafe fn run(call: &Call) -> Result<()>;
 
-        /// Queues operations on CUDA tensors, all of one group, as one, into the stream that their views name.
+        /// Queues several operations on CUDA tensors of one group as one operation, into the stream that their views
+        /// name.
         ///
         /// # Safety
-        /// As `run`, until the device has done what was queued.
+        /// As `run`, until the device has completed the operation.
         unsafe fn run_together(calls: &[Call]) -> Result<()>;
 
-        /// Copies a tensor, or sets all bytes of one to zero: at once in CPU memory, queued into its stream on a device.
+        /// Copies a tensor, or fills one with zero bytes: at once in CPU memory, queued into its stream on a device.
         ///
         /// # Safety
         /// As `run`; both are of one type and length, on one device, and do not overlap.
@@ -295,14 +295,15 @@ mod ffi {
         /// As `copy`, but for the types.
         unsafe fn add_up(total: &TensorView, addend: &TensorView) -> Result<()>;
 
-        /// Throws what ended the operations of `group` on CUDA tensors, if something did.
+        /// Throws the error that ended the operations of `group` on CUDA tensors, if there is one.
         fn check_device(group: u64, during: &str) -> Result<()>;
 
         /// Queues the operation. If this returns an error, `done` is not called; otherwise it is called once, from
         /// a thread of the core; on CUDA tensors, when the device is done.
         ///
         /// # Safety
-        /// As `run`, until `done` is called; on CUDA tensors, from what the views' stream was given so far.
+        /// As `run`, until `done` is called; on CUDA tensors in stream order, after the work that the views' stream
+        /// holds now.
         unsafe fn submit(call: &Call, done: UniquePtr<Completion>) -> Result<()>;
 
         /// As `submit`, in any order: the operation runs when every rank has submitted one under `name`
@@ -319,8 +320,9 @@ mod ffi {
             done: UniquePtr<Completion>,
         ) -> Result<()>;
 
-        /// As `submit_named`, of one or several collectives of one group, which run together or not at all. What this
-        /// process cannot ask for is thrown at once, and the others hear nothing of it; `done` may hear of it, too.
+        /// As `submit_named`, for one or several collectives of one group, which run together or not at all. Errors
+        /// of this call are thrown at once, and other ranks do not learn of them; `done` may be called with the error
+        /// as well.
         ///
         /// # Safety
         /// As `submit`.
@@ -330,12 +332,12 @@ mod ffi {
             done: UniquePtr<Completion>,
         ) -> Result<Box<NamedHandle>>;
         type NamedHandle;
-        /// Brings the operation on by this thread, which waits for it, for a moment; false if there is nothing that it
-        /// could do. `done` may be called in here.
+        /// Runs the negotiation on this thread, which waits for the operation, for a short time; returns false if
+        /// there is nothing to run. May call `done`.
         fn drive(self: &NamedHandle) -> bool;
 
-        /// Has all ranks compare under `name` which gradients a step has: `done` gets an error that names ranks and gradients if they
-        /// differ (`smd_core::negotiation::Negotiator::compare_gradients`).
+        /// Compares across ranks under `name` which gradients a step has. If they differ, `done` gets an error that
+        /// names ranks and gradients (`smd_core::negotiation::Negotiator::compare_gradients`).
         fn compare_gradients(
             group: u64,
             name: &str,
@@ -344,28 +346,29 @@ mod ffi {
             done: UniquePtr<Completion>,
         ) -> Result<Box<NamedHandle>>;
 
-        /// This process has nothing more to submit by name in `group`; `done` gets the rank of the group that joined last. The
-        /// script has `named` a CUDA device for the others' all-reduces on devices, and the framework's is `current`; negative: none
+        /// Joins `group`: this process has nothing more to submit by name. `done` gets the rank of the group that
+        /// joined last. For the other ranks' all-reduces on devices, `named` is the CUDA device that the script has
+        /// chosen and `current` that of the framework; negative if there is none
         /// (`smd_core::negotiation::Negotiator::join`).
         fn join_named(group: u64, named: i64, current: i64, done: UniquePtr<Completion>) -> Result<()>;
 
-        /// The group of a process set; throws if this rank is in no such set.
+        /// The group of a process set; throws if this rank is not a member.
         fn process_set_group(process_set: i64) -> Result<u64>;
-        /// This rank's place in the world of process sets.
+        /// This rank's position in the world of process sets.
         fn world_place() -> Result<WorldPlace>;
         /// The ranks of a process set.
         fn process_set_ranks(process_set: i64) -> Result<Vec<usize>>;
-        /// The position of a rank of the world in a process set.
+        /// The position in a process set of a rank of the world.
         fn process_set_root(process_set: i64, rank: i64) -> Result<usize>;
 
-        /// As `run`, several collectives of one group in one go (`smd_core::collectives::Communicator::run_batch`); the
-        /// first one's timeout is that of each.
+        /// As `run`, for several collectives of one group as one batch
+        /// (`smd_core::collectives::Communicator::run_batch`). The timeout of the first one applies to each.
         ///
         /// # Safety
         /// As `run`.
         unsafe fn run_batch(calls: &[Call]) -> Result<()>;
 
-        /// As `run_batch`, queued as by `submit`.
+        /// As `run_batch`, queued like `submit`.
         ///
         /// # Safety
         /// As `submit`.
@@ -378,87 +381,89 @@ mod ffi {
         /// `smd_core::collectives::Communicator::monitored_barrier`.
         fn monitored_barrier(group: u64, timeout_ms: u64, all: bool) -> Result<()>;
 
-        /// For waits outside the core: throws if a signal asks the calling thread to end its wait in `during`.
+        /// For waits outside of the core: throws if a signal asks the calling thread to end its wait in `during`.
         fn check_interrupt(during: &str) -> Result<()>;
 
-        /// After an interrupted wait: the host language raises what the signal's handler raised as soon as this thread
-        /// is back in it; false if it cannot (`smd_core::world::monitor::raise_later`).
+        /// Lets the host language raise the exception of a signal handler as soon as this thread returns to it, after
+        /// an interrupted wait; false if it cannot (`smd_core::world::monitor::raise_later`).
         fn raise_later() -> bool;
     }
 
-    // Steps of a pipeline that run here; `smd_core::session::step_scope` says more.
+    // Steps of a pipeline; see `smd_core::session::step_scope`.
     extern "Rust" {
-        /// A step that has begun.
+        /// The scope of a running step.
         type StepScope;
 
-        /// A step begins; throws without a session.
+        /// Begins a step; throws without a session.
         fn begin_step() -> Result<Box<StepScope>>;
-        /// All that it had to do here is done, or all ranks know that it will not be.
+        /// Ends a step: its operations here are complete, or all ranks know that they will not complete.
         fn end(self: &StepScope);
-        /// An operation of it failed, or it was cancelled.
+        /// Reports that an operation of the step failed, or that the step was cancelled.
         fn fail(self: &StepScope);
     }
 
-    // Process groups of a framework; `smd_core::session::membership` says more.
+    // Process groups of a framework; see `smd_core::session::membership`.
     extern "Rust" {
-        /// A process group with a communicator of its own; dropping it closes it.
+        /// A process group with a communicator of its own, which is closed when the group is dropped.
         type Membership;
 
-        /// The group of all `size` ranks. Joins the job through `store` if this process is in none. Collective.
+        /// Creates the group of all `size` ranks. Joins the job through `store` if this process has no session.
+        /// Collective.
         fn join_all(
             rank: usize,
             size: usize,
             timeout_ms: u64,
             store: UniquePtr<BootstrapStore>,
         ) -> Result<Box<Membership>>;
-        /// A group of global ranks, in this order. Its members call it.
+        /// Creates a group of global ranks, in this order. Its members call this.
         fn join_some(ranks: &[usize], timeout_ms: u64) -> Result<Box<Membership>>;
-        /// A group of these global ranks out of this one, all of whose members call this or `stay_out_of_split`.
+        /// Splits a group of these global ranks from this one. All members of this group call this or
+        /// `stay_out_of_split`.
         fn split(self: &Membership, ranks: &[usize], timeout_ms: u64) -> Result<Box<Membership>>;
-        /// As `split`, of a member that is in no new group.
+        /// As `split`, for a member that is in no new group.
         fn stay_out_of_split(self: &Membership, timeout_ms: u64) -> Result<()>;
-        /// Makes ready for operations on a CUDA device; the first one would do so otherwise. All members call it.
+        /// Prepares operations on a CUDA device; otherwise the first operation does so. Collective.
         fn connect_device(self: &Membership, device: u16) -> Result<()>;
-        /// Its communicator.
+        /// Id of its communicator.
         fn group(self: &Membership) -> Result<u64>;
         /// Its members' global ranks.
         fn ranks(self: &Membership) -> Result<Vec<usize>>;
-        /// Operations under way and all later ones fail.
+        /// Closes the group: running and later operations fail.
         fn close(self: &Membership);
     }
 
-    // Gradient reduction; `smd_core::reducer::Reducer` says more. Functions may be called on any thread and take no
-    // lock of a framework.
+    // Gradient reduction; see `smd_core::reducer::Reducer`. Functions may be called on any thread and take no lock of
+    // a framework.
     extern "Rust" {
         /// Reduces the gradients of one model.
         type Reducer;
-        /// The right of one tensor to one slot, given back when dropped; holds nothing if the slot was taken.
+        /// The right to use one slot, which is freed when the lease is dropped. Empty if all slots were taken.
         type SlotLease;
-        /// The memory of all slots, kept while this is held.
+        /// The memory of all slots, kept alive by this handle.
         type Arena;
 
-        /// A reducer among these global ranks, or all if there are none. Collective.
+        /// Creates a reducer among these global ranks, or all if there are none. Collective.
         fn new_reducer(ranks: &[usize], params: &[Param], options: &ReducerOptions) -> Result<Box<Reducer>>;
-        /// Chooses anew, between backwards. Collective.
+        /// Changes the options, between backwards. Collective.
         fn configure(self: &Reducer, options: &ReducerOptions) -> Result<()>;
-        /// The reducer's own communicator.
+        /// Id of the reducer's own communicator.
         fn group(self: &Reducer) -> Result<u64>;
-        /// Returns when the communicator may be used for something else, between backwards.
+        /// Waits until the communicator may be used for another operation, between backwards.
         fn await_step(self: &Reducer) -> Result<()>;
-        /// Begins a backward that is to be reduced, if `sync`; false if its gradients stay local.
+        /// Begins a backward, which is reduced if `sync`; returns false if its gradients stay local.
         fn begin(self: &Reducer, sync: bool) -> Result<bool>;
-        /// Begins a round: as `begin`, if all ranks of `group`, the one that the reducer is for, turn out to take part. `name`
-        /// and `what` are as for `cast_ballot`.
+        /// Begins a round by a vote: if all ranks of the reducer's `group` take part, it continues like `begin`.
+        /// `name` and `what` are as for `cast_ballot`.
         fn begin_by_vote(self: &Reducer, group: u64, name: &str, what: &str) -> Result<Box<Ballot>>;
-        /// Whether the session that it belongs to is the one in force.
+        /// Whether the session of the reducer is the current one.
         fn is_current(self: &Reducer) -> bool;
-        /// Takes note of a gradient that stays local.
+        /// Notes a gradient that stays local.
         fn note_local(self: &Reducer, param: usize) -> Result<()>;
-        /// In a static graph: takes note of a part of a gradient; true if it is the last.
+        /// In a static graph: notes a part of a gradient; returns true if it is the last one.
         fn accumulated(self: &Reducer, param: usize) -> Result<bool>;
-        /// Whether a gradient lies where it belongs; `ptr` is not read.
+        /// Whether a gradient is in its slot; `ptr` is not read.
         unsafe fn is_slot(self: &Reducer, param: usize, ptr: *const u8) -> Result<bool>;
-        /// A slot of a parameter, unless tensors hold all of them.
+        /// Returns a free slot of a parameter; an empty lease if tensors use all of them.
         fn take_slot(self: &Reducer, param: usize) -> Result<Box<SlotLease>>;
         /// Starts the predictions of a backward on a thread whose allocator calls `place`.
         fn start_placement(self: &Reducer);
@@ -467,55 +472,56 @@ mod ffi {
         fn place(self: &Reducer, bytes: usize) -> Box<SlotLease>;
         /// Reports that the allocation of the last `place`, which returned an empty lease, lies at `ptr`. `ptr` is not read.
         unsafe fn placed_elsewhere(self: &Reducer, bytes: usize, ptr: *const u8);
-        /// The gradient of a parameter was made at `ptr`, which is not read, and not in its slot.
+        /// Notes that the gradient of a parameter was computed at `ptr`, which is not its slot; `ptr` is not read.
         unsafe fn observe(self: &Reducer, param: usize, ptr: *const u8) -> Result<()>;
-        /// Takes note that a gradient, or its stand-in if not `used`, is complete at `ptr`. Returns the buckets that
-        /// the caller reduces now, if it does.
+        /// Marks a gradient, or zeros in its place if not `used`, as complete at `ptr`. Returns the buckets that the
+        /// caller must reduce now, if it reduces buckets.
         ///
         /// # Safety
         /// The bytes stay valid and untouched until `finish` or `abandon` returns.
         unsafe fn mark_ready(self: &Reducer, param: usize, ptr: *mut u8, used: bool) -> Result<Buckets>;
-        /// Buckets of the plan in force; none if all gradients are sparse.
+        /// Number of buckets of the current plan; 0 if all gradients are sparse.
         fn num_buckets(self: &Reducer) -> Result<usize>;
-        /// Describes a bucket; throws if there is no such bucket.
+        /// Describes a bucket; throws if it does not exist.
         fn bucket(self: &Reducer, index: usize) -> Result<BucketDescription>;
-        /// Where the slots are; nowhere on a device.
+        /// Address of the slots; null on a device.
         fn arena(self: &Reducer) -> Result<Box<Arena>>;
-        /// Tells the plan in force from every other one of this process.
+        /// Number of the current plan, unique in the process.
         fn plan_number(self: &Reducer) -> Result<u64>;
-        /// Packs a bucket on a device and has it reduced in the stream `communication`.
+        /// Packs a bucket on a device and queues its reduction into the stream `communication`.
         ///
         /// # Safety
         /// See `smd_core::reducer::Reducer::launch`.
         unsafe fn launch(self: &Reducer, index: usize, bucket: &DeviceBucket, communication: usize) -> Result<()>;
-        /// Makes a stream wait for what was launched.
+        /// Makes a stream wait for the queued reductions.
         ///
         /// # Safety
-        /// It is a stream of the device that buckets are on.
+        /// The stream belongs to the device of the buckets.
         unsafe fn follow(self: &Reducer, stream: usize) -> Result<()>;
-        /// The caller has reduced a bucket.
+        /// Reports that the caller has reduced a bucket.
         fn reduced_by_caller(self: &Reducer) -> Result<()>;
         /// Parameters without a gradient in this backward so far.
         fn missing(self: &Reducer) -> Result<Vec<usize>>;
-        /// The same in the order in which they get a stand-in, or an error if they must have a gradient.
+        /// The same in the order in which they must be marked ready; throws if they must have a gradient.
         fn unused_parameters(self: &Reducer, frozen: &[usize]) -> Result<Vec<usize>>;
-        /// Waits until everything is reduced; for each parameter whether any rank used it, where this is tracked.
+        /// Waits until all buckets are reduced; returns for each parameter whether any rank used it, if that is
+        /// tracked.
         fn finish(self: &Reducer) -> Result<Vec<u8>>;
-        /// Ends a backward that cannot go on.
+        /// Abandons a backward that cannot continue.
         fn abandon(self: &Reducer, message: &str, more_follows: bool);
         /// A vote on how a round of gradients is reduced (`smd_core::reducer::ballot`).
         type Ballot;
         /// Votes under `name`, without a reducer for `what`.
         fn cast_ballot(group: u64, name: &str, what: &str, readiness: Readiness) -> Result<Box<Ballot>>;
-        /// Waits for what all ranks do.
+        /// Waits for the common result.
         fn result(self: &Ballot) -> Result<VoteResult>;
-        /// Whether `result` waits no longer.
+        /// Whether `result` returns without waiting.
         fn is_decided(self: &Ballot) -> bool;
-        /// After the result `Make`: what `create_reducer_async` takes.
+        /// After the result `Make`: the token for `create_reducer_async`.
         fn token(self: &Ballot) -> Result<u64>;
-        /// A reducer that a thread of the core makes (`smd_core::session::pending_reducer`).
+        /// A reducer that a thread of the core creates (`smd_core::session::pending_reducer`).
         type PendingReducer;
-        /// As `new_reducer`, for rounds; waits for nobody. `order` is that in which gradients came.
+        /// As `new_reducer`, for rounds; does not wait. `order` is the order in which gradients arrived.
         fn create_reducer_async(
             token: u64,
             ranks: &[usize],
@@ -524,16 +530,16 @@ mod ffi {
             order: &[usize],
         ) -> Result<Box<PendingReducer>>;
         fn is_done(self: &PendingReducer) -> bool;
-        /// Once it is done.
+        /// Returns the reducer, once its creation has ended.
         fn take(self: &PendingReducer) -> Result<Box<Reducer>>;
-        /// What the last reduced step did.
+        /// Statistics of the last reduced step.
         fn record(self: &Reducer) -> Result<StepRecord>;
-        /// The buckets, one a line.
+        /// Describes the buckets, one in each line.
         fn describe_plan(self: &Reducer) -> Result<String>;
 
-        /// First byte; null if the lease holds nothing.
+        /// Address of the slot; null if the lease is empty.
         fn ptr(self: &SlotLease) -> *mut u8;
-        /// Fills the slot.
+        /// Copies bytes to the slot.
         ///
         /// # Safety
         /// As many bytes as the slot has are readable at `from`.
@@ -541,34 +547,35 @@ mod ffi {
         /// Fills the slot with zeros.
         fn zero(self: &mut SlotLease) -> Result<()>;
 
-        /// The byte at an offset.
+        /// Address of the byte at an offset.
         fn at(self: &Arena, offset_bytes: usize) -> Result<*mut u8>;
     }
 
-    // Gradients of graphs; `smd_core::reducer::arrival` says more. Functions may be called on any thread.
+    // Gradients that graphs compute; see `smd_core::reducer::arrival`. Functions may be called on any thread.
     extern "Rust" {
-        /// A reducer that is made when its first gradient comes.
+        /// A specification whose reducer is created when its first gradient arrives.
         type GradientPlan;
 
-        /// The plan that the process drew under this number.
+        /// The specification that this process registered under this number.
         fn find_plan(number: i64) -> Result<Box<GradientPlan>>;
-        /// The same plan.
+        /// Another handle of the same specification.
         fn share(self: &GradientPlan) -> Result<Box<GradientPlan>>;
-        /// Bytes of a parameter; throws if there is no such parameter.
+        /// Number of bytes of a parameter; throws if it does not exist.
         fn param_bytes(self: &GradientPlan, param: usize) -> Result<usize>;
-        /// Its name.
+        /// Name of a parameter.
         fn param_name(self: &GradientPlan, param: usize) -> String;
-        /// A slot for the gradient of a parameter that was made at `ptr`, which is not read; nothing if it was made in
-        /// one, or tensors hold all of them. `learn` says that the operation which allocated it may get the slot the next time.
+        /// Returns a free slot for a parameter's gradient that was computed at `ptr`, which is not read; an empty
+        /// lease if it is in a slot already, or all slots are taken. `learn` says that the operation which allocated
+        /// it may get the slot the next time.
         unsafe fn take_slot(self: &GradientPlan, param: usize, ptr: *const u8, learn: bool) -> Box<SlotLease>;
         /// Reports that a gradient was allocated in its slot but must not be changed there, so the prediction was useless.
         fn placed_in_vain(self: &GradientPlan, param: usize);
-        /// A gradient is complete, in the slot if `lease` holds it. `owner` is told when it is reduced, unless this
-        /// throws.
+        /// Submits a complete gradient, in the slot if `lease` holds it. `owner` is called when it is reduced, unless
+        /// this throws.
         ///
         /// # Safety
-        /// Until then, the bytes are valid and nobody else touches them; on a device, from what its stream was given so
-        /// far.
+        /// Until then, the bytes are valid and no other code accesses them; on a device in stream order, after the
+        /// work that its stream holds now.
         unsafe fn arrive(
             self: &GradientPlan,
             param: usize,
@@ -578,7 +585,7 @@ mod ffi {
             owner: SharedPtr<GradientOwner>,
             position: usize,
         ) -> Result<()>;
-        /// An execution ends, whatever became of its gradients.
+        /// Ends an execution, whether or not its gradients were reduced.
         fn ended(self: &GradientPlan, execution: &Execution);
         /// Returns the slot for an allocation of `bytes` bytes by operation `op` that is predicted to become a gradient; an
         /// empty lease if none is predicted.
@@ -591,18 +598,18 @@ mod ffi {
     unsafe extern "C++" {
         include!("smd/gradient_owner.h");
 
-        /// See the header.
+        /// See gradient_owner.h.
         type GradientOwner;
         /// A gradient is reduced, in the slot if `lease` holds it; `error` is the report, empty on success.
         fn reduced(self: &GradientOwner, position: usize, error: &str, lease: Box<SlotLease>);
-        /// Memory of the gradient's device, until it is answered.
+        /// Allocates memory on the gradient's device, until the gradient is answered.
         fn allocate(self: &GradientOwner, position: usize, bytes: usize) -> Result<*mut u8>;
-        /// The execution needs to tell no more how it goes.
+        /// The execution need not report its end any more.
         fn release(self: &GradientOwner);
 
         include!("smd/completion.h");
 
-        /// See the header.
+        /// See completion.h.
         type Completion;
         /// Ends the operation; `error` is the report, empty on success. After a receive, `source` is the member that
         /// sent; otherwise it is -1.
@@ -612,13 +619,13 @@ mod ffi {
 
         include!("smd/bootstrap_store.h");
 
-        /// See the header.
+        /// See bootstrap_store.h.
         type BootstrapStore;
         /// Writes a key.
         fn set(self: &BootstrapStore, key: &str, value: &[u8]) -> Result<()>;
-        /// Appends a key's value to `value`; false if it has none.
+        /// Appends a key's value to `value`; returns false if it has none.
         fn get(self: &BootstrapStore, key: &str, value: &mut Vec<u8>) -> Result<bool>;
-        /// Forgets a key.
+        /// Deletes a key.
         fn remove(self: &BootstrapStore, key: &str) -> Result<()>;
     }
 }

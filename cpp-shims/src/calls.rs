@@ -1,4 +1,4 @@
-//! Bodies of the bridge's functions: from C++'s description of an operation to the core's.
+//! Implements the bridge's functions for operations: converts C++'s description to the core's request.
 
 use std::fmt;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use smd_core::{Error, Result};
 use crate::bridge as ffi;
 use crate::guard::{Report, guard, guard_or};
 
-// SAFETY: the header demands that `done` and the destructor may run on any thread.
+// SAFETY: completion.h requires that `done` and the destructor may run on any thread.
 unsafe impl Send for ffi::Completion {}
 
 pub fn rank() -> Result<usize, Report> {
@@ -199,12 +199,12 @@ pub fn compare_gradients(
     })
 }
 
-/// The result of a call submitted by name, kept until it is waited for.
+/// The result of a call by name, kept until it is waited for.
 pub struct NamedHandle(negotiation::NamedHandle);
 
 impl NamedHandle {
     pub fn drive(&self) -> bool {
-        // A panic ends the negotiation, and the operation reports it.
+        // A panic ends the negotiation, and the operation gets its error.
         guard_or(false, || self.0.drive())
     }
 }
@@ -254,7 +254,7 @@ fn unknown(process_set: i64) -> Error {
     Error::InvalidArgument(format!("process set {process_set} does not exist, or has not been registered"))
 }
 
-/// A completion that may be asked for outputs before it is called.
+/// A completion whose outputs may be requested before it is called.
 struct Shared(Mutex<UniquePtr<ffi::Completion>>);
 
 impl Shared {
@@ -262,7 +262,7 @@ impl Shared {
         Arc::new(Self(Mutex::new(completion)))
     }
 
-    /// The lock is not held while C++ runs.
+    /// The lock is released while C++ runs.
     fn take(&self) -> UniquePtr<ffi::Completion> {
         std::mem::replace(&mut *self.0.lock(), UniquePtr::null())
     }
@@ -282,12 +282,12 @@ impl MakeOutputs for Shared {
         let made = pinned.make_outputs(rows, &mut outputs);
         *self.0.lock() = completion;
         made.map_err(|error| Error::InvalidArgument(error.what().to_owned()))?;
-        // SAFETY: the header demands that they are valid until the completion is called.
+        // SAFETY: completion.h requires that they are valid until the completion is called.
         outputs.iter().map(|view| unsafe { tensor(view) }).collect()
     }
 }
 
-/// What the core calls when an operation has ended.
+/// The callback that the core calls when an operation has ended.
 fn completing(completion: Arc<Shared>) -> Done {
     let pending = Pending(Some(move |error: &str, source: i64| {
         if let Some(done) = completion.take().as_mut() {
@@ -333,7 +333,7 @@ unsafe fn batch(calls: &[ffi::Call]) -> Result<(Arc<Communicator>, Vec<Request>,
 pub fn fail_next(group: u64, message: &str) -> Result<(), Report> {
     guard(|| {
         let communicator = session::current("fail_next")?.communicator(group)?;
-        // Whoever failed has its own error already.
+        // A rank that failed has its own error already.
         communicator.fail_next(message.to_owned(), Box::new(|_| {}));
         Ok(())
     })
@@ -357,8 +357,8 @@ pub fn check_interrupt(during: &str) -> Result<(), Report> {
     })
 }
 
-/// A completion that has not been called. Dropping it calls it with an error, so that nobody waits for an
-/// operation that the core forgot (BRG-3).
+/// A completion that has not been called. Dropping it calls it with an error, so that no caller waits for an
+/// operation that the core dropped (BRG-3).
 struct Pending<F: FnOnce(&str, i64)>(Option<F>);
 
 impl<F: FnOnce(&str, i64)> Pending<F> {
@@ -390,7 +390,7 @@ fn communicator(call: &ffi::Call) -> Result<Arc<Communicator>> {
     session::current(name(call.collective))?.communicator(call.group)
 }
 
-/// The name that error texts use.
+/// The operation's name in errors.
 fn name(collective: ffi::Collective) -> &'static str {
     match collective {
         ffi::Collective::AllReduce => "all_reduce",
@@ -404,7 +404,7 @@ fn name(collective: ffi::Collective) -> &'static str {
         ffi::Collective::Barrier => "barrier",
         ffi::Collective::Send => "send",
         ffi::Collective::Recv | ffi::Collective::RecvAny => "recv",
-        // cxx's enums are open: C++ could pass any number.
+        // cxx's enums can have any number as value.
         _ => "an unknown operation",
     }
 }
@@ -493,7 +493,7 @@ pub unsafe fn tensor(view: &ffi::TensorView) -> Result<TensorView> {
 
 impl From<DType> for ffi::DType {
     fn from(dtype: DType) -> Self {
-        // No wildcard: a new element type of the core does not compile until the bridge has it.
+        // No wildcard, so that a new element type of the core does not compile until the bridge has it, too.
         match dtype {
             DType::UInt8 => ffi::DType::UInt8,
             DType::Int8 => ffi::DType::Int8,
@@ -518,10 +518,10 @@ pub fn dtype(dtype: ffi::DType) -> Result<DType> {
         .ok_or_else(|| Error::Internal(format!("a shim named element type {}", dtype.repr)))
 }
 
-/// A reduction of all-reduce only, and an operation of its own in the core.
+/// Adasum: in op schemas a reduction of all-reduce, in the core an operation of its own.
 const ADASUM: &str = "adasum";
 
-/// The spelling of a reduction in op schemas.
+/// The name of a reduction in op schemas.
 fn op_name(op: ReduceOp) -> &'static str {
     match op {
         ReduceOp::Sum => "sum",

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use smd_core::{Error, Result};
 
-/// What cxx throws on the other side: the error's report, unchanged.
+/// The type of the exception in C++; it carries the error's report unchanged.
 #[derive(Debug)]
 pub struct Report(String);
 
@@ -41,7 +41,8 @@ pub fn guard_or<T>(otherwise: T, body: impl FnOnce() -> T) -> T {
 mod tests {
     use super::*;
 
-    /// The functions that C++ calls: each `fn` of an `extern "Rust"` block of the bridge, with the type that has it.
+    /// The functions that C++ calls: each `fn` in an `extern "Rust"` block of the bridge, with its type if it is a
+    /// method.
     fn exported() -> Vec<(Option<String>, String)> {
         let mut functions = Vec::new();
         let mut inside = false;
@@ -56,7 +57,7 @@ mod tests {
             if let Some((name, rest)) = declared.filter(|_| inside).and_then(|line| line.split_once('(')) {
                 let receiver = rest.strip_prefix("self: &").map(|rest| rest.trim_start_matches("mut "));
                 let of = |rest: &str| rest.split([',', ')']).next().unwrap_or_default().to_owned();
-                // A long list of parameters begins on the next line, and there is no method among those but `arrive`.
+                // A long parameter list begins on the next line; `arrive` is the only method among these functions.
                 let owner = receiver.map(of).or_else(|| (name == "arrive").then(|| "GradientPlan".to_owned()));
                 functions.push((owner, name.to_owned()));
             }

@@ -1,4 +1,4 @@
-//! What PyTorch's and TensorFlow's shims see of the core.
+//! The interface of the core for PyTorch's and TensorFlow's shims.
 //!
 //! - BRG-1: `bridge.rs` is the only `cxx::bridge` of the project and holds signatures, no logic.
 //! - BRG-2: every exported function, and the end of every exported type that has one, runs inside `guard.rs`: nothing
@@ -18,9 +18,9 @@ mod plan;
 mod reducer;
 mod step_scope;
 
-/// Name and text of every file that the shims are built from. `include/` is the include path; everything else is
+/// Name and text of every file from which shims are built. `include/` is the include path; all other files are
 /// compiled.
 pub const SOURCES: &[(&str, &str)] = include!(concat!(env!("OUT_DIR"), "/sources.rs"));
 
-/// Keeps the bridge's exported symbols in a library that refers to this crate by this function only.
+/// Keeps the bridge's exported symbols in a library that refers to this crate only through this function.
 pub fn link() {}

@@ -1,4 +1,4 @@
-//! Bodies of the bridge's section on process groups.
+//! Implements the bridge's functions for process groups.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +17,7 @@ pub struct Membership(membership::Membership);
 /// A framework's key-value store.
 struct BootstrapStore(UniquePtr<ffi::BootstrapStore>);
 
-// SAFETY: the header demands that the store may be used, and let go, on any thread, and several at once.
+// SAFETY: bootstrap_store.h requires that the store may be used and destroyed on any thread, also concurrently.
 unsafe impl Send for BootstrapStore {}
 // SAFETY: as above.
 unsafe impl Sync for BootstrapStore {}

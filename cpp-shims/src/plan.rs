@@ -1,4 +1,4 @@
-//! Bodies of the bridge's section on gradients of graphs.
+//! Implements the bridge's functions for gradients of graphs.
 
 use std::sync::Arc;
 
@@ -15,15 +15,15 @@ use crate::calls::tensor;
 use crate::guard::{Report, guard, guard_or};
 use crate::reducer::SlotLease;
 
-/// A spec; its reducer belongs to whatever session runs when gradients come.
+/// A specification; its reducer belongs to the session that runs when gradients arrive.
 pub struct GradientPlan {
     number: usize,
     spec: Arc<ReducerSpec>,
 }
 
-// SAFETY: the header demands that all of it may be called on any thread.
+// SAFETY: gradient_owner.h requires that all functions may be called on any thread.
 unsafe impl Send for ffi::GradientOwner {}
-// SAFETY: as above, and several at once.
+// SAFETY: as above, also concurrently.
 unsafe impl Sync for ffi::GradientOwner {}
 
 struct GradientOwner(SharedPtr<ffi::GradientOwner>);
@@ -87,7 +87,7 @@ impl GradientPlan {
         guard_or(String::new(), || self.spec(param).map(|spec| spec.name.clone()).unwrap_or_default())
     }
 
-    /// BRG-4.
+    /// Checks an index of C++ (BRG-4).
     fn spec(&self, param: usize) -> Result<&ParamSpec> {
         let params = &self.spec.description.params;
         params.get(param).ok_or_else(|| {
@@ -100,7 +100,7 @@ impl GradientPlan {
     pub unsafe fn take_slot(&self, param: usize, ptr: *const u8, learn: bool) -> Box<SlotLease> {
         guard_or(Box::new(SlotLease(None)), || {
             let session = session::current("the reduction of gradients").ok();
-            // Without a slot the gradient stays where it is, and `arrive` says that there is no such parameter.
+            // Without a slot, the gradient stays in place, and `arrive` reports an invalid parameter.
             let bytes = self.spec(param).map(ParamSpec::bytes).ok();
             let lease = session
                 .zip(bytes)
@@ -144,7 +144,7 @@ impl GradientPlan {
     }
 
     pub fn ended(&self, execution: &ffi::Execution) {
-        // Called while an execution ends, which has nobody else to tell.
+        // Called while an execution ends, where an error cannot be reported.
         guard_or((), || {
             let session = session::current("the reduction of gradients").ok();
             if let Some(arrivals) = session.and_then(|session| session.find_arrivals(self.number)) {

@@ -1,4 +1,4 @@
-//! Bodies of the bridge's reducer section.
+//! Implements the bridge's functions for reducers.
 
 use std::sync::Arc;
 
@@ -13,22 +13,23 @@ use crate::bridge as ffi;
 use crate::calls::{dtype, tensor};
 use crate::guard::{Report, guard, guard_or};
 
-/// A reducer with a group of its own, so that its operations keep their order whatever else the script does.
+/// A reducer with a group of its own, so that other operations of the script cannot change the order of its
+/// operations.
 pub struct Reducer {
     inner: Arc<reducer::Reducer>,
     session: Arc<Session>,
 }
 
-/// A slot that a tensor holds, or nothing.
+/// The lease of a slot, or none.
 pub struct SlotLease(pub(crate) Option<reducer::SlotLease>);
 
 /// The memory of all slots.
 pub struct Arena(Option<Arc<reducer::Arena>>);
 
-/// A vote that was cast.
+/// A vote.
 pub struct Ballot(ballot::Ballot);
 
-/// A reducer that is being made.
+/// A reducer that is being created.
 pub struct PendingReducer(session::pending_reducer::PendingReducer);
 
 pub fn cast_ballot(group: u64, name: &str, what: &str, readiness: ffi::Readiness) -> Result<Box<Ballot>, Report> {
@@ -57,7 +58,7 @@ impl Ballot {
     }
 
     pub fn is_decided(&self) -> bool {
-        // `result` reports what went wrong.
+        // `result` returns the error.
         guard_or(true, || self.0.is_decided())
     }
 
@@ -88,7 +89,7 @@ pub fn create_reducer_async(
 
 impl PendingReducer {
     pub fn is_done(&self) -> bool {
-        // `take` reports what went wrong.
+        // `take` returns the error.
         guard_or(true, || self.0.is_done())
     }
 
@@ -110,7 +111,7 @@ pub fn new_reducer(
         match read_options(options).and_then(|options| reducer::Reducer::new(Arc::clone(&own), params, options)) {
             Ok(inner) => Ok(Box::new(Reducer { inner, session })),
             Err(error) => {
-                // The reason counts; that the group cannot be removed either adds nothing.
+                // The first error is returned; an error of the clean-up is ignored.
                 let _ = session.remove_group(own.id());
                 Err(error)
             }
@@ -143,11 +144,11 @@ fn read_options(options: &ffi::ReducerOptions) -> Result<reducer::ReducerOptions
             ffi::Reduction::Float16 => BucketReduction::Compressed(DType::Float16),
             ffi::Reduction::BFloat16 => BucketReduction::Compressed(DType::BFloat16),
             ffi::Reduction::ByCaller => BucketReduction::ByCaller,
-            // C++ can make any number an enum.
+            // An enum of C++ may have any value.
             unknown => return Err(Error::Internal(format!("there is no reduction {}", unknown.repr))),
         },
         sum: options.sum,
-        // For gradients of graphs.
+        // Used for gradients of graphs only.
         absent: Vec::new(),
     })
 }
@@ -155,7 +156,7 @@ fn read_options(options: &ffi::ReducerOptions) -> Result<reducer::ReducerOptions
 impl Drop for Reducer {
     fn drop(&mut self) {
         guard_or((), || {
-            // The group is gone already after `shutdown()`.
+            // After `shutdown()` the group is gone already.
             let _ = self.session.remove_group(self.inner.communicator().id());
         });
     }
@@ -170,7 +171,7 @@ impl Reducer {
         guard(|| Ok(self.inner.communicator().id()))
     }
 
-    /// BRG-4.
+    /// Checks an index of C++ (BRG-4).
     fn check(&self, param: usize) -> Result<usize> {
         let count = self.inner.params().len();
         if param < count {
@@ -254,7 +255,7 @@ impl Reducer {
     pub fn bucket(&self, index: usize) -> Result<ffi::BucketDescription, Report> {
         guard(|| {
             let plan = self.inner.plan();
-            // BRG-4.
+            // Checks an index of C++ (BRG-4).
             let bucket = plan.buckets().get(index).ok_or_else(|| no_bucket(index, plan.buckets().len()))?;
             let size = bucket.dtype.size();
             Ok(ffi::BucketDescription {
@@ -333,7 +334,8 @@ impl Reducer {
     }
 
     pub fn abandon(&self, message: &str, more_follows: bool) {
-        // Called from a destructor, which has nobody to tell; a panic closes the group, which the next call says.
+        // Called from a destructor, where an error cannot be reported. A panic closes the group, and its next call
+        // returns that error.
         guard_or((), || self.inner.abandon(message, more_follows));
     }
 

@@ -1,10 +1,10 @@
-//! Bodies of the bridge's section on steps of a pipeline.
+//! Implements the bridge's functions for steps of a pipeline.
 
 use smd_core::session::step_scope;
 
 use crate::guard::{Report, guard, guard_or};
 
-/// A step that has begun.
+/// The scope of a running step.
 pub struct StepScope(step_scope::StepScope);
 
 pub fn begin_step() -> Result<Box<StepScope>, Report> {

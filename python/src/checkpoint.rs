@@ -1,4 +1,4 @@
-//! Checkpoints: tensors come as addresses, since only the facade knows the framework that they are of.
+//! Checkpoints. Tensors are passed as addresses, because only the Python package knows the framework's tensor types.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -15,16 +15,18 @@ use smd_core::{Error, Result, session};
 
 use crate::enter::enter;
 
-/// A slice of a tensor in memory: name, element type, shape of the whole, start and shape of the slice, address, whether the owner holds it.
+/// A slice of a tensor in memory: name, element type, shape of the tensor, start and shape of the slice, address, and
+/// whether the owner holds it.
 type SourceRow = (String, String, Vec<u64>, Vec<u64>, Vec<u64>, usize, bool);
 
 /// Memory for a slice of a tensor: name, start and shape of the slice, address, bytes.
 type TargetRow = (String, Vec<u64>, Vec<u64>, usize, u64);
 
-/// What a replica writes of a tensor: its index, and the first row and their number, if not all.
+/// The part of a tensor that a replica writes: the tensor's index and, unless it writes all rows, the first row and the
+/// number of rows.
 type ShareRow = (usize, Option<(u64, u64)>);
 
-/// One rank's part in saving checkpoints; one save is under way at a time.
+/// One rank's part in saving checkpoints; at most one save is in progress.
 #[pyclass(module = "smdistributed._core", frozen)]
 struct CheckpointSaver {
     saver: Saver,
@@ -53,13 +55,13 @@ impl CheckpointSaver {
         })
     }
 
-    /// Begins a save: a rank that cannot save the checkpoint learns it here. Rank 0 comes first.
+    /// Opens a save, so that a rank that cannot save the checkpoint fails here. Rank 0 comes first.
     fn open(&self, py: Python<'_>, tag: &str, attempt: u64) -> PyResult<()> {
         enter(py, || self.saver.open(tag, attempt, &mut look))
     }
 
-    /// Saves; `layout` and `content` are JSON. The memory at the places' addresses stays as it is until the call returns; that of places
-    /// which `owner` holds, while `owner` lives.
+    /// Saves; `layout` and `content` are JSON. The memory at the slices' addresses must not change until the call
+    /// returns; for slices that `owner` holds, as long as `owner` lives.
     #[expect(clippy::too_many_arguments, reason = "Python names them")]
     #[pyo3(signature = (tag, step, attempt, layout, content, places, asynchronous, owner = None))]
     fn save(
@@ -79,22 +81,22 @@ impl CheckpointSaver {
             let sources = places.into_iter().map(source).collect::<Result<_>>()?;
             let owner = owner.map(|owner| Box::new(owner) as Box<dyn Send>);
             let job = RankSave { sources, owner };
-            // SAFETY: the facade holds the tensors, and trains on only when this returns.
+            // SAFETY: the Python package keeps the tensors, and changes them only after this returns.
             unsafe { self.saver.save(tag, step, attempt, layout, content, job, asynchronous, &mut look) }
         })
     }
 
-    /// Waits for the save under way.
+    /// Waits for the save in progress.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
         enter(py, || self.saver.wait(&mut look))
     }
 
-    /// Whether a save is under way.
+    /// Whether a save is in progress.
     fn is_busy(&self) -> bool {
         self.saver.is_busy()
     }
 
-    /// Takes away the files of the attempt that was begun last, of which all ranks know that it has failed.
+    /// Removes the files of the attempt that was opened last, if all ranks know that it has failed.
     fn discard(&self, py: Python<'_>) -> PyResult<()> {
         enter(py, || self.saver.discard())
     }
@@ -125,7 +127,8 @@ impl CheckpointAttempt {
 
 #[pymethods]
 impl CheckpointAttempt {
-    /// Rank 0 looks whether the checkpoint may get its name, and makes the attempt's folder; the others wait for that, and join.
+    /// Opens the attempt: rank 0 checks that the checkpoint may be replaced, and creates the attempt's folder; the
+    /// others wait for that, and join.
     #[new]
     #[expect(clippy::too_many_arguments, reason = "Python names them")]
     fn new(
@@ -149,24 +152,25 @@ impl CheckpointAttempt {
         })
     }
 
-    /// The folder that files are written into.
+    /// The folder into which files are written.
     #[getter]
     fn folder(&self) -> OsString {
         self.folder.clone().into_os_string()
     }
 
-    /// Tells rank 0 which files this rank has written.
+    /// Reports to rank 0 which files this rank has written.
     fn report(&self, py: Python<'_>, names: Vec<String>) -> PyResult<()> {
         self.with(py, |attempt| attempt.report_files(&names))
     }
 
-    /// Rank 0, when all have reported: gives the checkpoint its name; of its kind, `keep` stay.
+    /// On rank 0, when all have reported: renames the attempt to the checkpoint, and removes all but `keep` of its
+    /// kind.
     #[pyo3(signature = (keep = None))]
     fn commit(&self, py: Python<'_>, keep: Option<usize>) -> PyResult<()> {
         self.with(py, |attempt| attempt.commit(None, keep))
     }
 
-    /// Ends an attempt that is complete.
+    /// Closes a complete attempt.
     fn leave(&self, py: Python<'_>) -> PyResult<()> {
         enter(py, || {
             if let Some(attempt) = self.lock().take() {
@@ -176,7 +180,7 @@ impl CheckpointAttempt {
         })
     }
 
-    /// Ends an attempt of which all ranks know that it has failed: rank 0 takes its files away.
+    /// Closes an attempt that all ranks know to have failed: rank 0 removes its files.
     fn discard(&self, py: Python<'_>) -> PyResult<()> {
         enter(py, || self.lock().take().map_or(Ok(()), SaveAttempt::discard))
     }
@@ -190,7 +194,7 @@ struct CheckpointReader {
 
 #[pymethods]
 impl CheckpointReader {
-    /// The checkpoint `tag`, or the newest sharded one.
+    /// Opens the checkpoint `tag`, or the newest sharded one.
     #[new]
     #[pyo3(signature = (directory, tag=None))]
     fn new(py: Python<'_>, directory: PathBuf, tag: Option<String>) -> PyResult<Self> {
@@ -203,36 +207,36 @@ impl CheckpointReader {
         self.checkpoint.tag()
     }
 
-    /// What it consists of: `sharded` or `partial`.
+    /// Its kind: `sharded` or `partial`.
     #[getter]
     fn kind(&self) -> &str {
         self.checkpoint.kind().name()
     }
 
-    /// Where its files are.
+    /// Its folder.
     #[getter]
     fn folder(&self) -> OsString {
         self.checkpoint.folder().as_os_str().to_owned()
     }
 
-    /// Compares files without tensors of the core's with their checksums.
+    /// Verifies the checksums of files without tensors.
     fn check_files(&self, py: Python<'_>, names: Vec<String>) -> PyResult<()> {
         enter(py, || self.checkpoint.check_files(&names))
     }
 
-    /// The number of its training step.
+    /// Number of its training step.
     #[getter]
     fn step(&self) -> u64 {
         self.checkpoint.manifest().step
     }
 
-    /// How ranks were laid out, as JSON.
+    /// Layout of the ranks, as JSON.
     #[getter]
     fn layout(&self) -> String {
         self.checkpoint.manifest().layout.to_string()
     }
 
-    /// What was saved beside tensors, as JSON.
+    /// User content that was saved beside the tensors, as JSON.
     #[getter]
     fn content(&self) -> String {
         self.checkpoint.manifest().content.to_string()
@@ -256,30 +260,31 @@ impl CheckpointReader {
                     bytes,
                 })
                 .collect();
-            // SAFETY: the facade holds the tensors, which are apart, and uses them when this has returned.
+            // SAFETY: the Python package keeps the tensors, which do not overlap, and uses them after this has
+            // returned.
             unsafe { self.checkpoint.read(&targets, threads) }
         })
     }
 
-    /// Reads everything and compares all checksums.
+    /// Reads all files and verifies all checksums.
     fn verify(&self, py: Python<'_>, threads: usize) -> PyResult<()> {
         enter(py, || self.checkpoint.verify(threads))
     }
 }
 
-/// Makes a folder of checkpoints, if it is not there, and removes what broken attempts have left in it.
+/// Creates a directory of checkpoints, if necessary, and removes the remains of interrupted attempts in it.
 #[pyfunction]
 fn checkpoint_prepare(py: Python<'_>, directory: PathBuf, durable: bool) -> PyResult<()> {
     enter(py, || checkpoint::prepare(&directory, durable))
 }
 
-/// Removes what broken attempts to save have left; not what somebody who is saving holds.
+/// Removes the remains of interrupted attempts, except of attempts that a running process holds.
 #[pyfunction]
 fn checkpoint_clean(py: Python<'_>, directory: PathBuf) -> PyResult<()> {
     enter(py, || checkpoint::clean(&directory))
 }
 
-/// Complete checkpoints of a kind with their steps, the newest step last.
+/// Complete checkpoints of a kind with their steps, in ascending order of steps.
 #[pyfunction]
 #[pyo3(signature = (directory, kind = "sharded"))]
 fn checkpoint_list(py: Python<'_>, directory: PathBuf, kind: &str) -> PyResult<Vec<(u64, String)>> {
@@ -292,7 +297,7 @@ fn checkpoint_newest(py: Python<'_>, directory: PathBuf) -> PyResult<Option<Stri
     enter(py, || checkpoint::newest(&directory))
 }
 
-/// The folder of a sharded or partial checkpoint, whether or not it is there.
+/// The folder of a sharded or partial checkpoint, whether or not it exists.
 #[pyfunction]
 fn checkpoint_folder(py: Python<'_>, directory: PathBuf, tag: &str) -> PyResult<OsString> {
     enter(py, || {
@@ -310,14 +315,15 @@ fn checkpoint_content(py: Python<'_>, directory: PathBuf, tag: &str) -> PyResult
     })
 }
 
-/// Compares a file of a full checkpoint with the checksum of its mark, if it has one.
+/// Verifies a file of a full checkpoint against the checksum of its mark, if it has one.
 #[pyfunction]
 fn checkpoint_verify_file(py: Python<'_>, path: PathBuf) -> PyResult<()> {
     enter(py, || checkpoint::verify_file(&path))
 }
 
-/// What a replica writes of the tensors that it holds: index, and first row and number of rows unless it is all of it. Of each tensor
-/// its length along the first axis (none for a scalar), its bytes, and whether all replicas hold it.
+/// Returns which parts of the tensors that `replica` holds it writes: the tensor's index and, unless it writes all rows,
+/// the first row and the number of rows. Each entry of `tensors` is the length along the first axis (`None` for a
+/// scalar), the size in bytes, and whether all replicas hold the tensor.
 #[pyfunction]
 fn checkpoint_shares(tensors: Vec<(Option<u64>, u64, bool)>, replica: usize, replicas: usize) -> Vec<ShareRow> {
     let tensors: Vec<HeldTensor> =
@@ -326,7 +332,7 @@ fn checkpoint_shares(tensors: Vec<(Option<u64>, u64, bool)>, replica: usize, rep
     shares.into_iter().map(|share| (share.tensor, share.rows)).collect()
 }
 
-/// Refuses what cannot be a checkpoint's name.
+/// Raises if this cannot be a checkpoint's name.
 #[pyfunction]
 fn checkpoint_check_tag(py: Python<'_>, tag: &str) -> PyResult<()> {
     enter(py, || checkpoint::check_tag(tag))
@@ -347,7 +353,7 @@ fn source((name, dtype, shape, start, lengths, address, held): SourceRow) -> Res
     Ok(SourceSlice { name, dtype, shape, slice: Slice { start, shape: lengths }, address: address as *const u8, held })
 }
 
-/// Ends a wait for other ranks when one of them is gone, or a signal came.
+/// Checks during a wait for other ranks whether one of them has departed, or a signal has arrived.
 fn look() -> Result<()> {
     if monitor::interrupt_pending() {
         return Err(Error::Interrupted { during: DURING.to_owned() });
@@ -355,14 +361,14 @@ fn look() -> Result<()> {
     departures()
 }
 
-/// What waits for other ranks are in.
+/// Name of the operation that waits, for errors.
 const DURING: &str = "saving a checkpoint";
 
-/// Ends a wait for other ranks when one of them is gone.
+/// Checks during a wait for other ranks whether one of them has departed.
 fn departures() -> Result<()> {
     match session::current("save") {
         Ok(session) => session.monitor().check(&(0..session.size()).collect::<Vec<_>>(), DURING),
-        // Without a job there is nobody who could be gone.
+        // Without a job, there are no other ranks.
         Err(_) => Ok(()),
     }
 }

@@ -1,4 +1,4 @@
-//! Settings.
+//! Settings from the environment.
 
 use std::path::PathBuf;
 
@@ -7,14 +7,14 @@ use smd_core::{Error, cache, config};
 
 use crate::enter::enter;
 
-/// The folder `name` for built libraries, which only this user and root can write to, and a text to show if it is not in the one
-/// that the settings name.
+/// The folder `name` for compiled libraries, which only this user and root can write to; and a warning if it is not
+/// in the configured cache folder.
 #[pyfunction]
 pub fn cache_folder(py: Python<'_>, name: &str) -> PyResult<(PathBuf, Option<String>)> {
     enter(py, || cache::folder(name).map(|folder| (folder.path, folder.warning)))
 }
 
-/// Why somebody other than this user and root may have written a file; none if nobody may have.
+/// Why a user other than this one and root may have written a file; `None` if no other user can have.
 #[pyfunction]
 pub fn untrusted(py: Python<'_>, path: PathBuf) -> PyResult<Option<String>> {
     enter(py, || Ok(cache::untrusted(&path)))

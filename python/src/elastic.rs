@@ -1,4 +1,4 @@
-//! What `smdrun elastic` decides with, for programs that start workers by themselves.
+//! The decisions of `smdrun elastic`, for programs that start workers themselves.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +7,7 @@ use smd_core::launch::elastic::{
     Cooldown, Driver, ElasticLimits, HostPool, JobOutcome, WorkerAction, WorkerId, jitter,
 };
 
-/// A kind, workers, a host and slot, a number, a text.
+/// Kind, workers, host and slot, number, text.
 type WorkerActionRow = (&'static str, Vec<WorkerId>, Option<(String, usize)>, u8, String);
 
 fn seconds(number: f64) -> PyResult<Duration> {
@@ -15,7 +15,7 @@ fn seconds(number: f64) -> PyResult<Duration> {
         .map_err(|error| pyo3::exceptions::PyValueError::new_err(format!("{number} is no number of seconds: {error}")))
 }
 
-/// The hosts that a job may use, oldest first, and those that it may not use for a while, or ever again.
+/// The hosts that a job may use, oldest first, and banned hosts.
 #[pyclass(module = "smdistributed._core")]
 pub struct ElasticHosts {
     hosts: HostPool,
@@ -23,7 +23,7 @@ pub struct ElasticHosts {
 
 #[pymethods]
 impl ElasticHosts {
-    /// `cooldown`: how long a host is not used the first time and at most, in seconds.
+    /// `cooldown`: shortest and longest time in seconds for which a host is banned.
     #[new]
     #[pyo3(signature = (cooldown=None))]
     fn new(cooldown: Option<(f64, f64)>) -> PyResult<Self> {
@@ -31,17 +31,17 @@ impl ElasticHosts {
         Ok(Self { hosts: HostPool::new(cooldown.map(range).transpose()?) })
     }
 
-    /// These hosts were found: names and slots.
+    /// Updates the discovered hosts: names and slots.
     fn discover(&mut self, found: Vec<(String, usize)>) {
         self.hosts.discover(found, Instant::now());
     }
 
-    /// A worker failed there.
+    /// Bans the host of a failed worker.
     fn ban(&mut self, host: &str) {
         self.hosts.ban(host, Instant::now(), jitter());
     }
 
-    /// Whether a host may not be used now.
+    /// Whether a host is banned.
     fn is_banned(&self, host: &str) -> bool {
         self.hosts.is_banned(host, Instant::now())
     }
@@ -53,7 +53,7 @@ impl ElasticHosts {
     }
 }
 
-/// Who works where, and when a session begins. It starts nothing: it says what is to be done.
+/// Assigns workers to hosts and decides when a session begins. It starts no process, but returns actions.
 #[pyclass(module = "smdistributed._core")]
 pub struct ElasticDriver {
     driver: Driver,
@@ -61,8 +61,9 @@ pub struct ElasticDriver {
 
 #[pymethods]
 impl ElasticDriver {
-    /// `hosts` are those that are known; `first` slots begin, `least` go on, `most` are used; `resets` sessions come after the
-    /// first, at most; `timeout` is the longest wait for slots or for a worker, in seconds.
+    /// `hosts` are the known hosts. The first session starts with `first` slots; training continues with at least
+    /// `least` and uses at most `most`. At most `resets` sessions follow the first one. `timeout` limits the wait for
+    /// slots or for a worker, in seconds.
     #[new]
     fn new(
         hosts: &ElasticHosts,
@@ -76,17 +77,17 @@ impl ElasticDriver {
         Ok(Self { driver: Driver::new(limits, hosts.hosts.clone()) })
     }
 
-    /// These hosts were found: names and slots.
+    /// Updates the discovered hosts: names and slots.
     fn discover(&mut self, found: Vec<(String, usize)>) {
         self.driver.discovered(found, Instant::now());
     }
 
-    /// A host is not used any more, and its workers are ended.
+    /// Bans a host and ends its workers.
     fn ban(&mut self, host: &str) {
         self.driver.ban(host, jitter(), Instant::now());
     }
 
-    /// Whether a host may not be used now.
+    /// Whether a host is banned.
     fn is_banned(&self, host: &str) -> bool {
         self.driver.hosts().is_banned(host, Instant::now())
     }
@@ -101,25 +102,26 @@ impl ElasticDriver {
         self.driver.entered(worker, Instant::now());
     }
 
-    /// A worker has ended: well, or as `failure` says.
+    /// A worker has ended: with success, or as `failure` says.
     #[pyo3(signature = (worker, failure=None))]
     fn ended(&mut self, worker: WorkerId, failure: Option<String>) {
         self.driver.ended(worker, failure, jitter(), Instant::now());
     }
 
-    /// The job is to end, for this reason.
+    /// Ends the job, for this reason.
     fn stop_all(&mut self, why: &str) {
         self.driver.stop_all(why);
     }
 
-    /// Lets time pass; returns after how many seconds to call again, at the latest, if ever.
+    /// Advances the time; returns the number of seconds until the next call at the latest, if any.
     fn tick(&mut self) -> Option<f64> {
         let now = Instant::now();
         self.driver.tick(now).map(|next| next.saturating_duration_since(now).as_secs_f64())
     }
 
-    /// What is to be done since the last call, in order: a kind, workers, the host and slot of `start`, a number (`notify`: 1 for
-    /// removed, 2 for added), a text (`say`). Kinds are `start`, `stop`, `remove`, `seat` (by rank), `notify` and `say`.
+    /// Returns the actions since the last call, in order: kind, workers, host and slot of `start`, a number
+    /// (`notify`: 1 for removed, 2 for added), a text (`say`). Kinds are `start`, `stop`, `remove`, `seat` (workers
+    /// by rank), `notify` and `say`.
     fn take_actions(&mut self) -> Vec<WorkerActionRow> {
         let plain = |kind, workers| (kind, workers, None, 0, String::new());
         let rows = self.driver.take_actions().into_iter().map(|action| match action {
@@ -135,7 +137,7 @@ impl ElasticDriver {
         rows.collect()
     }
 
-    /// Once the job has ended and no worker is left: whether it is done, and else why not.
+    /// Once the job has ended and no worker is left: whether it succeeded, and otherwise the reason.
     fn outcome(&self) -> Option<(bool, String)> {
         Some(match self.driver.outcome()? {
             JobOutcome::Done => (true, String::new()),

@@ -1,11 +1,11 @@
-//! The one way from Python into the core: without the GIL, without panics, and with Ctrl-C.
+//! The common entry from Python into the core: it releases the GIL, catches panics, and handles Ctrl-C.
 //!
-//! - ENT-1: while the core waits, no thread of Python is held up, and the core's own threads never take the GIL.
-//! - ENT-2: Python notes signals but runs their handlers on its main thread only, between bytecodes. A wait of the
-//!   main thread therefore looks for them a few times a second, through the core's interrupt hook; if a handler
-//!   raises, the wait ends and the exception goes to the caller.
-//! - ENT-3: a framework's own functions cannot carry that exception. They return as soon as they may, and the
-//!   interpreter raises it in the call that they return to.
+//! - ENT-1: while the core waits, the GIL is released, and the core's own threads never take it.
+//! - ENT-2: Python records signals but runs their handlers on its main thread only, between bytecodes. A wait of the
+//!   main thread therefore checks for signals a few times a second, through the core's interrupt hook. If a handler
+//!   raises, the wait ends and the exception is raised in the caller.
+//! - ENT-3: a framework's own C++ functions cannot propagate that exception. They return as soon as possible, and the
+//!   interpreter raises it in the Python code that called them.
 
 use std::cell::{Cell, RefCell};
 use std::ffi::{c_int, c_void};
@@ -21,19 +21,19 @@ use smd_core::{Error, Result};
 
 use crate::error::to_python;
 
-/// Shortest time between two looks for signals: each takes the GIL.
+/// Shortest time between two checks for signals, because each takes the GIL.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 thread_local! {
     static IS_MAIN: bool = rustix::thread::gettid() == rustix::process::getpid();
     static LAST_LOOK: Cell<Option<Instant>> = const { Cell::new(None) };
-    /// What a signal handler raised during a wait of this thread.
+    /// The exception of a signal handler during a wait of this thread.
     static RAISED: RefCell<Option<PyErr>> = const { RefCell::new(None) };
-    /// The interpreter has been told to raise it (ENT-3).
+    /// Whether the interpreter will raise it (ENT-3).
     static RAISES: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Lets waits of the core end by Python's signals.
+/// Installs the hooks with which Python's signals end waits of the core.
 pub fn install() {
     monitor::set_interrupt_hooks(InterruptHooks { pending: look_for_signals, raise_later });
 }
@@ -48,7 +48,7 @@ pub fn enter<T: Send>(py: Python<'_>, body: impl FnOnce() -> Result<T> + Send) -
     })
 }
 
-/// What a signal handler raised during the last interrupted wait of this thread.
+/// Returns the exception of a signal handler from the last interrupted wait of this thread.
 pub fn take_raised() -> Option<PyErr> {
     RAISED.with_borrow_mut(Option::take)
 }
@@ -58,7 +58,7 @@ fn look_for_signals() -> bool {
         return false;
     }
     if RAISES.get() {
-        // Until then no wait of this thread begins: whoever called it goes on without the result.
+        // No wait of this thread begins before that: the caller would continue without the result.
         return true;
     }
     let now = Instant::now();
@@ -66,13 +66,13 @@ fn look_for_signals() -> bool {
         return false;
     }
     LAST_LOOK.set(Some(now));
-    // There is no interpreter to ask while it ends.
+    // The interpreter is shutting down and cannot be asked.
     let Some(Err(raised)) = Python::try_attach(|py| py.check_signals()) else { return false };
     RAISED.set(Some(raised));
     true
 }
 
-/// ENT-3.
+/// Lets the interpreter raise the exception later (ENT-3).
 fn raise_later() -> bool {
     extern "C" fn raise(_: *mut c_void) -> c_int {
         // Pending calls run on the main thread, as the wait did.

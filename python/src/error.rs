@@ -12,7 +12,7 @@ use crate::enter;
 pub fn to_python(py: Python<'_>, error: &Error) -> PyErr {
     match class(py, error.code()) {
         Ok(class) => PyErr::from_type(class, error.text()),
-        // The package is incomplete; the error matters more.
+        // The package is incomplete; the core's error is more important.
         Err(_) => PyRuntimeError::new_err(error.report()),
     }
 }
@@ -28,7 +28,7 @@ fn error_codes() -> Vec<&'static str> {
     Code::ALL.iter().map(|code| code.name()).collect()
 }
 
-/// Raises what a signal handler raised during the last interrupted wait of this thread, if anything.
+/// Raises the exception of a signal handler from the last interrupted wait of this thread, if there is one.
 #[pyfunction]
 fn raise_interrupt() -> PyResult<()> {
     enter::take_raised().map_or(Ok(()), Err)

@@ -1,4 +1,4 @@
-//! Plans of gradients.
+//! Registration of reducer specifications.
 
 use pyo3::prelude::*;
 use smd_core::Error;
@@ -10,9 +10,10 @@ use smd_core::session;
 
 use crate::enter::enter;
 
-/// The number of the plan for a graph's next gradients: name, shape and type of each, and the names of those that there
-/// are none of. `graph` is the caller's number of the graph, 0 outside of graphs; `wire` what wider floats travel as;
-/// `on_device` says that they are on a CUDA device; `group` is the number of the group that reduces them, 0 for all ranks.
+/// Registers a reducer specification for a graph's next gradients and returns its number: name, shape and type of
+/// each gradient, and the names of variables without a gradient. `graph` is the caller's number of the graph, 0
+/// outside of graphs; `wire` the type to which wider floats are cast for the reduction; `on_device` says that
+/// gradients are on a CUDA device; `group` is the id of the group that reduces them, 0 for all ranks.
 #[pyfunction]
 #[pyo3(signature = (graph, gradients, absent, bucket_bytes, wire=None, sum=false, on_device=false, group=0))]
 #[expect(clippy::too_many_arguments, reason = "Python names them")]
@@ -39,7 +40,7 @@ pub fn plan_gradients(
         let bucket_bytes = bucket_sizes(bucket_bytes);
         let options = ReducerOptions { bucket_bytes, reduction, sum, absent, on_device, ..ReducerOptions::default() };
         let ranks = match group {
-            // Whichever there are when gradients come.
+            // Resolved when gradients arrive.
             0 => None,
             _ => {
                 let session = session::current("the reduction of gradients")?;

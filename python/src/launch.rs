@@ -1,4 +1,4 @@
-//! `smdrun`.
+//! The command `smdrun`, and the parameters of model parallelism.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use smd_core::smp_config;
 
 use crate::enter::enter;
 
-/// Whether a name is this host's, or one of its addresses.
+/// Whether a name is this host's name, or one of its addresses.
 #[pyfunction]
 pub fn is_this_host(py: Python<'_>, name: &str) -> bool {
     py.detach(|| smd_core::launch::is_this_host(name))
@@ -29,7 +29,7 @@ pub fn parameter_defaults() -> String {
     Value::Object(smp_config::defaults()).to_string()
 }
 
-/// The known keys of a JSON dictionary with their values in normal form, and warnings; raises where a value is not acceptable.
+/// Returns the known keys of a JSON dictionary with normalised values, and warnings; raises for an invalid value.
 #[pyfunction]
 pub fn check_parameters(py: Python<'_>, text: &str) -> PyResult<(String, Vec<String>)> {
     enter(py, || {
@@ -39,7 +39,7 @@ pub fn check_parameters(py: Python<'_>, text: &str) -> PyResult<(String, Vec<Str
     })
 }
 
-/// Raises where keys of a JSON dictionary contradict each other.
+/// Raises if keys of a JSON dictionary contradict each other.
 #[pyfunction]
 pub fn check_parameter_rules(py: Python<'_>, text: &str) -> PyResult<()> {
     enter(py, || smp_config::check_rules(&dictionary(text)?))

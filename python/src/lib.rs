@@ -1,8 +1,8 @@
-//! The Python module over the core, and the one shared library that holds the core: Python, the PyTorch ops and the
-//! TensorFlow ops of a process all work on the session in it.
+//! The Python module over the core, in the one shared library that contains the core. Python, the PyTorch ops and the
+//! TensorFlow ops of a process share the session in it.
 //!
-//! Control goes through here; tensors go through ops only. Every function enters the core through [`enter`], and every
-//! error leaves it through [`error`].
+//! Tensors are passed to the core by ops or, for checkpoints, by address; everything else goes through this module.
+//! Every function enters the core through [`enter`], and errors are converted in [`error`].
 
 use pyo3::prelude::*;
 

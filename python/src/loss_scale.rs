@@ -5,7 +5,7 @@ use smd_core::loss_scale::{self, Dynamics, ScaleState};
 
 use crate::enter::enter;
 
-/// The factor of losses, which follows from the steps whose gradients overflowed.
+/// The loss scale, which changes with the steps whose gradients overflow.
 #[pyclass(module = "smdistributed._core")]
 pub struct LossScale(loss_scale::LossScale);
 
@@ -29,7 +29,7 @@ impl LossScale {
         enter(py, || Ok(Self(loss_scale::LossScale::new(scale, dynamic.then_some(dynamics))?)))
     }
 
-    /// The factor of the next loss.
+    /// The factor for the next loss.
     #[getter]
     fn scale(&self) -> f64 {
         self.0.scale()
@@ -40,13 +40,13 @@ impl LossScale {
         self.0.update(overflow);
     }
 
-    /// What a checkpoint keeps: the scale, steps since the last change, and overflows until the next one.
+    /// The state for a checkpoint: the scale, steps since the last change, and overflows until the next one.
     fn state(&self) -> (f64, u64, u64) {
         let ScaleState { scale, clean_steps, tolerance } = self.0.state();
         (scale, clean_steps, tolerance)
     }
 
-    /// Continues from a checkpoint.
+    /// Restores the state of a checkpoint.
     fn restore(&mut self, py: Python<'_>, scale: f64, clean_steps: u64, tolerance: u64) -> PyResult<()> {
         enter(py, || self.0.restore(ScaleState { scale, clean_steps, tolerance }))
     }

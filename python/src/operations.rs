@@ -1,4 +1,4 @@
-//! Steps that come as one graph of operations: where each is computed, and what each rank computes at a time.
+//! Steps that are recorded as one graph of operations: their placement, and the segments of each rank.
 
 use pyo3::prelude::*;
 use smd_core::partition::{self, PartitionRequest};
@@ -11,16 +11,17 @@ use smd_core::{Error, Result};
 
 use crate::enter::enter;
 
-/// A result: the operation's number, and which of its results.
+/// A result: the operation's number, and the index of the result.
 type OutputRow = (usize, usize);
-/// A segment on one rank: its phase, stage and level, whether it is anchored, whether it is on this rank alone, its operations, the
-/// results that it takes and gives, and what it comes after besides (segment, and how many microbatches before).
+/// A segment on one rank: its phase, stage and level; whether it is anchored; whether it is on this rank alone; its
+/// operations; its inputs and outputs; and further segments that come before it (segment, and how many microbatches
+/// earlier).
 type SegmentRow =
     (&'static str, Option<usize>, usize, bool, bool, Vec<usize>, Vec<OutputRow>, Vec<OutputRow>, Vec<(usize, usize)>);
-/// Who tells whom: what passes between ranks (from, to).
+/// Results that pass between ranks (from, to).
 type TransferRoute = (usize, Vec<usize>);
 
-/// A `modelparallel.tensorflow.tracing.operations.Operation`.
+/// Mirrors `modelparallel.tensorflow.tracing.operations.Operation`.
 #[derive(FromPyObject)]
 struct Row {
     name: String,
@@ -75,8 +76,8 @@ fn rows(outputs: Vec<Output>) -> Vec<OutputRow> {
     outputs.into_iter().map(|output| (output.operation, output.index)).collect()
 }
 
-/// The operations of a step, in an order in which they can be computed, and the variables that they take: of each its shape as text,
-/// its bytes, and whether it binds a layer to a partition.
+/// The operations of a step in topological order, and the variables that they use: for each its shape as text, its
+/// bytes, and whether it binds a layer to a partition.
 #[pyclass(module = "smdistributed._core", frozen)]
 pub struct StepOperations {
     operations: Operations,
@@ -93,7 +94,8 @@ impl StepOperations {
         })
     }
 
-    /// Divides layers, given their paths in the order of their first calls: the partition of each that has variables, and a table.
+    /// Divides layers, whose paths are in the order of their first calls: returns the partition of each layer with
+    /// variables, and a table.
     #[expect(clippy::too_many_arguments, reason = "Python names them")]
     fn divide(
         &self,
@@ -112,8 +114,8 @@ impl StepOperations {
         })
     }
 
-    /// Gives every operation its place, by the partitions of layers, of what the script says nothing of if it decides (`default`), and
-    /// of variables.
+    /// Assigns every operation to a place, given the partitions of layers and of variables. If the script places
+    /// every operation, `default` is the partition of those for which it requests none.
     fn place(
         slf: Py<Self>,
         py: Python<'_>,
@@ -128,7 +130,7 @@ impl StepOperations {
     }
 }
 
-/// Where each operation of a step is computed.
+/// The placement of a step's operations.
 #[pyclass(module = "smdistributed._core", frozen)]
 pub struct StepPlacement {
     of: Py<StepOperations>,
@@ -137,20 +139,21 @@ pub struct StepPlacement {
 
 #[pymethods]
 impl StepPlacement {
-    /// Partitions of the variables; without one, every rank has its own.
+    /// Partitions of the variables; a variable without one is on every rank.
     fn variables(&self) -> Vec<Option<usize>> {
         self.placement.variables().to_vec()
     }
 
-    /// Numbers of the operations that are computed wherever they are needed.
+    /// Numbers of the operations that every rank computes where it needs them.
     fn free(&self) -> Vec<usize> {
         let count = self.of.get().operations.all().len();
         (0..count).filter(|&each| self.placement.place(each) == OperationPlace::Free).collect()
     }
 
-    /// Cuts the step for `rank`: its segments in an order in which they can be computed, its order of the anchored ones (segment
-    /// and microbatch), results that pass between ranks, which of them anchored segments make and in which order (number and
-    /// microbatch), segments whose effects others are told of, and a line for everything that must be the same on all ranks.
+    /// Cuts the step for `rank`. Returns its segments in topological order; the order of its anchored segments
+    /// (segment and microbatch); results that pass between ranks; those of them that anchored segments compute, in
+    /// order (number and microbatch); segments whose effects are signalled to other ranks; and lines of text that
+    /// must be equal on all ranks.
     #[expect(clippy::type_complexity, reason = "Python unpacks it")]
     fn cut(
         &self,

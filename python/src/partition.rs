@@ -1,4 +1,4 @@
-//! Which module of a model lies on which rank of its pipeline.
+//! Partitions of a model's modules over pipeline ranks.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use smd_core::partition::{self, CostTree, DeviceModel, ModuleCost, Objective, Ta
 
 use crate::enter::enter;
 
-/// A `modelparallel.torch.partitioning.cost_trace.ModuleCost`.
+/// Mirrors `modelparallel.torch.partitioning.cost_trace.ModuleCost`.
 #[derive(FromPyObject)]
 struct Module {
     path: String,
@@ -27,11 +27,11 @@ impl From<Module> for ModuleCost {
     }
 }
 
-/// Divides modules over `partitions`: for each its partition, a table of them, and what each partition costs.
+/// Divides modules over `partitions`: returns the partition of each module, a table, and the costs of each partition.
 ///
-/// `values` are those that pass between modules (maker, takers, bytes), `tasks` what modules cost the host if they are taken
-/// apart (module, module in whose place, nanoseconds), `ties` modules that must lie together. Where every partition needs at most
-/// `memory_bytes`, if given, time alone is balanced.
+/// `values` pass between modules (producer, consumers, bytes). `tasks` are the costs for the host if modules are
+/// split (module, module that runs instead, nanoseconds). `ties` are modules that must be on one partition. If every
+/// partition needs at most `memory_bytes`, only time is balanced.
 #[pyfunction]
 #[pyo3(signature = (modules, values, tasks, ties, partitions, memory_weight, microbatches, active_microbatches, schedule,
     memory_bytes=None))]
@@ -68,25 +68,25 @@ fn partition_modules(
     })
 }
 
-/// The estimated nanoseconds of an operation that needs `flops` and reads and writes `moved_bytes`.
+/// Estimates the nanoseconds of an operation that computes `flops` and reads and writes `moved_bytes`.
 #[pyfunction]
 fn operation_nanoseconds(flops: f64, moved_bytes: u64) -> f64 {
     DeviceModel::ACCELERATOR.operation_nanoseconds(flops, moved_bytes)
 }
 
-/// The nanoseconds that a task of a pipeline takes of the host.
+/// The nanoseconds that one task of a pipeline costs the host.
 #[pyfunction]
 fn task_nanoseconds() -> u64 {
     DeviceModel::ACCELERATOR.task_nanoseconds
 }
 
-/// The text of a partition file.
+/// Formats a partition file.
 #[pyfunction]
 fn partition_to_json(partitions: BTreeMap<String, u32>) -> String {
     partition::to_json(&partitions)
 }
 
-/// The modules and partitions in the text of a partition file; `name` is the file's.
+/// Parses a partition file into modules and partitions; `name` is the file's name, for errors.
 #[pyfunction]
 fn partition_from_json(py: Python<'_>, name: &str, text: &str, partitions: u32) -> PyResult<BTreeMap<String, u32>> {
     enter(py, || partition::from_json(name, text, partitions))

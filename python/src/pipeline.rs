@@ -1,4 +1,4 @@
-//! Stages and programs of pipelines, and what their execution leaves in the timeline.
+//! Stages and programs of pipelines, and their events in the timeline.
 
 use std::collections::BTreeMap;
 
@@ -11,18 +11,19 @@ use smd_core::{Error, Result};
 
 use crate::enter::enter;
 
-/// A value that a task makes: its bytes, and whether a gradient comes back for it.
+/// A value that a task computes: its bytes, and whether it requires a gradient.
 type MadeRow = (u64, bool);
-/// A task: its rank and level, the values that it takes and makes, the prices of its forward, of its gradients of inputs and of
-/// weights, and the bytes that it keeps for the former and from there for the latter.
+/// A task: its rank and level; its inputs and outputs; the costs of its forward, its gradients of inputs and its
+/// gradients of weights; and the bytes that it keeps from the forward to the gradients of inputs, and from there to
+/// those of weights.
 type TaskRow = (usize, usize, Vec<usize>, Vec<MadeRow>, (u64, u64, u64), (u64, u64));
 /// A stage's attributes in the order of `modelparallel.torch.runtime.stage_graph.Stage`.
 type Edges = BTreeMap<usize, Vec<usize>>;
 type StageRow = (usize, Vec<usize>, Edges, Edges, Edges, Vec<usize>, Vec<usize>, bool, bool);
-/// An action: what it does, the stage, the microbatch, and the stage at the other end of a transfer.
+/// An action: its kind, the stage, the microbatch, and the stage at the other end of a transfer.
 type ActionRow = (String, u32, u32, Option<u32>);
 
-/// The stages of a microbatch: tasks that one rank does without waiting for another.
+/// Groups the tasks of a microbatch into stages, which a rank computes without waiting for another.
 #[pyclass(module = "smdistributed._core")]
 pub struct PipelineLayout {
     layout: StageGraph,
@@ -35,31 +36,31 @@ impl PipelineLayout {
         Self { layout: StageGraph::new() }
     }
 
-    /// Adds tasks, which come after all that are there: of each its rank and level, the values that it takes, bytes and need of a
-    /// gradient of those that it makes, its prices and the bytes that it keeps. Returns the numbers of their stages.
+    /// Adds tasks after the existing ones: for each its rank and level, its inputs, for its outputs the bytes and
+    /// whether they require gradients, its costs, and the bytes that it keeps. Returns the numbers of their stages.
     fn extend(&mut self, py: Python<'_>, tasks: Vec<TaskRow>, early: bool) -> PyResult<Vec<usize>> {
         let tasks = tasks.into_iter().map(task).collect();
         enter(py, || self.layout.extend(tasks, early).map(Iterator::collect))
     }
 
-    /// The values of a task that was added before anybody knew them; returns its stage.
+    /// Sets the outputs of a task that was added before they were known; returns its stage.
     fn adopt(&mut self, py: Python<'_>, task: usize, makes: Vec<MadeRow>) -> PyResult<usize> {
         let makes = makes.into_iter().map(made).collect();
         enter(py, || self.layout.adopt(task, makes))
     }
 
-    /// Says at which values backwards begin, and which are returned.
+    /// Sets the backward roots, and the values that are returned.
     fn finish(&mut self, py: Python<'_>, seeds: Vec<usize>, returned: Vec<usize>) -> PyResult<()> {
         enter(py, || self.layout.finish(&seeds, &returned))
     }
 
-    /// The stage that makes a value.
+    /// The stage that computes a value.
     fn stage_of(&self, py: Python<'_>, value: usize) -> PyResult<usize> {
         enter(py, || self.layout.stage_of(value))
     }
 
-    /// Of every stage its rank, tasks, values that it takes and gives and gradients that come back to it (each by the other stage),
-    /// values that it exports, values at which backwards begin, whether it runs early, and whether it has a backward.
+    /// For every stage: its rank, tasks, inputs, outputs and gradients that it receives (each with the other stage),
+    /// values that it returns, backward roots, whether it runs early, and whether it has a backward.
     fn stages(&self) -> Vec<StageRow> {
         let row = |(number, stage): (usize, &Section)| {
             let returning = stage.gives.keys().map(|&taker| (taker, self.layout.gradients(number, taker)));
@@ -78,8 +79,8 @@ impl PipelineLayout {
         self.layout.stages().iter().enumerate().map(row).collect()
     }
 
-    /// What `rank` of a pipeline does, in its order: kind (`F`, `B`, `I`, `W`, `SF`, `RF`, `SB`, `RB`), stage, microbatch and,
-    /// of a transfer, the stage at its other end. All ranks pass the same arguments and get parts of one program.
+    /// The program of `rank` in a pipeline, in order: kind (`F`, `B`, `I`, `W`, `SF`, `RF`, `SB`, `RB`), stage,
+    /// microbatch, and for a transfer the stage at the other end. All ranks must pass the same arguments.
     #[expect(clippy::too_many_arguments, reason = "Python names them")]
     fn plan(
         &self,
@@ -117,14 +118,15 @@ fn made((bytes, wants_gradient): MadeRow) -> ProducedTensor {
     ProducedTensor { bytes, wants_gradient }
 }
 
-/// Nanoseconds on the timeline's clock, or 0 while no timeline is written.
+/// Nanoseconds on the timeline's clock, or 0 if no timeline is written.
 #[pyfunction]
 pub fn timeline_now() -> u64 {
     if trace::enabled() { trace::now() } else { 0 }
 }
 
-/// Records that what the pipeline did for a microbatch lasted from `start` (of `timeline_now`) until now. `kind` is
-/// `forward`, `backward`, `input`, `weight`, `send`, `receive`, `wait` or `synchronous` (a call that left the pipeline); `takes` are the stages whose values it needed.
+/// Records an event of the pipeline for a microbatch, from `start` (of `timeline_now`) until now. `kind` is
+/// `forward`, `backward`, `input`, `weight`, `send`, `receive`, `wait` or `synchronous` (a call that left the
+/// pipeline); `takes` are the stages whose values it used.
 ///
 /// # Errors
 /// `ValueError` for another kind.
@@ -148,7 +150,7 @@ pub fn timeline_stage(
         let name = name.ok_or_else(|| Error::InvalidArgument(format!("`{kind}` is nothing that a pipeline does")))?;
         trace::complete(name, Track::Stage(stage), start, end, Some(("microbatch", microbatch)));
         for from in takes {
-            // Behind its forward, with the same start: `smdrun report` reads it as a part of that step.
+            // Follows its forward, with the same start: `smdrun report` treats both as one.
             trace::complete(trace::TAKES, Track::Stage(stage), start, start, Some((trace::TAKES_FROM, from)));
         }
         Ok(())

@@ -5,18 +5,18 @@ use pyo3::prelude::*;
 use crate::session::{ask, with};
 use smd_core::session::place::World;
 
-/// Makes the world of these ranks of the job, or of all; does nothing if there is one.
+/// Creates the world from these ranks of the job, or from all; does nothing if there is one.
 #[pyfunction]
 #[pyo3(signature = (ranks=None))]
 fn start_world(py: Python<'_>, ranks: Option<Vec<usize>>) -> PyResult<()> {
     with(py, "init", |session| session.start_world(ranks.as_deref()))
 }
 
-/// A rank and how many there are.
+/// A rank and a size.
 type RankAndSize = (usize, usize);
 
-/// Rank and size in the world, among its ranks of this host, and among those with this local rank; whether all hosts have
-/// as many ranks.
+/// Rank and size in the world, among its ranks on this host, and among those with this local rank; and whether all
+/// hosts have equally many ranks.
 #[pyfunction]
 fn world_place(py: Python<'_>) -> PyResult<(RankAndSize, RankAndSize, RankAndSize, bool)> {
     ask(py, "rank", |place| {
@@ -25,31 +25,31 @@ fn world_place(py: Python<'_>) -> PyResult<(RankAndSize, RankAndSize, RankAndSiz
     })
 }
 
-/// The ranks of the world, by their numbers in the job.
+/// The ranks of the world, as ranks of the job.
 #[pyfunction]
 fn world_ranks(py: Python<'_>) -> PyResult<Vec<usize>> {
     ask(py, "size", |place| Ok(World::of(place, "size")?.ranks))
 }
 
-/// Makes or finds a process set for each list; returns their numbers. Collective.
+/// Creates or finds a process set for each list; returns their ids. Collective.
 #[pyfunction]
 fn register_process_sets(py: Python<'_>, lists: Vec<Vec<usize>>) -> PyResult<Vec<u32>> {
     with(py, "init", |session| session.register_process_sets(&lists))
 }
 
-/// Makes a process set and returns its number. Collective.
+/// Creates a process set and returns its id. Collective.
 #[pyfunction]
 fn add_process_set(py: Python<'_>, ranks: Vec<usize>) -> PyResult<u32> {
     with(py, "add_process_set", |session| session.add_process_set(&ranks))
 }
 
-/// Forgets a process set; false if there was none. Collective.
+/// Removes a process set; false if there was none. Collective.
 #[pyfunction]
 fn remove_process_set(py: Python<'_>, id: u32) -> PyResult<bool> {
     with(py, "remove_process_set", |session| session.remove_process_set(id))
 }
 
-/// Numbers of all process sets, and their ranks.
+/// Ids of all process sets, and their ranks.
 #[pyfunction]
 fn process_sets(py: Python<'_>) -> PyResult<Vec<(u32, Vec<usize>)>> {
     ask(py, "process_sets", |place| Ok(World::of(place, "process_sets")?.sets))

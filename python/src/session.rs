@@ -13,7 +13,7 @@ use smd_core::world::env;
 
 use crate::enter::enter;
 
-/// How long another process may take to compile the plug-in for MPI.
+/// How long to wait for another process to compile the MPI plug-in.
 const MPI_LIMIT: Duration = Duration::from_secs(60);
 
 pub(crate) fn with<T: Send>(
@@ -24,7 +24,7 @@ pub(crate) fn with<T: Send>(
     enter(py, || body(&*session::current(call)?))
 }
 
-/// Asks for this process's place in the job, which a forked child knows as well.
+/// Returns this process's place in the job, which a forked child has, too.
 pub(crate) fn ask<T: Send>(
     py: Python<'_>,
     call: &'static str,
@@ -48,7 +48,7 @@ fn shutdown(py: Python<'_>) -> PyResult<()> {
     })
 }
 
-/// The last call of a process: `shutdown()`, then, in the process that serves the rendezvous, waits for the others.
+/// Called last in a process: `shutdown()`, then, in the process that serves the rendezvous, waits for the others.
 #[pyfunction]
 fn finish(py: Python<'_>) -> PyResult<()> {
     enter(py, || {
@@ -57,14 +57,14 @@ fn finish(py: Python<'_>) -> PyResult<()> {
     })
 }
 
-/// Starts what runs collectives by name among all ranks, so that a rank that never calls one is missed by name. Does not
-/// wait for the others, and does nothing the second time.
+/// Starts the negotiation of collectives by name among all ranks, so that a rank that never calls one is reported as
+/// missing. Does not wait for the others, and does nothing on a second call.
 #[pyfunction]
 fn start_negotiation(py: Python<'_>) -> PyResult<()> {
     enter(py, || session::current("start_negotiation")?.negotiator(0).map(drop))
 }
 
-/// Whether this process is in a job; true in the forked children of one that is.
+/// Whether this process is in a job, or was forked from a process that is.
 #[pyfunction]
 fn is_initialized() -> bool {
     session::is_initialized()
@@ -76,7 +76,7 @@ fn rank(py: Python<'_>) -> PyResult<usize> {
     ask(py, "rank", |place| Ok(place.rank))
 }
 
-/// Processes of the job.
+/// Number of processes of the job.
 #[pyfunction]
 fn size(py: Python<'_>) -> PyResult<usize> {
     ask(py, "size", |place| Ok(place.size))
@@ -88,31 +88,31 @@ fn local_rank(py: Python<'_>) -> PyResult<usize> {
     ask(py, "local_rank", |place| Ok(place.local_rank))
 }
 
-/// Processes on this host.
+/// Number of processes on this host.
 #[pyfunction]
 fn local_size(py: Python<'_>) -> PyResult<usize> {
     ask(py, "local_size", |place| Ok(place.local_size))
 }
 
-/// The same number on all ranks, new for each `init()`.
+/// A number that is equal on all ranks and new for each `init()`.
 #[pyfunction]
 fn session_id(py: Python<'_>) -> PyResult<u64> {
     with(py, "session_id", |session| Ok(session.id()))
 }
 
-/// Whether only processes that have proved the job's secret are in it: false for a job on several hosts that nobody gave a secret.
+/// Whether all members have proved a secret of the job; false for a job on several hosts without a secret.
 #[pyfunction]
 fn is_authenticated(py: Python<'_>) -> PyResult<bool> {
     with(py, "is_authenticated", |session| Ok(session.is_authenticated()))
 }
 
-/// Makes a group of global ranks, in the order they get inside it, and returns its id. All members call.
+/// Creates a group of global ranks, in their order inside the group, and returns its id. All members call it.
 #[pyfunction]
 fn new_group(py: Python<'_>, ranks: Vec<usize>) -> PyResult<u64> {
     with(py, "new_group", |session| Ok(session.new_group(&ranks)?.id()))
 }
 
-/// Forgets a group; each member for itself.
+/// Removes a group; each member calls it for itself.
 #[pyfunction]
 fn remove_group(py: Python<'_>, group: u64) -> PyResult<()> {
     with(py, "remove_group", |session| session.remove_group(group))
@@ -125,8 +125,8 @@ fn group_ranks(py: Python<'_>, group: u64) -> PyResult<Vec<usize>> {
     with(py, "group_ranks", |session| Ok(session.communicator(group)?.members().ranks.to_vec()))
 }
 
-/// How large a reducer's buckets on a CUDA device had best be, in bytes, if `SMD_AUTOTUNE` measures that for the group.
-/// Collective.
+/// The best size in bytes of a reducer's buckets on a CUDA device, if `SMD_AUTOTUNE` enables its measurement for the
+/// group. Collective.
 #[pyfunction]
 fn measure_bucket_bytes(py: Python<'_>, group: u64, device: u16) -> PyResult<Option<usize>> {
     with(py, "measure_bucket_bytes", |session| session.communicator(group)?.measure_bucket_bytes(device))
@@ -151,8 +151,8 @@ fn report_failure(py: Python<'_>, message: &str) -> PyResult<()> {
     })
 }
 
-/// Ends every wait of this process and its part in the job, as Ctrl-C does where a thread that waits cannot hear of it. Does
-/// nothing without a session.
+/// Ends every wait of this process and its part in the job, for a Ctrl-C that a waiting thread cannot notice itself.
+/// Does nothing without a session.
 #[pyfunction]
 fn interrupt(py: Python<'_>) -> PyResult<()> {
     enter(py, || {
@@ -163,8 +163,8 @@ fn interrupt(py: Python<'_>) -> PyResult<()> {
     })
 }
 
-/// When the launcher of an elastic job found other hosts, in seconds since 1970, and whether places were removed (1), added (2)
-/// or both (3); waits for such news, at most for `seconds`. `None` if there are none, or no session.
+/// Returns when the launcher of an elastic job found changed hosts, in seconds since 1970, and whether places were
+/// removed (1), added (2) or both (3); waits at most `seconds`. `None` if nothing changed, or without a session.
 #[pyfunction]
 fn next_hosts_update(py: Python<'_>, seconds: f64) -> PyResult<Option<(f64, u8)>> {
     let timeout = Duration::try_from_secs_f64(seconds).unwrap_or_default();
@@ -178,8 +178,8 @@ fn next_hosts_update(py: Python<'_>, seconds: f64) -> PyResult<Option<(f64, u8)>
     })
 }
 
-/// What any rank knows of changes of hosts: the latest that was acted on, the latest that was heard of, in microseconds since
-/// 1970, and the kinds of those that were not acted on. Every rank calls it with what it knows itself.
+/// Combines the ranks' knowledge of changed hosts: the latest change that was handled and the latest one that is
+/// known, in microseconds since 1970, and the kinds of unhandled changes. Every rank calls it with its own values.
 #[pyfunction]
 fn hosts_known_anywhere(py: Python<'_>, acted: u64, heard: u64, kinds: u8) -> PyResult<(u64, u64, u8)> {
     enter(py, || session::current("check_host_updates")?.hosts_known_anywhere(acted, heard, kinds))
@@ -203,14 +203,15 @@ fn stop_names_timeline(py: Python<'_>) -> PyResult<()> {
     })
 }
 
-/// Whether a launcher of MPI started this process.
+/// Whether an MPI launcher started this process.
 #[pyfunction]
 fn is_started_by_mpi() -> bool {
     env::started_by_mpi(&env::variables())
 }
 
-/// Tells the other ranks a checksum of the variables `what` that this rank is about to train with `ranks`. If ranks have others,
-/// the first of them warns with the call `remedy`: at once if `is_final`, else in the second step if nothing was broadcast until then.
+/// Writes a checksum of the variables `what` that this rank is about to train together with `ranks`. If checksums
+/// differ, the first of the ranks logs a warning with the call `remedy`: at once if `is_final`, otherwise in the
+/// second step if nothing was broadcast until then.
 #[pyfunction]
 fn tell_replica(
     py: Python<'_>,
@@ -224,7 +225,7 @@ fn tell_replica(
     with(py, "tell_replica", |session| session.tell_replica(&told))
 }
 
-/// Variables are broadcast, so ranks train from the same values.
+/// Notes that variables are broadcast, so ranks train from equal values.
 #[pyfunction]
 fn note_broadcast(py: Python<'_>) -> PyResult<()> {
     with(py, "note_broadcast", |session| {
@@ -233,7 +234,7 @@ fn note_broadcast(py: Python<'_>) -> PyResult<()> {
     })
 }
 
-/// A step of a reduction that the core does not see as one begins.
+/// Notes the beginning of a step of a reduction that the core cannot observe.
 #[pyfunction]
 fn begin_step(py: Python<'_>, name: &str) -> PyResult<()> {
     with(py, "begin_step", |session| {
@@ -249,20 +250,20 @@ fn start_mpi(py: Python<'_>) -> PyResult<bool> {
     with(py, "start_mpi", |session| session.start_mpi(Instant::now() + config::INIT_TIMEOUT_SECONDS.seconds()?))
 }
 
-/// The file of the plug-in for this host's MPI, which is compiled if need be.
+/// The path of the MPI plug-in for this host, which is compiled if necessary.
 #[pyfunction]
 fn mpi_plugin(py: Python<'_>) -> PyResult<String> {
     enter(py, || mpi::provide(Instant::now() + MPI_LIMIT).map(|path| path.display().to_string()))
 }
 
-/// Whether a launcher's variables are in the environment.
+/// Whether the environment has a launcher's variables.
 #[pyfunction]
 fn is_launched(py: Python<'_>) -> PyResult<bool> {
     enter(py, || Ok(env::detect(&env::variables())?.launcher != env::Launcher::Single))
 }
 
 /// Names and values of the variables of torch's `env://` that the launcher did not set, for the caller to set them.
-/// The next `init()` does not take them for the launcher's.
+/// The next `init()` ignores them.
 #[pyfunction]
 fn missing_environment(py: Python<'_>) -> PyResult<Vec<(&'static str, String)>> {
     enter(py, || {

@@ -1,14 +1,15 @@
-//! Which rank holds which part of sharded parameters (`smd_core::sharding`).
+//! Assignment of sharded parameters to ranks (`smd_core::sharding`).
 
 use pyo3::prelude::*;
 use smd_core::sharding::{self, ShardingGroups, Shards};
 
 use crate::enter::enter;
 
-/// Of each rank the pieces that it holds: parameter, first element, one past the last, offset in the shard.
+/// For each rank, its pieces: parameter, first element, one past the last, offset in the shard.
 type Pieces = Vec<Vec<(usize, usize, usize, usize)>>;
 
-/// Divides parameters of these sizes, behind each other, evenly: the elements of a shard, and the pieces of each rank.
+/// Concatenates parameters of these sizes and divides them evenly: returns the elements of a shard, and the pieces of
+/// each rank.
 #[pyfunction]
 pub fn shard_parameters(
     py: Python<'_>,
@@ -24,7 +25,7 @@ pub fn shard_parameters(
     })
 }
 
-/// Elements of each rank's shard of a parameter of this size, padding included.
+/// Number of elements of each rank's shard of a parameter of this size, with padding.
 #[pyfunction]
 pub fn shard_elems(size: usize, ranks: usize) -> usize {
     sharding::shard_elems(size, ranks)
@@ -33,7 +34,8 @@ pub fn shard_elems(size: usize, ranks: usize) -> usize {
 /// Ranks of several groups.
 type Groups = Vec<Vec<usize>>;
 
-/// Divides a data-parallel group: ranks that hold one model together, and ranks that hold the same shard.
+/// Divides a data-parallel group: returns the ranks that together hold one model, and the ranks that hold the same
+/// shard.
 #[pyfunction]
 pub fn sharding_groups(py: Python<'_>, members: Vec<usize>, degree: usize) -> PyResult<(Groups, Groups)> {
     enter(py, || {

@@ -1,4 +1,4 @@
-//! What a shim is built from.
+//! The sources of the shims.
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;

@@ -1,4 +1,4 @@
-//! Which part of a model-parallel job each rank plays (`smd_core::world::topology`).
+//! The coordinates of ranks in a model-parallel job (`smd_core::world::topology`).
 
 use pyo3::prelude::*;
 use smd_core::world::topology::{self, GroupKind};

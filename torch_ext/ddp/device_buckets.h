@@ -27,7 +27,6 @@ struct GradientLayout {
 //
 // If the script still holds a view when the parameter's next gradient arrives, the view keeps its values: the bucket
 // gets new memory, and the old memory lives as long as the view.
-// new memory, and the old lives on with the views that are held.
 class DeviceBuckets {
  public:
   // `layouts` has one entry for each parameter.

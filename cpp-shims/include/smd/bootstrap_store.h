@@ -1,4 +1,4 @@
-// A framework's key-value store, on which the ranks of a job meet that no launcher started.
+// A framework's key-value store, through which ranks that no launcher started find each other.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,9 @@
 
 namespace smd {
 
-// The core owns it until the job has come together. Any thread may call it, several at once; nothing of it waits for
-// other ranks or takes Python's lock. What it throws is a std::exception whose text the core passes on.
+// The core owns it until all ranks have joined. Its functions may be called on any thread, also concurrently; they
+// must not wait for other ranks or take Python's lock. They may throw a std::exception, whose text becomes part of
+// the core's error.
 class BootstrapStore {
  public:
   BootstrapStore() = default;
@@ -17,7 +18,7 @@ class BootstrapStore {
   virtual ~BootstrapStore() = default;
 
   virtual void set(rust::Str key, rust::Slice<const std::uint8_t> value) const = 0;
-  // Appends to `value` what was written to `key`; false if nothing was.
+  // Appends the value of `key` to `value`; returns false if the key is not written.
   virtual bool get(rust::Str key, rust::Vec<std::uint8_t>& value) const = 0;
   virtual void remove(rust::Str key) const = 0;
 };

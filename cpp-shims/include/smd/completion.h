@@ -1,4 +1,4 @@
-// The one thing that the core says back to a shim.
+// The callback with which the core reports the end of an operation to a shim.
 #pragma once
 
 #include <cstddef>
@@ -11,9 +11,9 @@ namespace smd {
 
 struct TensorView;
 
-// Ends one asynchronous operation. The core owns it from `submit` on, calls `done` once from one of its threads and
-// destroys it there, so both must be callable on any thread, must not take Python's lock, and should be short: the
-// next operation of the group waits for them.
+// The callback of one asynchronous operation. The core owns it from `submit` on, calls `done` once on one of its
+// threads and destroys it there. So both must be callable on any thread and must not take Python's lock. Both should
+// be short, because the next operation of the group waits for them.
 class Completion {
  public:
   Completion() = default;
@@ -25,9 +25,9 @@ class Completion {
   // whose message a receive got, -1 otherwise.
   virtual void done(rust::Str error, std::int64_t source) noexcept = 0;
 
-  // Of operations on rows, which are the only ones to call it, at most once and before `done`, on one of the core's
-  // threads: appends to `outputs` memory for `rows[i]` rows from member i, for every member, that is valid until
-  // `done`. What it throws is a std::exception whose text all members get.
+  // Allocates the outputs of an operation on rows: appends to `outputs` memory for `rows[i]` rows from member i, for
+  // every member, that stays valid until `done`. Called at most once, before `done`, on a thread of the core. It may
+  // throw a std::exception, whose text all members get as an error.
   virtual void make_outputs(rust::Slice<const std::size_t> rows, rust::Vec<TensorView>& outputs) {
     (void)rows;
     (void)outputs;

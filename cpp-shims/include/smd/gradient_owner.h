@@ -1,4 +1,4 @@
-// Who gives gradients to a reducer, and gets them back.
+// The framework's operation that submits gradients to a reducer and gets them back reduced.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,8 @@ namespace smd {
 
 struct SlotLease;
 
-// One operation of a framework. The core holds it until all of its gradients are answered. All may be called on any
-// thread, several at once, and must not take Python's lock.
+// One operation of a framework. The core holds it until all of its gradients are answered. All functions may be
+// called on any thread, also concurrently, and must not take Python's lock.
 class GradientOwner {
  public:
   GradientOwner() = default;
@@ -21,13 +21,13 @@ class GradientOwner {
   GradientOwner& operator=(const GradientOwner&) = delete;
   virtual ~GradientOwner() = default;
 
-  // The gradient that was given as `position` is reduced, in the slot that `lease` holds, or where it lay. `error` is
-  // the core's report, ending in ` [smd:<code>]`; empty if all went well. Once for each gradient.
+  // Answers the gradient that was submitted as `position`: it is reduced, in the slot that `lease` holds, or in
+  // place. `error` is the core's report, ending in ` [smd:<code>]`; empty on success. Called once for each gradient.
   virtual void reduced(std::size_t position, rust::Str error, rust::Box<SlotLease> lease) const noexcept = 0;
 
-  // Memory for `bytes` bytes on the device of the gradient that was given as `position`, until that is answered.
-  // Whatever used it before was queued into the gradient's stream. Throws a std::exception if there is none. Called
-  // with locks of the core held.
+  // Allocates `bytes` bytes on the device of the gradient `position`, to be kept until that gradient is answered.
+  // Earlier uses of the memory must have been queued into the gradient's stream. Throws a std::exception if there is
+  // no memory. Called with locks of the core held.
   virtual std::uint8_t* allocate(std::size_t position, std::size_t bytes) const {
     (void)position;
     throw std::logic_error("no memory for " + std::to_string(bytes) + " bytes of gradients on a device");

@@ -17,7 +17,7 @@ constexpr std::size_t kMinPlacedBytes = 64 << 10;
 // Leases of slots that hold tensors, by address: an allocator learns only the address of memory that is freed.
 class PlacedSlots {
  public:
-  // Keeps the lease; null if it holds nothing.
+  // Keeps the lease; returns null if the lease is empty.
   void* keep(rust::Box<SlotLease> lease) {
     void* data = lease->ptr();
     if (data != nullptr) {
@@ -28,9 +28,9 @@ class PlacedSlots {
     return data;
   }
 
-  // Gives a slot back; false if the memory is none.
+  // Frees a slot; false if the memory is not a slot.
   bool give_back(void* data) {
-    // Whoever gives back a slot has got it after it was counted.
+    // A slot is counted before its address is returned, so it cannot be freed before it is counted.
     if (count_.load(std::memory_order_relaxed) == 0) return false;
     const std::lock_guard lock(mutex_);
     const bool was_placed = leases_.erase(data) != 0;

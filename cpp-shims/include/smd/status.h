@@ -1,11 +1,11 @@
-// How an error of the core reads: `<text> [smd:<code>]`.
+// The format of the core's errors: `<text> [smd:<code>]`.
 #pragma once
 
 #include <string_view>
 
 namespace smd {
 
-// The code of a report, such as `mismatch`; empty if the text is no report.
+// The code of an error's text, such as `mismatch`; empty if the text has none.
 inline std::string_view report_code(std::string_view report) {
   constexpr std::string_view kOpen = " [smd:";
   const auto start = report.rfind(kOpen);

@@ -1,4 +1,4 @@
-"""Calls back once a package of others has been imported, without importing it."""
+"""Runs callbacks after another package has been imported, without importing it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-#: What is called after each import, by the module's full name.
+#: #: The callbacks after each import, by the module's full name.
 _actions: dict[str, list[Callable[[], None]]] = {}
 
 
@@ -29,7 +29,7 @@ def after_import(name: str, action: Callable[[], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing of its own: the other finders' loader runs, and then the actions."""
+    """A finder without modules of its own: it lets the other finders load, and then runs the callbacks."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         actions = _actions.get(fullname)

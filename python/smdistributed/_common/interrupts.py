@@ -22,11 +22,11 @@ from types import FrameType
 
 from smdistributed import _core
 
-#: How long the main thread has to come back by itself, in seconds.
+#: #: How long to wait for the main thread to return to the interpreter, in seconds.
 _PATIENCE = 1.0
-#: The number of no signal.
+#: #: A byte in the pipe that is not a signal's number.
 _HANDLED = 0
-#: The ends of the pipe; none in a child, which has no thread of its own to read it.
+#: #: The ends of the pipe; none in a forked child, which has no thread to read it.
 _pipe: tuple[int, int] | None = None
 
 
@@ -73,7 +73,7 @@ def raise_what_replaced(error: RuntimeError) -> None:
 def _handle(number: int, frame: FrameType | None) -> None:
     """Python's own handler, which the listener hears of."""
     if _pipe is not None:
-        # Full if nobody reads it, which nobody misses then.
+        # The pipe is full only if the listener has ended, and then nothing needs the byte.
         with contextlib.suppress(BlockingIOError):
             os.write(_pipe[1], bytes([_HANDLED]))
     signal.default_int_handler(number, frame)
@@ -88,7 +88,7 @@ def _listen(reader: int) -> None:
         try:
             happened = os.read(reader, 64)
         except BlockingIOError:
-            # Not the result of `poll`: the handler may have run between that and the return to this thread's Python.
+            # The pipe is read again instead of using the result of `poll`: the handler may have run meanwhile.
             happened = b""
         for number in happened:
             if number == _HANDLED:
@@ -97,13 +97,13 @@ def _listen(reader: int) -> None:
                 deadline = time.monotonic() + _PATIENCE
         if not happened and deadline is not None and time.monotonic() >= deadline:
             deadline = None
-            # Other handlers than ours may want to go on.
+            # Other handlers than Python's own may want to continue.
             if signal.getsignal(signal.SIGINT) is _handle:
                 _core.interrupt()
 
 
 def _forget() -> None:
-    """In a child, whose handler must not write into its parent's pipe."""
+    """Close the pipe in a forked child, whose handler must not write into its parent's pipe."""
     global _pipe
     if _pipe is not None:
         signal.set_wakeup_fd(-1)

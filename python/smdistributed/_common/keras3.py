@@ -40,18 +40,18 @@ def install(is_distributed: Callable[[Any], bool]) -> None:
 
     @functools.wraps(resolve)
     def resolve_auto_jit_compile(self: Any) -> bool:
-        """``jit_compile="auto"`` means XLA on a machine with a GPU, and XLA does not know our operations."""
+        """Return ``False`` for distributed optimizers: ``"auto"`` selects XLA on GPUs, which lacks our operations."""
         return resolve(self) and not is_distributed(self.optimizer)
 
     scaler.check_finite = check_finite
     trainer._resolve_auto_jit_compile = resolve_auto_jit_compile
 
 
-# The variables that an optimizer is about to update with what it has accumulated.
+# The accumulated gradients of the variables that the optimizer is about to update.
 _accumulating: contextvars.ContextVar[Sequence[Any] | None] = contextvars.ContextVar("_accumulating", default=None)
 
 
-# Mixed into classes of a framework, which bring the other attributes. `Any` says so to the type checker.
+# The other base class provides the attributes; `Any` tells the type checker so.
 _Base: Any = object
 
 
@@ -70,12 +70,12 @@ class Reducing(_Base):
             trainable_variables: The variables; by default all that the optimizer knows.
         """
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
-        # What does not match is for Keras to refuse.
+        # Keras reports lists of different lengths.
         if len(grads) == len(variables) and not self.gradient_accumulation_steps:
             grads = self._smd_reduce(grads, variables)
         super().apply(grads, trainable_variables)
 
-    # An optimizer that accumulates reduces once per update: what has been accumulated, before it is clipped.
+    # With gradient accumulation, the accumulated gradients are reduced once per update, before they are clipped.
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
         token = _accumulating.set(trainable_variables if self.gradient_accumulation_steps else None)

@@ -53,7 +53,7 @@ def export_environment() -> None:
 
 
 def watch() -> None:
-    """From now on, the job hears how this process ends. Does nothing the second time."""
+    """From now on, report to the job how this process ends. Does nothing on a second call."""
     global _hooked
     if _hooked:
         return
@@ -82,7 +82,7 @@ def _report(error: BaseException) -> None:
     text = "".join(traceback.format_exception_only(error)).strip()
     ours = errors.from_report(str(error))
     if ours is not None:
-        # A framework's error, with where its graph was made in front of what others need to know.
+        # A framework's error begins with the location of its graph; only the core's report matters to other ranks.
         text = f"{type(error).__name__}: {ours}"
     try:
         _core.report_failure(text)

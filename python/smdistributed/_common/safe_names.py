@@ -28,7 +28,7 @@ _NAMES: dict[str, frozenset[str]] = {
         "types": "SimpleNamespace",
         "uuid": "SafeUUID UUID",
         "zoneinfo": "ZoneInfo._unpickle",
-        # NumPy 1 and 2 have other names for the same.
+        # Names that differ between NumPy 1 and 2.
         "numpy": "dtype",
         "numpy._core.multiarray": "_reconstruct scalar",
         "numpy.core.multiarray": "_reconstruct scalar",
@@ -42,7 +42,7 @@ _NAMES: dict[str, frozenset[str]] = {
         ),
         "torch.serialization": "_get_layout",
         "torch.storage": "TypedStorage UntypedStorage",
-        # Batches: dictionaries whose own `__setstate__` sets two attributes.
+        # Batches of libraries: dictionaries whose own `__setstate__` sets two attributes.
         "transformers.tokenization_utils_base": "BatchEncoding",
         "transformers.feature_extraction_utils": "BatchFeature",
         "transformers.image_processing_base": "BatchFeature",
@@ -52,7 +52,8 @@ _NAMES: dict[str, frozenset[str]] = {
     }.items()
 }
 
-#: Classes that are arguments of those functions. Calling them is another matter: an array over any memory, for one.
+#: #: Classes that may be arguments of those functions. Calling them may be unsafe: an array over any memory, for
+#: example.
 _ARGUMENTS = {
     ("numpy", "ndarray"),
     ("torch", "Tensor"),
@@ -146,7 +147,7 @@ def _storage(data: bytes) -> Any:
 def _sparse_tensor(layout: Any, data: Any) -> Any:
     import torch
 
-    # Indices out of bounds would be addresses.
+    # Unchecked indices would be used as addresses.
     with torch.sparse.check_sparse_tensor_invariants():
         return torch._utils._rebuild_sparse_tensor(layout, data)
 

@@ -40,29 +40,29 @@ from smdistributed._common import errors as _core_errors
 
 PREBUILT = Path(__file__).resolve().parent.parent / "_prebuilt"
 
-# The first lines of a failed compilation hold the cause; templates make the rest.
+# Number of lines of a failed compilation to show: the first ones contain the cause.
 _SHOWN_ERROR_LINES = 15
 
 # A build takes 10 s on a free core and a minute on a machine that starts many jobs.
 _SILENT_WAIT_SECONDS = 10.0
 _LONGEST_WAIT_SECONDS = 600.0
 
-# Ours is C++17. Headers of a newer framework may want more, which older compilers do not have.
+# The shims are C++17. Headers of a newer framework may need a later standard, which older compilers lack.
 _STANDARD = "c++17"
 _NEWER_STANDARD = "c++20"
-# How they say so.
+# The compilers' messages about that.
 _WANTED_STANDARD = re.compile(r"#error C\+\+(\d\d) or later")
 
-# Of the compiler, the assembler and the linker.
+# Messages of the compiler, the assembler and the linker about a full disk.
 _NO_SPACE = os.strerror(errno.ENOSPC)
 
-# Why a build failed, beside the shim that it was to make: the number of the process, and the error.
+# File beside the shim with the reason of a failed build: the process id, and the error.
 _FAILURE = "failure"
-# A failure that is older was not seen by the ranks of this process' job.
+# Failures that are older than this are from an earlier job, so the build is tried again.
 _STARTED = time.time()
 
 
-#: Warnings that were shown: two shims may have the same.
+#: #: Warnings that were shown, because both shims may have the same.
 _told: set[str] = set()
 
 
@@ -100,13 +100,13 @@ class Framework:
         header of CUDA and links to none of its libraries, and the other headers are the same.
         """
         digest = hashlib.sha256()
-        # Where the framework is installed does not matter, what its headers are told does.
+        # The key depends on compile flags, but not on the folder in which the framework is installed.
         switches = [flag for flag in self.compile_flags if not flag.startswith(("-I", "-isystem", "/"))]
         sources = [part for item in self.sources().items() for part in item]
         for part in (platform.machine(), *switches, *sources):
             digest.update(part.encode())
             digest.update(b"\0")
-        # Builds of one release for other devices have the same headers; other builds of it may not.
+        # Builds of one release for different devices have the same headers; other local builds may not.
         release = re.sub(r"\+(cpu|cu\d+|rocm[\d.]+|xpu)$", "", self.version)
         return f"{self.name}-{release}-core-{_core.__version__}-{digest.hexdigest()[:12]}"
 
@@ -248,7 +248,7 @@ def ensure(framework: Framework) -> Path:
 
 
 def _ensure_cached(framework: Framework) -> Path:
-    """As :func:`ensure`, without a look at what is prebuilt."""
+    """Return the shim as :func:`ensure` does, ignoring prebuilt ones."""
     try:
         folder = _folder(framework.key)
     except _core_errors.UnsupportedError as error:
@@ -272,7 +272,7 @@ def _ensure_cached(framework: Framework) -> Path:
 
 
 def _folder(key: str) -> Path:
-    """Make a folder of the cache that only this user and root can write to, unless it exists."""
+    """Create a folder of the cache, if necessary, that only this user and root can write to."""
     folder, warning = _core.cache_folder(key)
     if warning is not None and warning not in _told:
         _told.add(warning)
@@ -336,10 +336,10 @@ def _load(framework: Framework, load: Callable[[str], Any]) -> Any:
     try:
         return load(str(path))
     except Exception as error:
-        # Each framework has its own class for what the dynamic linker says.
+        # Each framework has its own exception class for errors of the dynamic linker.
         if PREBUILT not in path.parents:
             raise
-        # Built on a newer system than this one, most likely.
+        # Most likely, it was built on a newer system than this one.
         _say(f"the prebuilt {framework.title} shim does not load here: {error}")
         return load(str(_ensure_cached(framework)))
 
@@ -351,11 +351,11 @@ def _missing(module: str, title: str) -> ImportError:
 
 
 def _build_once(framework: Framework, path: Path) -> None:
-    """As :func:`_build`, unless another process has failed to do so since this one started."""
+    """Build as :func:`_build`, unless another process has failed to do so since this one started."""
     failure = path.parent / _FAILURE
     if failure.is_file() and failure.stat().st_mtime >= _STARTED and _core.untrusted(failure) is None:
         builder, _, text = failure.read_text().partition("\n")
-        # This process tries again: its user may have repaired the compiler.
+        # This process failed before, but its user may have repaired the compiler.
         if builder != str(os.getpid()):
             raise ShimError(text)
     try:
@@ -367,7 +367,7 @@ def _build_once(framework: Framework, path: Path) -> None:
 
 
 def _build(framework: Framework, path: Path) -> None:
-    """Compiles the shim to ``path``, which appears complete or not at all."""
+    """Compile the shim to ``path``, which appears complete or not at all."""
     compiler = _compiler(framework)
     _say(f"building the {framework.title} {framework.version} shim, once, in {path.parent}")
     start = time.monotonic()
@@ -389,12 +389,12 @@ def _compile(framework: Framework, compiler: list[str], scratch: Path) -> Path:
     (scratch / "shim.cc").write_text("".join(f'#include "{file}"\n' for file in sources))
     units = ["shim.cc", *sorted(str(file.relative_to(scratch)) for file in (scratch / "bridge").glob("*.cc"))]
     failure = _compile_units(framework, compiler, scratch, units, framework.standard)
-    # Only this says that another standard would help.
+    # Only the compiler's message shows that another C++ standard would help.
     if failure is not None and "C++20" in str(failure) and framework.standard != _NEWER_STANDARD:
         failure = _compile_units(framework, compiler, scratch, units, _NEWER_STANDARD)
     if failure is not None:
         raise failure
-    # Everything registers itself, so nothing is exported: two shims of a process must not meet in each other's C++.
+    # Operations register themselves, so no symbol is exported: two shims of a process must not share C++ symbols.
     (scratch / "exports.map").write_text("{ local: *; };\n")
     # The core is loaded already and is found by its name; the symbols are checked here rather than at load time.
     link = subprocess.run(
@@ -424,7 +424,7 @@ def _compile(framework: Framework, compiler: list[str], scratch: Path) -> Path:
 def _compile_units(
     framework: Framework, compiler: list[str], scratch: Path, units: list[str], standard: str
 ) -> ShimError | None:
-    """Compiles unit i to ``i.o``, all at once; returns what failed."""
+    """Compile unit i to ``i.o``, all in parallel; return the errors."""
     # Shims include their headers by the path within their own folder.
     includes = ["-I.", "-Iinclude", f"-I{framework.folder}"]
     flags = [f"-std={standard}", "-O2", "-fPIC", "-fvisibility=hidden", *includes, *framework.compile_flags]
@@ -461,7 +461,7 @@ def _failure(
 
 
 def _compiler(framework: Framework) -> list[str]:
-    """The C++ compiler's command: ``CXX``, else the first of the usual names."""
+    """Return the command of the C++ compiler: ``CXX``, or else the first of the usual names."""
     configured = os.environ.get("CXX")
     if configured:
         return shlex.split(configured)
@@ -477,7 +477,7 @@ def _compiler(framework: Framework) -> list[str]:
 
 @contextmanager
 def _locked(framework: Framework, folder: Path) -> Iterator[None]:
-    """Holds the folder's lock, which the kernel frees if this process dies.
+    """Hold the folder's lock, which the kernel releases if this process dies.
 
     Raises:
         ShimError: Another process holds it for longer than any build takes.
@@ -529,7 +529,7 @@ def main() -> None:
         path = arguments.into / framework.key / framework.library
         path.parent.mkdir(parents=True, exist_ok=True)
         _build(framework, path)
-        # For the check of a release, which has no framework to ask for the key.
+        # Printed for the release's check, which runs without a framework that could compute the key.
         (path.parent / "sources").write_text(sources_digest(framework.folder))
         print(path)
 

@@ -89,7 +89,7 @@ def dumps(value: Any) -> bytes:
     try:
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError):
-        # Each version of Python has another error for a lambda, a local class, a class of an interactive session.
+        # Versions of Python raise different errors for a lambda, a local class, or a class of an interactive session.
         try:
             import cloudpickle
         except ImportError:
@@ -122,7 +122,7 @@ def loads(
     try:
         return _Plain(data, persistent_load).load()
     except (_HasNamesError, TypeError):
-        # A call of something that is no function is for the other one to explain.
+        # If the pickle calls an object that is not a function, the careful unpickler below explains it.
         pass
     try:
         return _Careful(data, persistent_load, sender, trusts or _is_authenticated).load()
@@ -133,11 +133,11 @@ def loads(
 
 
 class _HasNamesError(Exception):
-    """A pickle is more than plain data."""
+    """A pickle contains names, so it is more than plain data."""
 
 
 class _Plain(pickle.Unpickler):
-    """For plain data, which is most of what is sent, and a hundred times as fast as what looks at each step."""
+    """Unpickles plain data, which most pickles are; a hundred times as fast as checking each step."""
 
     def __init__(self, data: bytes, persistent_load: Callable[[Any], Any] | None) -> None:
         super().__init__(io.BytesIO(data))
@@ -148,7 +148,7 @@ class _Plain(pickle.Unpickler):
             return super().persistent_load(key)
         value = self._look_up(key)
         if callable(value):
-            # A pickle may call it.
+            # A pickle may call the method.
             raise _HasNamesError
         return value
 
@@ -157,7 +157,7 @@ class _Plain(pickle.Unpickler):
 
 
 class _Trust(enum.Enum):
-    """How far a name is trusted."""
+    """The kinds of trust in a name."""
 
     CALL = enum.auto()
     """It may be called, and its objects restore themselves."""
@@ -167,7 +167,7 @@ class _Trust(enum.Enum):
     """A class whose objects get their attributes, without a call of any method."""
 
 
-# Without its types: they do not describe the methods and the stack that a subclass may use.
+# Untyped: its stubs do not contain the methods and the stack that this subclass uses.
 _PythonUnpickler: Any = pickle._Unpickler
 
 
@@ -183,7 +183,7 @@ class _Careful(_PythonUnpickler):
         if persistent_load is not None:
             self.persistent_load = persistent_load
         self._sender, self._trusts = sender, trusts
-        # By identity: what is compared may define `__eq__`. The objects stay alive in the list.
+        # Compared by identity, because objects may define `__eq__`. The list keeps them alive.
         self._known: dict[int, _Trust] = {}
         self._kept: list[Any] = []
 
@@ -262,7 +262,7 @@ class _Careful(_PythonUnpickler):
     def load_binpersid(self) -> None:
         super().load_binpersid()
         value = self.stack[-1]
-        # A class that this process supplies itself, for which there may be no name.
+        # A class that this process itself chose, which may have no importable name.
         if isinstance(value, type) and not hasattr(value, "__del__"):
             self._known.setdefault(id(value), _Trust.DATA)
             self._kept.append(value)
@@ -274,7 +274,7 @@ class _Careful(_PythonUnpickler):
         if trust is _Trust.CALL:
             return cls.__new__(cls, *arguments, **keywords)
         if issubclass(cls, tuple) and hasattr(cls, "_fields"):
-            # Its own `__new__` takes the fields one by one, and may be the user's.
+            # Its own `__new__` gets the fields one by one, and may be the user's code.
             return tuple.__new__(cls, arguments)
         if not isinstance(cls.__new__, types.BuiltinFunctionType):
             raise self._refusal_of(cls, "it is made by a method of its own (`__new__`)")
@@ -340,7 +340,7 @@ def _imported(module: str, name: str) -> Any:
 
 
 def _objection(found: Any, module: str, name: str) -> str | None:
-    """Why objects of a class cannot be restored as data."""
+    """Return why objects of a class cannot be restored as data; ``None`` if they can."""
     if not isinstance(found, type):
         return "it is no class"
     if (found.__module__, found.__qualname__) != (module, name):
@@ -360,7 +360,7 @@ def _library_folders() -> tuple[str, ...]:
 
 
 def _is_own_code(module: str) -> bool:
-    """Whether a module is the user's, or this library's, rather than one that was installed."""
+    """Return whether a module belongs to the user or to this library, and not to an installed package."""
     if module.split(".")[0] in ("__main__", "__mp_main__", "smdistributed", "horovod"):
         return True
     file = getattr(sys.modules.get(module), "__file__", None)
@@ -371,7 +371,7 @@ def _is_own_code(module: str) -> bool:
 
 
 def _safe_for_torch() -> list[Any]:
-    """What the user has told PyTorch to be safe."""
+    """Return the classes and functions that the user has declared safe for PyTorch."""
     serialization = sys.modules.get("torch.serialization")
     get = getattr(serialization, "get_safe_globals", None)
     return [] if get is None else [entry[0] if isinstance(entry, tuple) else entry for entry in get()]

@@ -45,8 +45,8 @@ def given(optimizer: Any) -> Any:
 
 
 def _sharing(optimizer: Any, cls: type) -> Any:
-    """An object of another class with the same state."""
+    """Return an object of another class with the same state."""
     other: Any = object.__new__(cls)
-    # Past Keras' own `__setattr__`, which would track the dictionary as state.
+    # Bypasses Keras' own `__setattr__`, which would track the dictionary as state.
     object.__setattr__(other, "__dict__", optimizer.__dict__)
     return other

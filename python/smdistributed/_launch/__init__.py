@@ -19,7 +19,7 @@ def smdrun() -> int:
 
     from smdistributed import _core
 
-    # The core writes to the descriptors; what Python still holds comes first.
+    # The core writes to the file descriptors directly, so Python's buffered output must come first.
     sys.stdout.flush()
     sys.stderr.flush()
     return _core.smdrun(["smdrun", *sys.argv[1:]], sys.executable)

@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
     try:
         _print(findings)
     except BrokenPipeError:
-        # The reader, such as `head`, has seen enough. Python flushes the stream once more at its end.
+        # The reader, such as `head`, has closed the pipe. Prevents the error of Python's final flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return int(any(finding.state == "!!" for finding in findings))
 
@@ -118,7 +118,7 @@ def _core_findings() -> Iterator[Finding]:
 
 
 def _supported(name: str, version: str, where: str = "") -> Finding:
-    """A package that is there, and whether OpenSMD was tried with its version."""
+    """Report an installed package, and whether OpenSMD was tested with its version."""
     window = WINDOWS[name]
     if window.is_older(version):
         remedy = f"OpenSMD needs {window.title} {window.oldest} or newer"
@@ -152,7 +152,7 @@ def _framework(module: str, names: tuple[str, ...], build: bool) -> Iterator[Fin
             return
         yield Finding(subject, "ok", str(path))
         return
-    # Which of several fits exactly only the framework can say.
+    # If several prebuilt shims may fit, only the framework itself can tell which.
     pattern = f"{module}-{version.partition('+')[0]}-core-{_version('opensmd') or '*'}-*"
     folders = [shims.PREBUILT]
     with contextlib.suppress(shims.ShimError):
@@ -220,7 +220,7 @@ def _cuda() -> Iterator[Finding]:
 
 
 def _devices(driver: ctypes.CDLL, count: int) -> Iterator[Finding]:
-    """Each device, and whether they reach each other's memory."""
+    """Report each device, and whether the devices can access each other's memory."""
     handles = []
     for index in range(count):
         handle, name, memory = ctypes.c_int(), ctypes.create_string_buffer(128), ctypes.c_size_t()
@@ -256,7 +256,7 @@ def _nvrtc() -> Finding:
 
 
 def _library(subject: str, wheel: str, names: tuple[str, ...], remedy: str) -> Finding:
-    """A library that a wheel brings, or the system has."""
+    """Report a library that a wheel or the system provides."""
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"] or ""
         if name.startswith(wheel):

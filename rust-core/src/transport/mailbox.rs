@@ -18,7 +18,6 @@
 //! - MBX-4: a receiver buffers at most [`EAGER_LIMIT`] bytes of unreceived eager messages of each sender. The sender
 //!   counts the bytes that it has sent, and the receiver returns those that receives took (`Credit`). A small message
 //!   beyond the limit uses the rendezvous like a large one, so its send waits for the receive.
-//!   large one, so its send waits for the receive.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, OnceLock};

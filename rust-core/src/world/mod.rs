@@ -1,7 +1,7 @@
 //! Ranks, groups, the rendezvous, and departures of ranks.
 //!
 //! - [`env`]: the launcher's variables.
-//! - [`layout`]: the coordinates of each rank in a model-parallel job.
+//! - [`topology`]: the coordinates of each rank in a model-parallel job.
 //! - [`monitor`]: the ranks that died, left or failed; every wait of the core checks it.
 //! - [`store`]: a key-value store for small values that members of a job exchange.
 //! - [`rendezvous`]: how ranks find each other, over TCP with a shared secret.

@@ -10,7 +10,7 @@ import sys
 
 from smdistributed.dataparallel.reduce_op import ReduceOp
 
-# First: its loader says what is missing.
+# Imported first, because its loader reports missing packages.
 from smdistributed.dataparallel.tensorflow.collectives import allreduce, broadcast, oob_allreduce
 
 # isort: split
@@ -52,7 +52,7 @@ __all__ = [
     "size",
 ]
 
-# Documentation of the original says `sdp.tensorflow.rank()` where `sdp` is this module.
+# The original's documentation writes `sdp.tensorflow.rank()` where `sdp` is this module.
 tensorflow = sys.modules[__name__]
 
 compat.install()

@@ -17,7 +17,7 @@ from smdistributed._common import errors, interrupts, shims
 from smdistributed.dataparallel.exceptions import CLASSES
 from smdistributed.dataparallel.reduce_op import ReduceOp, core_name
 
-# TensorFlow first, through the loader: it says what is missing.
+# TensorFlow is imported through the loader, which reports missing packages.
 ops = shims.load_tensorflow()
 
 import tensorflow as tf  # noqa: E402
@@ -112,18 +112,18 @@ def _named(op: Any, function: str, name: str | None, /, **arguments: Any) -> tf.
     with errors.translated(CLASSES):
         tensor_name = names.of(function, name)
     if tf.executing_eagerly():
-        # Nothing else happens on this thread, and rarely on others, until the call returns.
+        # An eager call blocks this thread, and usually the whole script, until it returns.
         try:
             return call(op, tensor_name=tensor_name, blocking=True, anchors=[], **arguments)
         except (TypeError, tf.errors.OpError):
-            # TensorFlow refuses it, so the core has not heard of it.
+            # TensorFlow rejected the arguments, so the call was not submitted.
             names.take_back(function, tensor_name)
             raise
     anchors = [ops.smd_session_id()]
     result = call(op, tensor_name=tensor_name, blocking=False, anchors=anchors, name=name or function, **arguments)
     graph = tf.compat.v1.get_default_graph()
     if hasattr(graph, "control_outputs"):
-        # Other ranks may use a result that this one does not.
+        # Not pruned from a graph, because other ranks may use their results and wait for this one.
         graph.control_outputs.append(result.op)
     return result
 

@@ -71,7 +71,7 @@ def _adapt_keras3() -> None:
 
 @functools.cache
 def _adapt_tf_keras() -> None:
-    # The others are there.
+    # The other adapters apply to both packages.
     base = _owner(sys.modules["tf_keras"].optimizers.Optimizer, "compute_gradients")
     base.get_gradients = get_gradients
 
@@ -80,7 +80,7 @@ _ADAPTED = {"keras": _adapt_keras3, "tf_keras": _adapt_tf_keras}
 
 
 def _owner(cls: type, name: str) -> Any:
-    """The base class that brings the attribute."""
+    """Return the base class that defines the attribute."""
     return next(base for base in cls.__mro__ if name in vars(base))
 
 
@@ -93,14 +93,14 @@ class CallableList(list):
     """A list that returns itself when called. Copies, slices and pickles of it are plain lists."""
 
     def __call__(self) -> CallableList:
-        """The list: what was a method has become a property."""
+        """Return the list; a call is how scripts used the former method."""
         return self
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[list[Any]]]:
         """A plain list, so that a file does not depend on this class."""
         return list, (list(self),)
 
-    # What Keras asks of a class that its trees go into.
+    # Keras requires these methods of a class that its pytrees contain.
 
     def tree_flatten(self) -> tuple[list[Any], None]:
         """Return the elements, for Keras' trees.
@@ -138,7 +138,7 @@ def _callable(variables: property) -> property:
 def _taking_lr(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: Any, learning_rate: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        # Keras would refuse `lr`: every optimizer hands on what it does not know.
+        # Keras rejects `lr`, because every optimizer passes unknown arguments on.
         init(self, kwargs.pop("lr", learning_rate), *args, **kwargs)
 
     return __init__
@@ -188,7 +188,7 @@ def minimize(self: Any, loss: Any, var_list: Any, tape: tf.GradientTape | None =
     if callable(loss):
         with tape:
             loss = loss()
-    # Once the loss was computed: that may be what makes the variables.
+    # After the loss was computed, because that may create the variables.
     variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)
     gradients = tape.gradient(loss, [underlying(variable) for variable in variables])
     return self.apply_gradients(zip(gradients, variables, strict=True))

@@ -1,8 +1,8 @@
 """Gradients of the collectives.
 
-A loss that depends on a collective's result on any rank depends on the inputs of all ranks. The gradient of an input is
-that of the sum of all ranks' losses, so a backward pass calls collectives too, and every rank has to make it. What is
-built here consists of operations that have gradients themselves, so derivatives of any order work.
+A loss that depends on a collective's result on any rank depends on the inputs of all ranks. The gradient of an input
+is that of the sum of all ranks' losses, so a backward pass calls collectives too, and every rank has to run it. The
+gradients consist of differentiable operations, so derivatives of any order work.
 
 ========================  =============================================================================
 operation                 gradient of this rank's input
@@ -48,7 +48,7 @@ def _all_reduce(op: Any, gradient: tf.Tensor) -> tf.Tensor:
 
 @tf.RegisterGradient("SmdNamedAllReduce")
 def _named_all_reduce(op: Any, gradient: tf.Tensor) -> list[tf.Tensor | None]:
-    # A backward pass calls collectives in one order.
+    # All ranks must call collectives in the same order in a backward pass.
     return [_all_reduce(op, gradient), *[None] * (len(op.inputs) - 1)]
 
 
@@ -128,7 +128,7 @@ def _size(group: int, dtype: tf.DType) -> tf.Tensor:
 
 
 def _product_of_the_others(tensor: tf.Tensor, group: int) -> tf.Tensor:
-    """Without a division: elements may be zero."""
+    """Return the product of the other ranks' elements, without a division, because elements may be zero."""
     everything = _ops.smd_all_gather(tensor=tensor[tf.newaxis], group=group).output
     before = tf.math.cumprod(everything, axis=0, exclusive=True)
     after = tf.math.cumprod(everything, axis=0, exclusive=True, reverse=True)

@@ -18,7 +18,7 @@ def init() -> None:
     """
     with errors.translated(CLASSES):
         lifecycle.init()
-        # So that a rank which never calls a collective by name is missed by name.
+        # Ranks that never call a collective by name can then be reported as missing.
         _core.start_negotiation()
 
 

@@ -1,4 +1,4 @@
-"""Names under which ranks find each other's collectives, in whatever order they call them."""
+"""Names by which ranks match their collectives, in whatever order they call them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import tensorflow as tf
 
 from smdistributed import _core
 
-# Graphs of branches and loops; what they are called depends on what was built before them.
+# Graphs of branches and loops, whose names depend on the graphs that were built before them.
 _BRANCHES = frozenset({"CondBranchFuncGraph", "WhileBodyFuncGraph", "WhileCondFuncGraph"})
 
 _lock = threading.Lock()
 _session = 0
-# How often each function was called.
+# Number of calls of each function.
 _calls: dict[str, int] = {}
 
 
@@ -59,7 +59,7 @@ def _numbered(function: str) -> str:
     with _lock:
         session = _core.session_id()
         if session != _session:
-            # Ranks that joined a new job have called nothing there.
+            # Ranks that joined a new job start counting from 0.
             _calls.clear()
             _session = session
         count = _calls.get(function, 0)

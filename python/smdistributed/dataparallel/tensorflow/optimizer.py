@@ -4,10 +4,10 @@ A distributed optimizer is a *view* of the given one: an object of a subclass wi
 one's ``__dict__``. Variables, hyperparameters, slots and what checkpoints track are therefore one and the same,
 whatever of both is used, and a saved model carries the given optimizer's class and no trace of this library.
 
-Each family has one place that every way of training goes through, and reduces there (OPT-1): ``apply`` in Keras 3
-(the update in it, if gradients accumulate),
-the aggregation in ``apply_gradients`` in tf_keras, ``compute_gradients`` in TF1. So a gradient is reduced once, whoever
-computed it, and clipping, weight decay and moving averages see reduced gradients.
+Each family has one method that every way of training calls, and reduces there (OPT-1): ``apply`` in Keras 3 (its
+update, if gradients accumulate), the aggregation in ``apply_gradients`` in tf_keras, ``compute_gradients`` in TF1. So
+a gradient is reduced once, however it was computed, and clipping, weight decay and moving averages see reduced
+gradients.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def family(optimizer: Any) -> type[Methods]:
     raise TypeError(f"{optimizer!r} is not an optimizer: expected one of Keras, of tf_keras or of tf.compat.v1.train")
 
 
-# Mixed into classes of a framework, which bring the other attributes. `Any` says so to the type checker.
+# The other base class provides the attributes; `Any` tells the type checker so.
 _Base: Any = object
 
 
@@ -151,17 +151,17 @@ class Methods(_Base):
     _smd_options: Any
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """A copy or a pickle is one of the given optimizer, and distributed again."""
+        """Copy or pickle as the given optimizer, which is distributed again afterwards."""
         return _distributed, (given(self), self._smd_options)
 
     def _smd_all(self, condition: tf.Tensor) -> tf.Tensor:
-        """Whether it holds on all ranks that reduce gradients."""
+        """Return whether the condition holds on all ranks that reduce gradients."""
         return oob_allreduce(tf.cast(condition, tf.int32), op=ReduceOp.MIN) > 0
 
     def _smd_reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         variables = [underlying(variable) for variable in variables]
         compare(variables, None, BROADCAST)
-        # Keras takes arrays and lists too.
+        # Keras accepts arrays and lists too.
         tensors = [
             gradient
             if gradient is None or isinstance(gradient, (tf.Tensor, tf.IndexedSlices))
@@ -193,7 +193,7 @@ class TfKeras(Methods):
         Returns:
             The reduced gradients and the variables.
         """
-        # Where the optimizer is inside a LossScaleOptimizer, that one calls this.
+        # If this optimizer is inside a LossScaleOptimizer, that one calls this method.
         return self._smd_reduced(super().aggregate_gradients(grads_and_vars))
 
 
@@ -218,7 +218,8 @@ class TfKerasLossScale(Methods):
         Returns:
             What the optimizer returns.
         """
-        # The scaled gradients: what is not finite on one rank is not finite on all, so all skip the step.
+        # Scaled gradients are reduced: values that are not finite on one rank are then not finite on all, and all
+        # skip.
         if experimental_aggregate_gradients and not skip_gradients_aggregation:
             grads_and_vars = self._smd_reduced(grads_and_vars)
         return super().apply_gradients(grads_and_vars, skip_gradients_aggregation=True, **kwargs)

@@ -1,10 +1,10 @@
 """Keeps the order of collectives inside a ``tf.function``: that of its body, on every rank.
 
-TensorFlow chains stateful operations that take no resource in the order of the body, each waiting for the one before
-it; collectives are such. A call of another function, a branch or a loop is ordered after the users of the resources
-that it takes, such as variables, and joins the chain only if it takes none. So a collective inside a branch that also
-assigns a variable could overtake one in front of the branch, on one rank and not on the other. Here, calls, branches
-and loops that contain operations of ours join the chain as well.
+TensorFlow orders stateful operations without resources, such as collectives, as a chain in the order of the body. A
+call of another function, a branch or a loop is ordered after other users of its resources, such as variables, and
+joins the chain only if it has none. So a collective inside a branch that also assigns a variable could overtake a
+collective before the branch, on some ranks only. Here, calls, branches and loops that contain operations of this
+library join the chain as well.
 
 TensorFlow lets extensions say which resources an operation uses; to it, the chain is a resource whose identity is
 ``None``.
@@ -17,7 +17,7 @@ from typing import Any
 
 from tensorflow.python.framework import auto_control_deps
 
-# Where the operations that run functions name them.
+# Attributes with the functions that an operation runs.
 _FUNCTIONS = {
     "StatefulPartitionedCall": ("f",),
     "PartitionedCall": ("f",),
@@ -29,7 +29,7 @@ _FUNCTIONS = {
     "StatelessWhile": ("cond", "body"),
 }
 
-# What TensorFlow asks of a resource: the identity, and who made it.
+# The properties of a resource for TensorFlow: the identity, and its creator.
 _CHAIN = SimpleNamespace(_id=None, op=SimpleNamespace(type="SmdChain"))
 
 
@@ -62,7 +62,7 @@ def _runs_ours(op: Any) -> bool:
 
 
 def _function_runs_ours(graph: Any, name: str) -> bool:
-    """Whether a function that ``graph`` knows does."""
+    """Return whether a function that ``graph`` knows runs operations of this library."""
     function = graph._get_function(name)
     if function is None:
         return False
@@ -71,7 +71,7 @@ def _function_runs_ours(graph: Any, name: str) -> bool:
 
 
 def _definition_runs_ours(graph: Any, function: Any) -> bool:
-    """Of one without a graph in Python, such as a loaded one's: to make that takes its time."""
+    """Do the same for a function without a Python graph, such as a loaded one, because creating one is slow."""
     for node in function.cached_definition.node_def:
         attributes = [node.attr[each] for each in _FUNCTIONS.get(node.op, ())]
         named = [each.name for value in attributes for each in (value.list.func or [value.func])]
@@ -81,7 +81,7 @@ def _definition_runs_ours(graph: Any, function: Any) -> bool:
 
 
 def _graph_runs_ours(graph: Any) -> bool:
-    # Graphs of functions do not change any more.
+    # Graphs of functions are immutable, so the result is cached.
     known = getattr(graph, "_smd_runs_ours", None)
     if known is None:
         known = any(_runs_ours(op) for op in graph.get_operations())

@@ -1,8 +1,8 @@
 """The reduction of a step's gradients: what the tape and the optimizers share.
 
-Gradients go to a reducer of the core, each one by an operation of its own, as soon as it is there; the core reduces
-them bucket by bucket while the rest of backward runs. Which reducer that is follows from what the gradients are and
-from their place in the graph, so that a function that is traced again finds its own.
+Each gradient is passed to a reducer of the core by an operation of its own as soon as it is computed. The core
+reduces gradients bucket by bucket while the rest of backward runs. The reducer is found by the gradients' properties
+and their place in the graph, so that a function that is traced again uses the same one.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
-# Compressions that the core does by itself, and what gradients then travel as.
+# Compressions that the core performs itself, and the types in which gradients are then reduced.
 _WIRES: dict[type, str | None] = {NoneCompression: None, FP16Compression: "float16", BF16Compression: "bfloat16"}
 
-# Each graph has a number of its own; 0 is for operations outside of graphs.
+# Each graph has a number; 0 is for operations outside of graphs.
 _graphs: weakref.WeakKeyDictionary[tf.Graph, int] = weakref.WeakKeyDictionary()
 _numbers = itertools.count(1)
-# Plans outside of graphs, by what they are made from: steps come one after the other there.
+# Reducer specifications outside of graphs, by their content; steps run one after the other there.
 _eager_plans: dict[Any, int] = {}
-# How each plan reduces, and in which group, for its gradient.
+# The reduction and the group of each specification, for the gradient of the operation.
 _ways_of_plans: dict[int, tuple[str, int]] = {}
 
-# What TensorFlow and Keras append to a name that they have given before.
+# The suffixes with which TensorFlow and Keras make names unique.
 _COUNT = re.compile(r"_\d+(?=[/:]|$)")
 
 
@@ -85,7 +85,7 @@ def reduce_gradients(
     op = op or ReduceOp.AVERAGE
     names = [f"{name_of(variable)} (number {index})" for index, variable in enumerate(variables)]
     reduced: list[Gradient] = list(gradients)
-    # By place: a reducer is for gradients in the memory of one. Without GPUs there is only one.
+    # By device, because a reducer's gradients are on one device. Without GPUs there is only one.
     planned: dict[str | None, list[tuple[int, tf.Tensor, Any]]] = {}
     graph = not tf.executing_eagerly()
     has_gpus = bool(tf.config.list_logical_devices("GPU"))
@@ -96,18 +96,18 @@ def reduce_gradients(
                 continue
             if isinstance(gradient, tf.IndexedSlices):
                 if not sparse_as_dense:
-                    # One after the other, which a graph has to be told.
+                    # One after the other, which needs control dependencies in a graph.
                     with tf.control_dependencies(last if graph else []):
                         gathered = _gather(gradient, op, graph, group)
                     reduced[index], last = gathered, [gathered.values]
                     continue
                 gradient = tf.convert_to_tensor(gradient)
             if not gradient.shape.is_fully_defined():
-                # Slices that became dense have lost it.
+                # Slices that became dense have lost their static shape.
                 gradient.set_shape(variables[index].shape)
             sent, ctx = (gradient, None) if compression in _WIRES else compression.compress(gradient)
             if not sent.shape.is_fully_defined():
-                # What is planned when the graph is traced needs a size.
+                # The specification is made when the graph is traced, and needs static shapes.
                 summed = call(ops.smd_all_reduce, tensor=sent, op=op.value, group=group)
                 reduced[index] = compression.decompress(summed, ctx)
                 continue
@@ -115,11 +115,12 @@ def reduce_gradients(
             planned.setdefault(place, []).append((index, sent, ctx))
         absent = [names[index] for index, gradient in enumerate(gradients) if gradient is None]
         if absent and len(absent) == len(gradients):
-            # Others may have some, and wait for this rank: so that all hear of it, it takes part with nothing.
+            # Other ranks may have gradients and wait for this rank. It takes part with none, so that all ranks get an
+            # error.
             plan = _plan([("nothing", (1,), "float32")], absent, bucket_bytes(bucket_cap_mb), None, op, None, group)
             with tf.device("/device:CPU:0"):
                 _reduce([tf.zeros(1)], plan)
-        # In the order in which the first gradient of each comes, which is the same on all ranks.
+        # In the order of each group's first gradient, which is equal on all ranks.
         for place, together in planned.items():
             described = [(names[index], tuple(sent.shape), sent.dtype.name) for index, sent, _ in together]
             plan = _plan(described, absent, bucket_bytes(bucket_cap_mb), _WIRES.get(compression), op, place, group)
@@ -173,7 +174,7 @@ def place_of(variable: Any) -> str:
     """
     device = tf.DeviceSpec.from_string(getattr(underlying(variable), "device", None) or "")
     if device.device_type is None:
-        # In a graph that says nothing else, TensorFlow would choose the first one, too.
+        # For a variable without a device in a graph, TensorFlow would choose the first GPU, too.
         return "/device:GPU:0"
     return f"/device:GPU:{device.device_index or 0}" if device.device_type == "GPU" else "/device:CPU:0"
 
@@ -218,10 +219,10 @@ def _reduce(gradients: list[tf.Tensor], plan: int) -> list[tf.Tensor]:
     ]
     if order is not None:
         for output in outputs:
-            # Must run, but neither before nor after anything: a gradient is reduced when others are there, too.
+            # Must run, but without an order: a reduction completes only when the other gradients are there, too.
             order.run_independently(output.op)
         return outputs
-    # A session runs what it is asked for; what is asked for here is all or nothing.
+    # A session runs only the fetched operations; if one gradient is fetched, all must be computed.
     with tf.control_dependencies(outputs):
         return [tf.identity(output) for output in outputs]
 
@@ -233,7 +234,7 @@ def _gradient(op: tf.Operation, *gradients: tf.Tensor | None) -> list[tf.Tensor 
 
 
 def _gather(slices: tf.IndexedSlices, op: ReduceOp, graph: bool, group: int) -> tf.IndexedSlices:
-    """The slices of all ranks, one after the other."""
+    """Concatenate the slices of all ranks."""
     indices = call(ops.smd_all_gather, tensor=slices.indices, group=group).output
     with tf.control_dependencies([indices] if graph else []):
         values = call(ops.smd_all_gather, tensor=slices.values, group=group).output

@@ -11,7 +11,7 @@ from smdistributed import _core
 from smdistributed._common import replicas
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 
-# On the first variable of those that were told: the session that has heard of them.
+# Attribute of the first variable of a list: the session in which its checksum was written.
 _MARK = "_smd_told"
 
 note_broadcast = replicas.note_broadcast
@@ -45,7 +45,7 @@ def compare(variables: Sequence[Any], ranks: Sequence[int] | None, remedy: str) 
         try:
             values = [_sample(variable) for variable in own]
         except (tf.errors.FailedPreconditionError, tf.errors.NotFoundError):
-            # Made by the function that is being traced: it gets its value after that.
+            # Created by the function that is being traced, so it has no value yet.
             return
     described = [(variable.shape.as_list(), variable.dtype.name) for variable in own]
     replicas.tell(described, values, ranks, remedy)

@@ -28,7 +28,7 @@ class TapeView(tf.GradientTape):
         ValueError: The argument is a view already.
     """
 
-    # What is the tape's own lies in its `__dict__`, which both share.
+    # The given tape's state is in its `__dict__`, which both share.
     __slots__ = ("_given",)
 
     def __new__(cls, tape: tf.GradientTape, *args: Any, **kwargs: Any) -> TapeView:
@@ -44,7 +44,7 @@ class TapeView(tf.GradientTape):
         object.__setattr__(self, "__dict__", tape.__dict__)
         self._given = tape
 
-    # These call `gradient` for every row, which is not to be reduced.
+    # These methods call `gradient` for every row, which must not be reduced.
 
     def jacobian(self, *args: Any, **kwargs: Any) -> Any:
         """Return the Jacobian of this rank alone, as ``tf.GradientTape.jacobian``.
@@ -150,7 +150,7 @@ class DistributedGradientTape(TapeView):
 
 @functools.cache
 def _class_for(cls: type, tape: type) -> type:
-    """``cls``, with the methods of a script's own class of tapes."""
+    """Return a subclass of ``cls`` and of the tape's own class, which may be the script's."""
     if tape is tf.GradientTape or not issubclass(tape, tf.GradientTape) or issubclass(tape, TapeView):
         return cls
     return type(cls.__name__, (cls, tape), {"__slots__": ()})

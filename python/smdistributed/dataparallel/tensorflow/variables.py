@@ -46,12 +46,12 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> tf.Operatio
     note_broadcast()
     if isinstance(underlying(variables), tf.Variable):
         variables = [variables]
-    # One that is named twice is sent once.
+    # A variable that is listed twice is sent once.
     distinct = {id(variable): variable for variable in map(_sendable, variables)}
     assignments: list[Any] = []
 
     def assign() -> None:
-        # By name, so in a graph all of them are under way at once, and the core packs the small ones.
+        # By name, so in a graph all broadcasts run at the same time, and the core packs the small ones.
         assignments.extend(variable.assign(broadcast(variable, root_rank)) for variable in distinct.values())
 
     if tf.executing_eagerly() and len(distinct) > 1:

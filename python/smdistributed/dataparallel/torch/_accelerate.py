@@ -27,14 +27,14 @@ def _adapt() -> None:
     state: Any = sys.modules[_MODULE]
     theirs = getattr(state.PartialState, "_prepare_backend", None)
     if theirs is None or hasattr(theirs, "__wrapped__"):
-        # A version that chooses elsewhere has its own rules.
+        # Another version of accelerate that chooses the backend elsewhere is left unchanged.
         return
 
     @functools.wraps(theirs)
     def prepare_backend(self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None) -> Any:
         if not cpu or sagemaker_dp or backend != NAME:
             return theirs(self, cpu, sagemaker_dp, backend)
-        # With the choice left to accelerate, it tells whether there are several processes.
+        # accelerate itself decides whether there are several processes.
         _, kind = theirs(self, cpu, sagemaker_dp, None)
         return (NAME, kind) if kind is state.DistributedType.MULTI_CPU else theirs(self, cpu, sagemaker_dp, backend)
 

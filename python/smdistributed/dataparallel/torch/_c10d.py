@@ -219,7 +219,7 @@ def _get_split_source(pg: dist.ProcessGroup) -> None:
 
 
 def _is_fine(ranks: Any, timeout: Any, device_id: Any) -> bool:
-    """Return whether PyTorch accepts these arguments. What it refuses, it refuses before any rank creates something."""
+    """Return whether PyTorch accepts these arguments. It rejects others before any rank creates a group."""
     size = dist.get_world_size()
     members = list(range(size) if ranks is None else ranks)
     is_rank = [isinstance(rank, int) and 0 <= rank < size for rank in members]

@@ -169,7 +169,7 @@ impl OperationPlacement {
         }
     }
 
-    /// The place of the one at the highest level, the first of equals.
+    /// The place of the operand at the highest level; the first of several.
     fn last(&self, operations: impl Iterator<Item = usize>) -> OperationPlace {
         let located = operations.filter(|&each| self.places[each].partition().is_some());
         let best = located.reduce(|best, each| if self.levels[each] > self.levels[best] { each } else { best });

@@ -1,6 +1,6 @@
 """Training with ``model.fit``: the names of ``horovod.keras`` for Keras 3 and tf_keras.
 
-Both may be used in one process: which of them a model, an optimizer or a callback belongs to, its class says.
+Both may be used in one process; the class of a model, an optimizer or a callback determines to which it belongs.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ __all__ = [
 
 
 class _Callback:
-    """What both Keras packages ask of a callback: neither looks at its class.
+    """The methods that both Keras packages call on a callback, independent of its base class.
 
     So one class serves both, and importing this module imports neither.
     """
@@ -37,11 +37,11 @@ class _Callback:
         self.params = {}
 
     def set_model(self, model: Any) -> None:
-        """Keras says whose callback this is."""
+        """Set the model; called by Keras."""
         self.model = model
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Keras says how it trains: `epochs`, `steps`, `verbose`."""
+        """Set the parameters of the training (`epochs`, `steps`, `verbose`); called by Keras."""
         self.params = params
 
     def _implements_train_batch_hooks(self) -> bool:
@@ -55,23 +55,23 @@ class _Callback:
         return False
 
     def __getattr__(self, name: str) -> Any:
-        # The events that a callback does not care for.
+        # Events that a callback does not handle.
         if name.startswith("on_"):
             return _nothing
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
-    """An event that a callback does not care for."""
+    """Ignore an event."""
 
 
-# Both packages ask by this mark whether a batch's end has to be waited for.
+# Keras checks this attribute to decide whether the end of a batch must be awaited.
 _events: tuple[Any, ...] = (_Callback.on_train_batch_begin, _Callback.on_train_batch_end, _nothing)
 for _event in _events:
     _event._is_default = True
@@ -130,7 +130,7 @@ class BroadcastGlobalVariablesCallback(_Callback):
         broadcast_variables(self._variables(), self.root_rank)
 
     def _variables(self) -> list[tf.Variable]:
-        """The model's and the optimizer's that exist, without local ones."""
+        """Return the existing variables of the model and the optimizer, except local ones."""
         local = {id(variable) for variable in self._local}
         variables = [*variables_of(self.model), *variables_of(getattr(self.model, "optimizer", None))]
         return [variable for variable in variables if id(variable) not in local]
@@ -162,7 +162,7 @@ class MetricAverageCallback(_Callback):
         if logs is None:
             return
         names = sorted(name for name, value in logs.items() if is_number(value))
-        # Ranks with other names would average other things, or wait for ranks that have none.
+        # With different names, ranks would average different metrics, or wait for ranks that have none.
         if not _are_same_on_all_ranks(names):
             raise MismatchError(f"ranks have different metrics at the end of epoch {epoch}: rank {rank()} has {names}")
         if names:
@@ -269,7 +269,7 @@ class LearningRateScheduleCallback(_Callback):
         now = self.initial_lr * self._multiplier(epoch)
         optimizer.learning_rate = now
         if self.momentum_correction and before > 0 and now != before:
-            # v = momentum * v - lr * gradient: v is made of steps at the rate before.
+            # v = momentum * v - lr * gradient: v contains steps with the previous rate.
             for velocity in velocities(optimizer):
                 velocity.assign(velocity * tf.cast(now / before, velocity.dtype))
 
