@@ -20,7 +20,7 @@ from smdistributed.modelparallel.exceptions import CLASSES, SMPConfigError, SMPU
 #: Every key with its default; the core has the table, for launchers as well.
 DEFAULTS: dict[str, Any] = json.loads(_core.parameter_defaults())
 
-#: Keys of which this version takes one value only, and the framework that has the others all the same.
+#: #: Keys that support one value only, and the framework that supports all values nevertheless.
 LIMITS: dict[str, tuple[Any, str | None]] = {
     "horovod": (False, "tensorflow"),
     "activation_memory_bytes": (None, "torch"),
@@ -84,11 +84,11 @@ def read(given: Mapping[str, Any] | None = None, framework: str = "torch") -> Co
 
     Args:
         given: The argument of ``smp.init``.
-        framework: Whose ``smp`` asks.
+        framework: The framework of the calling ``smp``.
 
     Raises:
         SMPConfigError: a value is not acceptable.
-        SMPUnsupportedError: a value asks for what is not there yet.
+        SMPUnsupportedError: A value requests a feature that is not supported yet.
     """
     channels = [("smp.init", dict(given or {})), *_from_environment()]
     values: dict[str, Any] = {}
@@ -97,7 +97,7 @@ def read(given: Mapping[str, Any] | None = None, framework: str = "torch") -> Co
         found = _checked(channel, source)
         values.update(found)
         sources.update(dict.fromkeys(found, source))
-    # After the merge: a launcher's value replaces one of the script's that this version does not have.
+    # Checked after the merge: a launcher's value may replace an unsupported one of the script.
     _refuse_what_is_not_there(values, sources, framework)
     return Config(_complete(values), values)
 
@@ -115,14 +115,14 @@ def _from_environment() -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             channel = json.loads(text)
         except json.JSONDecodeError as error:
-            raise SMPConfigError(f"`{name}` is no JSON: {error}") from error
+            raise SMPConfigError(f"`{name}` is not valid JSON: {error}") from error
         if not isinstance(channel, dict):
             raise SMPConfigError(f"`{name}` is {channel!r}: expected a dictionary")
         yield name, _parameters(channel)
 
 
 def _parameters(channel: dict[str, Any]) -> dict[str, Any]:
-    """The model-parallel parameters, where a channel holds the launcher's whole dictionary."""
+    """Return the model-parallel parameters if a channel contains the launcher's whole dictionary."""
     for key in ("smdistributed", "modelparallel", "parameters"):
         if isinstance(channel.get(key), dict):
             channel = channel[key]
@@ -130,13 +130,13 @@ def _parameters(channel: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_json(name: str, value: Any, source: str) -> str:
-    """A value as JSON for the core, which only checks the keys and values that it knows."""
+    """Convert a value to JSON for the core, which validates only keys and values that it knows."""
     if name not in DEFAULTS and name != "partitions":
         return "null"
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
-        raise SMPConfigError(f"{source}: `{name}` is {value!r}: expected what JSON can hold") from None
+        raise SMPConfigError(f"{source}: `{name}` is {value!r}: expected a value that JSON can represent") from None
 
 
 def _checked(channel: dict[str, Any], source: str) -> dict[str, Any]:
@@ -160,9 +160,9 @@ def _refuse_what_is_not_there(values: Mapping[str, Any], sources: Mapping[str, s
     for name, (only, but_for) in LIMITS.items():
         if values.get(name, only) != only and framework != but_for:
             raise SMPUnsupportedError(
-                f"{sources[name]}: `{name}` is {values[name]!r}, and this version has {only!r} only: Horovod "
-                "for torch, and tensor parallelism, sharded data parallelism, 16-bit master weights, delayed "
-                "parameters, offloading and bounds of activations for TensorFlow are not there yet"
+                f"{sources[name]}: `{name}` is {values[name]!r}, but only {only!r} is supported: Horovod for "
+                "PyTorch, and for TensorFlow tensor parallelism, sharded data parallelism, 16-bit training, delayed "
+                "parameters, offloading and limits of activation memory, are not supported yet"
             )
 
 
@@ -178,9 +178,9 @@ def _check_sharded_data_parallelism(values: Mapping[str, Any]) -> None:
 
 
 def _complete(values: dict[str, Any]) -> dict[str, Any]:
-    """With defaults, and with what follows from one key for another."""
+    """Add defaults, and values that follow from other keys."""
     if values.get("tensor_parallel_degree", 1) > 1 and not values.get("ddp"):
-        # The gradients of tensor-parallel ranks are reduced over other ranks in any case.
+        # The gradients of tensor-parallel ranks are reduced over a group of their own in any case.
         warnings.warn(
             f"`tensor_parallel_degree` {values['tensor_parallel_degree']} implies `ddp: true`, which is not set",
             stacklevel=4,
@@ -197,7 +197,7 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
         raise SMPConfigError("`shard_optimizer_state` needs `ddp: true`: states are sharded over replicas")
     if sharded > 1:
         _check_sharded_data_parallelism(values)
-    # The launcher does not know what the script adds.
+    # The launcher cannot check this, because it does not know the script's values.
     if values.get("load_partition") and not values.get("partition_file"):
         raise SMPConfigError("`load_partition` is true without `partition_file`, the file that holds the partition")
     if not values.get("contiguous", True):
@@ -212,7 +212,7 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
     complete["default_partition"] = complete["default_partition"] or 0
     if complete["memory_weight"] is None:
         complete["memory_weight"] = 0.2 if complete["optimize"] == "speed" else 0.8
-    # Zero bubble has a number of its own: as many as 1F1B's first partition.
+    # The default for zero bubble: as many as the first partition keeps in 1F1B.
     if complete["active_microbatches"] is None and complete["pipeline"] != "zero_bubble":
         complete["active_microbatches"] = degree + 2
     return complete

@@ -1,4 +1,4 @@
-"""One verdict on all ranks: what fails on one of them is the same error on each."""
+"""Failures that raise the same error on all ranks, whichever rank they happened on."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 from smdistributed.modelparallel.exceptions import SMPCheckpointError
 
 _T = TypeVar("_T")
-#: The rank, the class of its error, and the text.
+#: #: The rank, the class of its error, and its text.
 Failure = tuple[int, str, str]
-#: Failures that an error lists; of many ranks, these say enough.
+#: #: Largest number of failures that an error lists.
 _LISTED = 5
 
 
@@ -20,7 +20,7 @@ def failure(rank: int, error: Exception) -> Failure:
 
 
 def summary(failures: Sequence[Failure]) -> str:
-    """The causes, each once: a rank that failed because of another one repeats what that one said."""
+    """Describe the causes, each once; a rank that failed because of another one repeats its text."""
     own = [
         (rank, kind, text)
         for at, (rank, kind, text) in enumerate(failures)
@@ -39,14 +39,14 @@ def raise_on_all_ranks(
     what: str,
     same: Callable[[_T], Any] | None = None,
 ) -> _T:
-    """Runs ``do`` on each rank, and raises on all of them what goes wrong on any.
+    """Run ``do`` on each rank; if it fails on any rank, raise on all of them.
 
     Args:
         do: What this rank does.
         rank: This rank.
         gather: Returns what all ranks pass to it, in rank order.
-        what: What has not happened then, as "the state could not be gathered".
-        same: Returns what of the result must be the same on all ranks.
+        what: The beginning of the error, such as "the state could not be gathered".
+        same: Returns the part of the result that must be equal on all ranks.
 
     Returns:
         What ``do`` returns here.
@@ -61,7 +61,7 @@ def raise_on_all_ranks(
         told, cause = failure(rank, error), error
     shown = repr(same(result)) if cause is None and same is not None else None  # type: ignore[arg-type]
     answers = gather((told, shown, what))
-    # Where ranks disagree, the first one's words stand for all.
+    # If ranks disagree on the error's class, the first one's is raised on all of them.
     what = answers[0][2]
     failures = [tuple(each) for each, _, _ in answers if each is not None]
     if failures:

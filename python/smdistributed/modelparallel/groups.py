@@ -11,7 +11,7 @@ from smdistributed.modelparallel.config import Config
 #: the ranks that see different data for one stage.
 GROUPS = ("pp", "tp", "rdp", "mp", "dp")
 
-#: What a framework has for a group of the core.
+#: #: The framework's type for a group of the core.
 Group = TypeVar("Group")
 
 
@@ -19,14 +19,15 @@ class Groups(Generic[Group]):
     """The coordinates of this process and the process groups of the core that it belongs to.
 
     Attributes:
-        topology: Who has which part.
+        topology: The coordinates of all ranks.
         rank: Global rank.
-        members: For each kind of group, global ranks of ours.
+        members: For each kind of group, the global ranks of this process's group.
         pp_group: The core's group in which the pipeline moves tensors; ``None`` if it would have one member.
-        dp_group: That in which gradients are reduced; likewise.
-        tp_group: That in which the layers of tensor parallelism exchange activations; likewise.
-        rdp_group: That in which gradients of tensor-parallel layers are reduced; that of ``dp_group`` without tensor
-            parallelism.
+        dp_group: The group in which gradients are reduced; ``None`` if it would have one member.
+        tp_group: The group in which tensor-parallel layers exchange activations; ``None`` if it would have one
+        member.
+        rdp_group: The group in which gradients of tensor-parallel layers are reduced; ``dp_group`` without tensor
+        parallelism.
         mp_group: All ranks that hold one model, for norms of its gradients; ``pp_group`` without tensor parallelism.
     """
 
@@ -43,7 +44,7 @@ class Groups(Generic[Group]):
         is_divided = self.tp_group is not None
         self.rdp_group = self._make("rdp") if is_divided else self.dp_group
         self.mp_group = self._make("mp") if is_divided else self.pp_group
-        # Of the communication API: kinds with the same members share one.
+        # Groups of the communication API; kinds with the same members share one.
         self._objects: dict[tuple[int, ...], Group | None] = {}
         for name in self.members:
             members = tuple(self.members[name])
@@ -51,11 +52,11 @@ class Groups(Generic[Group]):
                 self._objects[members] = self._make(name)
 
     def new_group(self, members: list[int]) -> Group:
-        """Make a group of these ranks in the core."""
+        """Create a group of these ranks in the core."""
         raise NotImplementedError
 
     def number(self, group: Group) -> int:
-        """Return the core's number of a group."""
+        """Return the core's id of a group."""
         raise NotImplementedError
 
     def _make(self, name: str) -> Group | None:
@@ -63,7 +64,7 @@ class Groups(Generic[Group]):
         return self.new_group(members) if len(members) > 1 else None
 
     def objects(self, name: str) -> Group | None:
-        """Return the group that carries the script's objects."""
+        """Return the group that sends the script's objects."""
         return self._objects[tuple(self.members[name])]
 
     def rank_in(self, name: str) -> int:

@@ -22,7 +22,7 @@ class CommGroup(enum.Enum):
 
 
 class RankType(enum.Enum):
-    """In which group a rank is meant."""
+    """The group in which a rank is given."""
 
     WORLD_RANK = "world"
     MP_RANK = "mp"
@@ -36,11 +36,11 @@ class Objects:
     """The communication functions of ``smp`` as methods.
 
     Args:
-        groups: What tells the place of this process in the job (``rank``, ``members``); refuses before ``smp.init``.
-        post: Gives a value to other global ranks; returns when they have it.
-        take: What a global rank has posted.
-        gather: The values of all ranks of a kind of group, in their order.
-        meet: Returns when all ranks of a kind of group, of which there are several, have called it.
+        groups: The coordinates of this process (``rank``, ``members``); raises before ``smp.init``.
+        post: Sends a value to other global ranks; returns when they have received it.
+        take: Returns the next value from a global rank.
+        gather: Returns the values of all ranks of a kind of group, in their order.
+        meet: Barrier of a kind of group; returns when all its ranks have called it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A partition decision, told and kept: paths of modules or layers, and their partitions."""
+"""Logs and stores a partition: paths of modules or layers, and their partitions."""
 
 from __future__ import annotations
 

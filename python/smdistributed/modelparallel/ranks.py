@@ -12,8 +12,7 @@ class Ranks:
     """The rank and size functions of ``smp`` as methods.
 
     Args:
-        groups: What tells the place of this process in the job (``topology``, ``rank``, ``members``); refuses before
-            ``smp.init``.
+        groups: The coordinates of this process (``topology``, ``rank``, ``members``); raises before ``smp.init``.
     """
 
     def __init__(self, groups: Callable[[], Any]) -> None:

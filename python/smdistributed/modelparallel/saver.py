@@ -26,9 +26,9 @@ class Content(NamedTuple):
 
     Attributes:
         places: Slices of tensors, see ``shares.places``.
-        layout: How ranks are laid out, as JSON; rank 0's counts.
-        text: What is saved beside tensors, as JSON; rank 0's counts.
-        owner: What keeps the memory of the tensors.
+        layout: Layout of the ranks, as JSON; that of rank 0 is saved.
+        text: Content beside the tensors, as JSON; that of rank 0 is saved.
+        owner: Keeps the memory of the tensors alive.
     """
 
     places: Sequence[shares.Place]
@@ -38,15 +38,15 @@ class Content(NamedTuple):
 
 
 class Saver:
-    """The core's saver of one folder of checkpoints. All ranks make it and call its methods together.
+    """The core's saver for one directory of checkpoints. All ranks create it and call its methods together.
 
     Args:
-        directory: The folder, which all ranks see.
+        directory: The directory, on a file system that all ranks share.
         rank: This rank.
         world: Number of ranks.
         gather: Returns what all ranks pass to it, in rank order.
-        threads: Files that this rank writes at once.
-        durable: Whether a checkpoint is on the disk before it counts as complete.
+        threads: Number of files that this rank writes in parallel.
+        durable: Whether a checkpoint is synced to the disk before it counts as complete.
         keep: How many checkpoints are kept; ``None`` for all.
         timeout_seconds: How long a rank waits for others.
     """
@@ -80,7 +80,7 @@ class Saver:
             return raise_on_all_ranks(translated, self._rank, self._gather, what, same)
 
     def save(self, tag: str, step: int, make: Callable[[], Content], asynchronous: bool) -> None:
-        """Saves a checkpoint; returns when it is complete, or with ``asynchronous``, when the state has been copied.
+        """Save a checkpoint; returns when it is complete, or with ``asynchronous``, when the state has been copied.
 
         Args:
             tag: The checkpoint's name, the same on all ranks.
@@ -117,15 +117,15 @@ class Saver:
                 what,
             )
         except SMPCheckpointError:
-            # A rank that had begun to write in the background ends, since another one has failed; that is known
-            # already.
+            # Another rank has failed, so the background writer of this rank, if there is one, ends with an error that
+            # is known already.
             with contextlib.suppress(errors.SmdistributedError):
                 self._saver.wait()
             self._discard()
             raise
 
     def wait(self) -> None:
-        """Waits for the save that is under way.
+        """Wait for the running save.
 
         Raises:
             SMPCheckpointError: The checkpoint could not be written, here or on another rank.

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from smdistributed import _core
 
-#: Saves of this process, all managers' together.
+#: Number of saves in this process, of all managers together.
 _SAVES = itertools.count(1)
 
-#: Names of element types, by those of the frameworks.
+#: #: The core's names of element types, by those of the frameworks.
 ELEMENTS = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -32,7 +32,7 @@ ELEMENTS = {
     "complex64": "C64",
 }
 
-#: As `_core.CheckpointSaver.save` takes it.
+#: #: A slice for `_core.CheckpointSaver.save`.
 Place = tuple[str, str, Sequence[int], Sequence[int], Sequence[int], int, bool]
 
 
@@ -42,11 +42,11 @@ class Block:
 
     Attributes:
         element: One of ``ELEMENTS``' values.
-        item_bytes: Of one element.
+        item_bytes: Bytes of one element.
         is_shared: Whether all replicas have it; otherwise this rank writes it.
-        is_held: Whether its memory stays as it is until the checkpoint is complete. The core makes no copy of it then.
-        origin: For a slice of a larger tensor, where it begins there.
-        whole_shape: The shape of that tensor.
+        is_held: Whether its memory stays unchanged until the checkpoint is complete. The core then makes no copy.
+        origin: For a slice of a larger tensor, the indices at which it begins.
+        whole_shape: The shape of the larger tensor.
     """
 
     name: str
@@ -64,7 +64,7 @@ def places(blocks: Iterable[Block], replica: int, replicas: int) -> list[Place]:
     """Return the slices that this replica writes: its part of the rows of large tensors, and some of the small tensors.
 
     Args:
-        blocks: The same, in the same order, on all replicas, but for those that are not shared.
+        blocks: Equal and in the same order on all replicas, except those that are not shared.
         replica: The number of this replica.
         replicas: How many replicas there are.
     """

@@ -1,4 +1,4 @@
-"""The split of a step's arguments into those of its microbatches, for any framework."""
+"""Splits a step's arguments into those of its microbatches, for any framework."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from smdistributed.modelparallel.exceptions import SMPValidationError
 
-#: Returns a tensor's pieces, given the tensor and its name, or ``None`` for a value that is no tensor.
+#: #: Returns a tensor's pieces, given the tensor and its name; ``None`` for a value that is not a tensor.
 SplitTensor = Callable[[Any, str], list[Any] | None]
-#: Makes a sequence like the first argument of the items in the second one.
+#: #: Creates a sequence of the first argument's type from the items in the second one.
 MakeSequence = Callable[[Any, list[Any]], Any]
 
 
@@ -26,7 +26,7 @@ def split(
 
     Args:
         value: An argument of the step, or a part of one.
-        name: What errors call it.
+        name: Its name in errors.
         microbatches: The number of pieces.
         axis: The batch's axis, for objects that have a method ``smp_slice``.
         keep: Whether every microbatch gets the whole value.

@@ -59,7 +59,7 @@ def test_the_launcher_wins(monkeypatch, tmp_path):
         ({"memory_weight": 1.5}, "from 0 to 1"),
         ({"ddp_port": 5}, "needs `ddp`"),
         ({"partition_file": 3}, "a text"),
-        ({"partition_file": object()}, "smp.init: `partition_file` is <object .* expected what JSON can hold"),
+        ({"partition_file": object()}, "smp.init: `partition_file` is <object .* expected a value that JSON can represent"),
         ({"memory_weight": float("nan")}, "smp.init: `memory_weight` is nan"),
     ],
 )
@@ -76,7 +76,7 @@ def test_bad_values_are_named(given, text):
     ],
 )
 def test_what_is_not_there_yet_says_so(given):
-    with pytest.raises(SMPUnsupportedError, match="not there yet"):
+    with pytest.raises(SMPUnsupportedError, match="not supported yet"):
         config.read(given)
     assert config.read({"fp16": False, "tensor_parallel_degree": 1}).fp16 is False
 
@@ -84,21 +84,21 @@ def test_what_is_not_there_yet_says_so(given):
 def test_what_one_framework_has_is_refused_for_the_other():
     with pytest.warns(UserWarning, match="`tensor_parallel_degree` 2 implies `ddp: true`"):
         assert config.read({"tensor_parallel_degree": 2}).ddp
-    with pytest.raises(SMPUnsupportedError, match="`tensor_parallel_degree` is 2, and this version has 1 only"):
+    with pytest.raises(SMPUnsupportedError, match="`tensor_parallel_degree` is 2, but only 1 is supported"):
         config.read({"tensor_parallel_degree": 2, "ddp": True}, "tensorflow")
     bound = {"activation_memory_bytes": 1 << 20}
     assert config.read(bound).activation_memory_bytes == 1 << 20
     with pytest.raises(
-        SMPUnsupportedError, match="`activation_memory_bytes` is 1048576, and this version has None only"
+        SMPUnsupportedError, match="`activation_memory_bytes` is 1048576, but only None is supported"
     ):
         config.read(bound, "tensorflow")
     assert config.read({"horovod": True}, "tensorflow").horovod
     assert config.read({"offload_activations": True}).activation_loading_horizon == 4
     assert config.read({"fp16": True}).fp16
     assert config.read({"bf16": True}).bf16
-    with pytest.raises(SMPUnsupportedError, match="`fp16` is True, and this version has False only"):
+    with pytest.raises(SMPUnsupportedError, match="`fp16` is True, but only False is supported"):
         config.read({"fp16": True}, "tensorflow")
-    with pytest.raises(SMPUnsupportedError, match="`offload_activations` is True, and this version has False only"):
+    with pytest.raises(SMPUnsupportedError, match="`offload_activations` is True, but only False is supported"):
         config.read({"offload_activations": True}, "tensorflow")
 
 

@@ -30,7 +30,7 @@ from smdistributed._common import errors, lifecycle, shims
 from smdistributed.dataparallel.exceptions import CLASSES
 from smdistributed.dataparallel.reduce_op import ReduceOp, core_name
 
-# PyTorch first, through the loader: it says what is missing.
+# PyTorch is imported through the loader, which reports missing packages.
 _ops = shims.load_torch()
 
 import torch  # noqa: E402
@@ -582,7 +582,7 @@ def _start(forms: tuple[Any, Any], *arguments: Any) -> Work:
 
 
 def _call(function: Any, *arguments: Any) -> Any:
-    # Not `with errors.translated(...)`: on the way without errors, this costs nothing.
+    # Not `with errors.translated(...)`: this costs nothing if there is no error.
     try:
         return function(*arguments)
     except (RuntimeError, ValueError) as error:
@@ -599,12 +599,12 @@ def _is_world(group: ProcessGroup | None) -> bool:
 
 
 def _id(group: ProcessGroup | None) -> int:
-    """The core's number of the group."""
+    """Return the core's id of the group."""
     return 0 if _is_world(group) else _member_id(group)
 
 
 def _members(group: Any) -> tuple[int, ...]:
-    """Global ranks of a group that this rank is in and that is not the world."""
+    """Return the global ranks of a group that this rank is in and that is not the world."""
     _member_id(group)
     ranks: tuple[int, ...] | None = group.ranks
     assert ranks is not None, "the group of a DistributedDataParallel has no list of ranks"
@@ -612,7 +612,7 @@ def _members(group: Any) -> tuple[int, ...]:
 
 
 def _member_id(group: Any) -> int:
-    """The core's number of a group that this rank is in and that is not the world."""
+    """Return the core's id of a group that this rank is in and that is not the world."""
     if not isinstance(group, ProcessGroup):
         raise ValueError(f"{group!r} is not a group: expected `group.WORLD`, None, or what `new_group` returns")
     if group.id is None:
@@ -621,7 +621,7 @@ def _member_id(group: Any) -> int:
 
 
 def _group_rank(group: ProcessGroup | None, rank: int, argument: str) -> int:
-    """The rank inside ``group`` of a global rank."""
+    """Return the rank inside ``group`` of a global rank."""
     if _is_world(group):
         return rank
     members = _members(group)

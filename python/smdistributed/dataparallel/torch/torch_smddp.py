@@ -11,9 +11,9 @@ through the store (``init_method="file://.."``, ``store=..``). If ``smdistribute
 before, both share one session, and must agree about rank and size. A collective that fails raises
 ``torch.distributed.DistBackendError``, whose text names the ranks.
 
-``torch.distributed.monitored_barrier`` and ``split_group`` ask for PyTorch's own backends by name, and ``new_group``
-lets no other make a group out of an existing one. This import puts functions in their places that serve groups of
-``smddp`` and pass every other call on; :mod:`._c10d` has them.
+``torch.distributed.monitored_barrier`` and ``split_group`` accept only PyTorch's own backends, and ``new_group`` lets
+only these create a group from an existing one. This import replaces them by functions that serve groups of ``smddp``
+and forward all other calls (:mod:`._c10d`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from smdistributed import _core
 from smdistributed._common import lifecycle, shims
 
-# PyTorch first, through the loader: it says what is missing.
+# PyTorch is imported through the loader, which reports missing packages.
 _ops = shims.load_torch()
 
 import torch  # noqa: E402
@@ -34,11 +34,12 @@ from smdistributed.dataparallel.torch._c10d import NAME, monitored_barrier  # no
 
 
 def _create(options: Any, _: object) -> Any:
-    """The backend of a new process group, from torch's description of it."""
+    """Create the backend of a new process group, from torch's description of it."""
     carrier = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
     milliseconds = max(1, round(options.timeout.total_seconds() * 1000))
     lifecycle.watch()
-    # Empty for the default group: it joins the job. So does the first group beside a default group of another backend.
+    # Without ranks for the default group, which joins the job, and for the first group beside another default
+    # backend.
     ranks = list(options.global_ranks_in_group)
     if ranks and not _core.is_initialized():
         if len(ranks) < dist.get_world_size():
@@ -57,7 +58,7 @@ def _create(options: Any, _: object) -> Any:
     return carrier._get_backend(torch.device("cpu"))
 
 
-# A module that is loaded anew, or under another name, must not register a second time.
+# If the module is imported again, or under another name, it must not register a second time.
 if NAME not in dist.Backend.backend_list:
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     _c10d.install()

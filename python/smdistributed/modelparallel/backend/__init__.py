@@ -1,1 +1,1 @@
-"""Names that launchers look for."""
+"""Names that Amazon's launchers import."""

@@ -1,4 +1,4 @@
-"""The errors of model parallelism, under the name by which launchers list them."""
+"""The errors of model parallelism, under the name by which Amazon's launchers list them."""
 
 from smdistributed.modelparallel.exceptions import *  # noqa: F403
 from smdistributed.modelparallel.exceptions import __all__ as __all__

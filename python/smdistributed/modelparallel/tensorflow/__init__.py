@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from smdistributed._common import shims
 
-# TensorFlow first, through the loader: it says what is missing.
+# TensorFlow is imported through the loader, which reports missing packages.
 shims.load_tensorflow()
 
 from smdistributed._common.unpickling import add_safe_globals  # noqa: E402

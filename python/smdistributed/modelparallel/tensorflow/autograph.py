@@ -1,7 +1,6 @@
 """Excludes the modules of this package from AutoGraph, as AutoGraph excludes Keras.
 
-Otherwise the first call of a step would convert all of them. AutoGraph still converts the script's functions that they
-call: a step's body or a layer's ``call``.
+Otherwise the first call of a step would convert all of them.
 
 The script's functions that they call, a step's body or a layer's ``call``, are converted as usual.
 """
@@ -12,5 +11,5 @@ from tensorflow.python.autograph.core import config
 
 
 def leave_out(package: str) -> None:
-    """Lets nothing of ``package`` be converted."""
+    """Exclude all functions of ``package`` from conversion."""
     config.CONVERSION_RULES = (config.DoNotConvert(package), *config.CONVERSION_RULES)

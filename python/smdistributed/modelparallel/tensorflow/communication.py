@@ -1,8 +1,8 @@
 """Communication of Python objects: ``send``, ``recv_from``, ``broadcast``, ``allgather`` and barriers.
 
-Objects are pickled; TensorFlow tensors are sent as arrays and arrive as tensors. These operations have no order with
-the pipeline's transfers and work before the first step. An operation of all ranks of a pipeline is compared between
-them, as steps are (AGR-1).
+Objects are pickled; TensorFlow tensors are sent as arrays and arrive as tensors. These operations are not ordered
+with the pipeline's transfers, and work before the first step. Calls of all ranks of a pipeline are compared, as steps
+are (AGR-1).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from smdistributed.modelparallel.tensorflow.runtime import agreement, object_tra
 from smdistributed.modelparallel.tensorflow.state import state
 
 _T = TypeVar("_T")
-#: Kinds of groups in which every rank of a pipeline is.
+#: #: Kinds of groups that contain every rank of a pipeline.
 _WHOLE = ("world", "mp", "pp")
 
 
@@ -41,7 +41,7 @@ def _meet(name: str) -> None:
 
 
 def gather_for(activity: str, value: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
-    """Gathers values over a group that contains the whole pipeline; errors name the call as ``activity``."""
+    """Gather values over a group that contains the whole pipeline; errors name the call as ``activity``."""
     with errors.translated(CLASSES):
         _compare_activity(group.value, activity)
         return object_transport.gather(value, group.value)
@@ -59,14 +59,14 @@ tp_barrier, rdp_barrier = objects.tp_barrier, objects.rdp_barrier
 
 
 def raise_on_all_ranks(do: Callable[[], _T], path: str, done: str = "written") -> list[_T]:
-    """Returns the results of ``do`` of all ranks.
+    """Run ``do`` on all ranks and return the results of all.
 
     All ranks call it. None returns before ``do`` has ended on all of them, and a failure on one raises on all.
 
     Args:
-        do: What every rank does.
-        path: The checkpoint's.
-        done: What ``do`` does with it: ``"written"`` or ``"read"``.
+        do: The function.
+        path: The path of the checkpoint, for errors.
+        done: The effect of ``do`` on it, for errors: ``"written"`` or ``"read"``.
 
     Raises:
         SMPCheckpointError: ``do`` failed, here or on another rank.
@@ -84,11 +84,11 @@ def raise_on_all_ranks(do: Callable[[], _T], path: str, done: str = "written") -
 
 
 def read_on_all_ranks(read: Callable[[], Any], path: str) -> None:
-    """Reads a checkpoint; all ranks call it.
+    """Read a checkpoint; all ranks call it.
 
     Raises:
-        SMPCheckpointError: Some rank could not read it; the same on all ranks. Where none could, each raises what
-            TensorFlow raises.
+        SMPCheckpointError: Some ranks could not read it; raised on all ranks. If no rank could, each raises
+        TensorFlow's own error.
     """
     failed: list[Exception] = []
 

@@ -1,4 +1,4 @@
-"""``smp.core.initialized``, which clients of Amazon's library read."""
+"""``smp.core.initialized``, which users of Amazon's library read."""
 
 from __future__ import annotations
 

@@ -18,13 +18,13 @@ import tensorflow as tf
 from smdistributed.modelparallel.tensorflow.partitioning import optimizer_variables
 from smdistributed.modelparallel.tensorflow.partitioning.delayed_initialization import handle_of
 
-#: Of Keras: variables, and their averages. Sums of gradients are looked up by a variable's place among all.
+#: #: Names in Keras of the lists of variables and averages. Accumulated gradients are found by a variable's index.
 _VARIABLES, _AVERAGES, _SUMS = "_trainable_variables", "_model_variables_moving_average", "_accumulated_gradients"
 
 
 @contextlib.contextmanager
 def of_partition(optimizer: Any) -> Iterator[None]:
-    """While it lasts, an optimizer's lists have only what is here."""
+    """Narrow an optimizer's lists to this rank's variables inside the context."""
     lists = vars(optimizer)
     here = optimizer_variables.here(optimizer)
     if here is None or _VARIABLES not in lists:
@@ -45,7 +45,7 @@ def of_partition(optimizer: Any) -> Iterator[None]:
 
 
 def without_update(optimizer: Any) -> None:
-    """Does what an update without gradients does: Keras 3 updates averages then, other optimizers do nothing."""
+    """Update averages as Keras 3 does in an update without gradients; do nothing for other optimizers."""
     if not hasattr(optimizer, "apply"):
         return
     number = optimizer.iterations.value + 1
@@ -69,7 +69,7 @@ def _only(values: Any, wanted: list[bool]) -> list[Any]:
 
 
 def around(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A call of an optimizer that goes through all variables."""
+    """Wrap a method of an optimizer that iterates over all variables."""
 
     @functools.wraps(plain)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ def around(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Makes Keras' callback that swaps variables and averages swap those of this rank."""
+    """Make Keras' callback that swaps variables and averages swap those of this rank only."""
     callbacks = getattr(sys.modules.get("keras"), "callbacks", None)
     kind = getattr(callbacks, "SwapEMAWeights", None)
     for name in ("_tf_swap_variables", "_tf_finalize_ema_values"):
@@ -90,7 +90,7 @@ def install() -> None:
 
 
 def _of_optimizer(plain: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Wraps a method of the callback that iterates over an optimizer's variables, or the model's up to Keras 3.14."""
+    """Wrap a method of the callback that iterates over an optimizer's variables, or the model's up to Keras 3.14."""
 
     @functools.wraps(plain)
     def method(self: Any, optimizer: Any) -> Any:

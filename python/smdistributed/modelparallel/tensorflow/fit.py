@@ -29,12 +29,12 @@ from smdistributed.modelparallel.tensorflow.runtime import input_broadcast
 from smdistributed.modelparallel.tensorflow.state import state
 from smdistributed.modelparallel.tensorflow.step import StepFunction, translate_errors
 
-#: The Keras that `tf.keras` stands for is the older one, which has AutoGraph convert what a script gives it.
+#: #: Whether `tf.keras` is tf_keras, which converts the script's functions with AutoGraph.
 _IS_OLDER = tf.keras.Model.__module__.startswith("tf_keras")
 
 
 def _as_keras(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``function`` so that AutoGraph leaves it alone, as it leaves Keras' own functions alone.
+    """Wrap ``function`` so that AutoGraph does not convert it, as it does not convert Keras' own functions.
 
     AutoGraph still converts the script's functions that it calls, wherever it would convert them under Keras.
     """
@@ -52,7 +52,7 @@ def _as_keras(function: Callable[..., Any]) -> Callable[..., Any]:
 class KerasLoops:
     """Keras' training loops for a distributed model; comes before Keras' model among the bases of a class."""
 
-    # What Keras' model has.
+    # Attributes of Keras' model.
     optimizer: Any
     trainable_variables: Any
     compute_metrics: Callable[..., dict[str, Any]]
@@ -108,15 +108,15 @@ class KerasLoops:
             return super().predict(*args, **kwargs)  # type: ignore[misc]
 
     def reset_metrics(self) -> None:
-        """As Keras', which does so when an epoch or an evaluation begins."""
+        """Reset metrics; Keras calls it when an epoch or an evaluation begins."""
         super().reset_metrics()  # type: ignore[misc]
         self.__dict__["_smp_batches"] = 0
 
-    # What a subclass may override, as in Keras.
+    # Methods that a subclass may override, as in Keras.
 
     @_as_keras
     def train_step(self, data: Any) -> dict[str, Any]:
-        """One update by a batch ``(x, y, sample_weight)``, as Keras'; returns the metrics."""
+        """Train on one batch ``(x, y, sample_weight)``, as Keras' method; return the metrics."""
         x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(data)
         steps = self._smp_steps
         found = steps.train(x, y, sample_weight, _rows(x))
@@ -130,7 +130,7 @@ class KerasLoops:
 
     @_as_keras
     def test_step(self, data: Any) -> dict[str, Any]:
-        """Losses and metrics of a batch, as Keras'."""
+        """Evaluate one batch, as Keras' method; return losses and metrics."""
         x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(data)
         steps = self._smp_steps
         found = steps.test(x, y, sample_weight, _rows(x))
@@ -140,12 +140,12 @@ class KerasLoops:
 
     @_as_keras
     def predict_step(self, data: Any) -> Any:
-        """Outputs for a batch, as Keras'."""
+        """Return the outputs for a batch, as Keras' method."""
         x, _, _ = tf.keras.utils.unpack_x_y_sample_weight(data)
         return _merged(self._smp_steps.predict(x))
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As Keras'. A step is not one piece, so ``jit_compile`` is ignored."""
+        """Configure training, as Keras' method. ``jit_compile`` is ignored: a step has several functions."""
         if kwargs.get("jit_compile") not in (None, False, "auto"):
             warnings.warn("`jit_compile` is ignored: a step over microbatches is not one piece", stacklevel=2)
         if "jit_compile" in kwargs:
@@ -167,22 +167,22 @@ class KerasLoops:
             self.__dict__["_smp_made_steps"] = _Steps(self)
         return self.__dict__["_smp_made_steps"]
 
-    # What Keras calls for each execution.
+    # Methods that Keras calls to get the functions of its loops.
 
     def make_train_function(self, force: bool = False) -> Callable[..., Any]:
-        """Makes the function that trains on ``steps_per_execution`` batches of an iterator."""
+        """Create the function that trains on ``steps_per_execution`` batches of an iterator."""
         if self.train_function is None or force:
             self.train_function = self._smp_function("fit", self.train_step, "_train_counter")
         return self.train_function
 
     def make_test_function(self, force: bool = False) -> Callable[..., Any]:
-        """Makes the function that evaluates ``steps_per_execution`` batches of an iterator."""
+        """Create the function that evaluates ``steps_per_execution`` batches of an iterator."""
         if self.test_function is None or force:
             self.test_function = self._smp_function("evaluate", self.test_step, "_test_counter")
         return self.test_function
 
     def make_predict_function(self, force: bool = False) -> Callable[..., Any]:
-        """Makes the function that returns the outputs for ``steps_per_execution`` batches of an iterator or list."""
+        """Create the function that returns the outputs for ``steps_per_execution`` batches of an iterator or list."""
         if self.predict_function is None or force:
             predict = self._smp_function("predict", self.predict_step, "_predict_counter", _joined)
             self.predict_function = predict
@@ -196,7 +196,8 @@ class KerasLoops:
         def compute(batch: Any) -> Any:
             rows = _rows(batch)
             if rows not in functions:
-                # Each counts as a function of its own, as TensorFlow warns of one that is traced often.
+                # One `tf.function` for each number of rows, because TensorFlow warns of a function that is traced
+                # often.
                 functions[rows] = tf.function(functools.partial(step), autograph=_IS_OLDER, reduce_retracing=True)
             with translate_errors():
                 return step(batch) if self.run_eagerly else functions[rows](batch)
@@ -222,10 +223,10 @@ class KerasLoops:
 
 
 class _Steps:
-    """The steps of a model as it has been compiled.
+    """The steps of a compiled model.
 
-    Args:
-        model: A distributed one.
+    model: The distributed model.
+        model: The distributed model.
     """
 
     def __init__(self, model: Any) -> None:
@@ -234,18 +235,18 @@ class _Steps:
         self.train = StepFunction(_as_keras(self._train), rows, {}, options, uneven=True)
         self.test = StepFunction(_as_keras(self._test), rows, {}, options, uneven=True)
         self.predict = StepFunction(_as_keras(self._predict), [], {}, options, uneven=True)
-        # For training and for evaluation: metrics that Keras updates where it computes losses, and whether it weighs a
-        # batch by its rows.
+        # For training and for evaluation: metrics that Keras updates where it computes losses, and whether each
+        # weighs a batch by its number of rows.
         self._trackers: dict[bool, list[tuple[Any, bool]]] = {}
 
     def track(self, values: Sequence[tf.Tensor], x: Any, training: bool) -> None:
-        """Updates metrics by the losses of a batch."""
+        """Update metrics with the losses of a batch."""
         rows = _rows(x)
         rows = tf.shape(_first(x))[0] if rows is None else rows
         for (metric, weighs), value in zip(self._trackers[training], values, strict=True):
             metric.update_state(value, sample_weight=rows if weighs else None)
 
-    # Bodies.
+    # Bodies of steps.
 
     def _train(self, x: Any, y: Any, sample_weight: Any, rows: int | None) -> dict[str, Any]:
         model = self._model
@@ -268,7 +269,7 @@ class _Steps:
     def _losses(
         self, x: Any, y: Any, outputs: Any, sample_weight: Any, loss_terms: losses.LossTerms, training: bool
     ) -> tuple[tf.Tensor | None, dict[str, Any]]:
-        """A microbatch's part of the batch's loss and of each loss metric, and what these are divided by."""
+        """Return a microbatch's part of the batch's loss and of each loss metric, and the divisors of their sums."""
         model = self._model
         if _IS_OLDER:
             loss, metric_updates = _loss_of_older(model, x, y, outputs, sample_weight)
@@ -284,7 +285,7 @@ class _Steps:
 
 
 def _loss(model: Any, x: Any, y: Any, outputs: Any, sample_weight: Any, training: bool) -> tuple[Any, list[Any]]:
-    """Computes the loss, and lists the metrics that are updated with the batch and not with each microbatch.
+    """Compute the loss, and list the metrics that are updated with the batch and not with each microbatch.
 
     A metric is listed with its value and whether rows weigh it.
     """
@@ -308,7 +309,8 @@ def _loss(model: Any, x: Any, y: Any, outputs: Any, sample_weight: Any, training
 
 
 def _loss_of_older(model: Any, x: Any, y: Any, outputs: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
-    """As :func:`_loss`; metrics of single outputs are updated in each microbatch, by its rows."""
+    """Do the same for an older Keras; metrics of single outputs are updated in each microbatch, weighted by its
+    rows."""
     metric_updates: list[Any] = []
     container = model.compiled_loss
     tracker = container._total_loss_mean
@@ -329,13 +331,13 @@ def _first(values: Any) -> tf.Tensor | None:
 
 
 def _rows(values: Any) -> int | None:
-    """The number of rows of the first tensor among ``values``, if it is known."""
+    """Return the number of rows of the first tensor among ``values``, if it is known."""
     first = _first(values)
     return first.shape[0] if first is not None and first.shape.rank else None
 
 
 def _share(x: Any, rows: int | None) -> tf.Tensor:
-    """A microbatch's share of the batch's rows; equal shares if the number of rows is unknown."""
+    """Return a microbatch's share of the batch's rows; equal shares if the number of rows is unknown."""
     if rows is None:
         return tf.constant(1 / state.cfg.microbatches, tf.float64)
     here = tf.shape(_first(x))[0] if _rows(x) is None else _rows(x)
@@ -343,17 +345,17 @@ def _share(x: Any, rows: int | None) -> tf.Tensor:
 
 
 def _number(value: Any) -> int:
-    """The number in a variable, as in tf_keras, or the number itself."""
+    """Return the number in a variable, as in tf_keras, or the number itself."""
     return 1 if value is None else int(value)
 
 
 def _with_masks(outputs: Any) -> dict[str, Any]:
-    """Outputs of the model as a step returns them, which would lose masks of Keras."""
+    """Return the model's outputs together with Keras' masks, which a step's output would not keep."""
     return {"outputs": outputs, "masks": [getattr(each, "_keras_mask", None) for each in tf.nest.flatten(outputs)]}
 
 
 def _merged(found: Mapping[str, Any]) -> Any:
-    """The outputs for a batch, of those for its microbatches."""
+    """Merge the outputs of the microbatches to those of the batch."""
     masks = iter(found["masks"])
 
     def merged(value: Any) -> Any:
@@ -375,7 +377,7 @@ def _merged(found: Mapping[str, Any]) -> Any:
 
 
 def _of_batch(found: Mapping[str, Any]) -> tuple[list[Any] | None, list[tf.Tensor]]:
-    """Gradients and tracked losses of a batch."""
+    """Return gradients and tracked losses of a batch."""
     tracked = [each.reduce_sum() for each in found["tracked"]]
     gradients, count = found["gradients"], found["count"]
     if gradients is not None:
@@ -386,7 +388,8 @@ def _of_batch(found: Mapping[str, Any]) -> tuple[list[Any] | None, list[tf.Tenso
     if gradients is not None:
         groups, by = state.groups, whole
         if state.cfg.ddp and groups.dp_group is not None:
-            # Gradients are means over replicas, which differ in how much is left of their batches.
+            # Gradients are averaged over replicas with equal weight, but replicas may have unmasked parts of
+            # different size.
             everywhere = core_ops.smd_all_reduce(tensor=whole, op="sum", group=groups.dp_group)
             by = everywhere / len(groups.members["dp"])
         gradients = [None if each is None else _divided(each, by) for each in gradients]
@@ -400,7 +403,7 @@ def _divided(value: Any, by: tf.Tensor) -> Any:
 
 
 def _joined(outputs: list[Any]) -> Any:
-    """Outputs for several batches as for one."""
+    """Concatenate the outputs of several batches."""
     if len(outputs) == 1:
         return outputs[0]
     return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)

@@ -1,4 +1,4 @@
-"""Gradients in a step: the functions that scripts call, and the recognition of gradients among a body's results."""
+"""Gradients in a step: the functions that scripts call, and the detection of gradients among a body's results."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from smdistributed.modelparallel.tensorflow.tracing.gradient_tracking import Gra
 
 
 def get_gradients(loss: tf.Tensor, params: Any) -> list[Any]:
-    """The gradients of ``loss`` with respect to ``params``; ``None`` for those that it does not depend on."""
+    """Return the gradients of ``loss`` with respect to ``params``; ``None`` where it does not depend on one."""
     return tf.gradients(loss, [underlying(variable) for variable in tf.nest.flatten(params)])
 
 
 def compute_gradients(loss: Any, var_list: Any = None, grad_loss: Any = None) -> list[tuple[Any, Any]]:
-    """Pairs of gradients and variables."""
+    """Return pairs of gradients and variables."""
     if var_list is None:
         if state.model is None:
             raise SMPUsageError("`compute_gradients` needs `var_list`: there is no `smp.DistributedModel`")
@@ -37,7 +37,7 @@ def compute_gradients(loss: Any, var_list: Any = None, grad_loss: Any = None) ->
 
 
 def starts_with_gradients(values: Any, variables: Sequence[Any], gradient_tracker: GradientTracker) -> bool:
-    """Whether ``values`` begins with the gradients of the model.
+    """Return whether ``values`` begins with the gradients of the model.
 
     That is a list or tuple with one entry for each trainable variable, of the variable's shape and type, derived from
     its gradient, or ``None``. Gradients of variables outside of the model may follow.
@@ -54,16 +54,16 @@ def starts_with_gradients(values: Any, variables: Sequence[Any], gradient_tracke
 
 
 def over_replicas(sums: Sequence[Any], variables: Sequence[Any], everywhere: Sequence[tuple[Any, Any]]) -> list[Any]:
-    """The means over the replicas of the model, in the graph of a step: each starts on its way when it is there.
+    """Average gradients over the replicas of the model in a step's graph, each as soon as it is computed.
 
-    What a reducer does with gradients has no end if its ranks give it different ones, so they are compared when the
-    step begins, while the pipeline runs.
+    If replicas passed different gradients to a reducer, it would wait forever. So they are compared when the step
+    begins, while the pipeline runs.
 
     Args:
-        sums: This rank's gradients, ``None`` among them or not; slices become dense.
-        variables: What they are gradients of.
-        everywhere: A microbatch's gradient and its variable, those of all partitions; none if a body computes gradients
-            and does not return them, which another replica may do.
+        sums: This rank's gradients, which may contain ``None``; slices become dense.
+        variables: Their variables.
+        everywhere: Gradients of a microbatch with their variables, of all partitions; empty if the body computes
+        gradients without returning them, which other replicas might do.
     """
     groups = state.groups
     assert groups.dp_group is not None, "one replica has nothing to reduce"
@@ -80,13 +80,13 @@ def over_replicas(sums: Sequence[Any], variables: Sequence[Any], everywhere: Seq
 
 
 def clip_by_global_norm(gradients: Sequence[Any], clip_norm: Any) -> tuple[list[Any], tf.Tensor]:
-    """Clips gradients as ``tf.clip_by_global_norm``, by the norm of the gradients of all partitions.
+    """Clip gradients as ``tf.clip_by_global_norm``, by the norm of the gradients of all partitions.
 
     All ranks call it, outside of steps.
 
     Args:
-        gradients: This rank's, ``None`` among them or not. What all partitions have counts once.
-        clip_norm: The largest norm that is left as it is.
+        gradients: This rank's gradients, which may contain ``None``. Gradients that all partitions have count once.
+        clip_norm: The largest norm that is not clipped.
 
     Returns:
         The clipped gradients, and the norm over all partitions.
@@ -98,7 +98,7 @@ def clip_by_global_norm(gradients: Sequence[Any], clip_norm: Any) -> tuple[list[
 
 
 def clip(gradients: Sequence[Any], counted: Sequence[bool], clip_norm: Any) -> tuple[list[Any], tf.Tensor]:
-    """As :func:`clip_by_global_norm`, by what is ``counted`` on each partition."""
+    """Clip as :func:`clip_by_global_norm`; ``counted`` says which gradients this partition counts."""
     present = [gradient for gradient in gradients if gradient is not None]
     ours = [gradient for gradient, counts in zip(gradients, counted, strict=True) if counts and gradient is not None]
     values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in ours]
@@ -120,7 +120,7 @@ def clip(gradients: Sequence[Any], counted: Sequence[bool], clip_norm: Any) -> t
 
 
 def is_counted(variable: Any) -> bool:
-    """Whether this rank counts a variable for all partitions: one that all have is the first one's to count."""
+    """Return whether this rank counts a variable; the first partition counts those that all partitions have."""
     model, rank = state.model, state.groups.rank_in("pp")
     return (
         rank == 0
@@ -131,7 +131,7 @@ def is_counted(variable: Any) -> bool:
 
 
 def _is_counted(gradient: Any, variable: Any) -> bool:
-    """Whether this rank counts a gradient, as :func:`is_counted`.
+    """Return whether this rank counts a gradient, as :func:`is_counted`.
 
     ``variable`` is the variable that the gradient may belong to, if known.
     """

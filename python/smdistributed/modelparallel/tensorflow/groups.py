@@ -10,12 +10,12 @@ from smdistributed.modelparallel.groups import Groups
 
 
 class TensorFlowGroups(Groups[int]):
-    """The groups of a TensorFlow job; a group is its number in the core.
+    """The groups of a TensorFlow job; a group is represented by its id in the core.
 
     Attributes:
-        channels: Those between the GPUs of the pipeline, by the places of sender and receiver; see
-            ``runtime/channels.py``.
-        report_thread: What tells the pipeline of a step that this rank could not trace; see ``runtime/agreement.py``.
+        channels: The groups between GPUs of the pipeline, by the positions of sender and receiver; see
+        ``runtime/channels.py``.
+        report_thread: Tells the pipeline that this rank could not trace a step; see ``runtime/agreement.py``.
     """
 
     def __init__(self, cfg: Config) -> None:

@@ -38,7 +38,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     Examples:
         >>> smp.init({"partitions": 2, "microbatches": 4})
     """
-    # For a Keras that the script has imported after this package.
+    # Again, for a Keras that the script has imported after this package.
     compat.install()
     saving.install()
     delayed_initialization.install()
@@ -60,7 +60,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
 
 
 def _start_horovod(groups: TensorFlowGroups) -> None:
-    """Horovod's world is the ranks that hold the same partition; a later ``hvd.init()`` finds it made."""
+    """Create Horovod's world from the ranks that hold the same partition; a later ``hvd.init()`` uses it."""
     from horovod.common import basics
 
     basics.shared().init(groups.members["dp"])

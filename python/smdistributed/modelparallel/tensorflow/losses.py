@@ -6,11 +6,11 @@
 - LOSS-2: a loss with ``reduction="sum"`` has weight one. So has an activity regularizer, a sum over rows, in those
   versions of Keras that do not divide it by the rows.
 - LOSS-3: a mean over unmasked elements or by weights (``"mean_with_sample_weight"``) is weighted by the share of rows
-  and the unmasked part of its elements. The unmasked part of the batch is known after all microbatches, so everything
-  is divided by it then. This is exact if there is no other loss, except those that are equal for all rows, such as
-  regularizers of weights. No factor is a number of elements, because gradients of narrow types would overflow.
-  Before 3.13, Keras adds ``epsilon()`` to the number of unmasked elements that it divides by: so do microbatches, and
-  the difference is that of 1e-7 elements.
+  and the unmasked part of the microbatch's elements. The unmasked part of the batch is known only after all
+  microbatches, so everything is divided by it then. This is exact if all other losses are equal for all rows, such as
+  regularizers of weights. No factor is a number of elements, because gradients of narrow types would overflow. Before
+  3.13, Keras adds ``epsilon()`` to the number of unmasked elements; each microbatch does so too, which makes a
+  difference of 1e-7 elements.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ import tensorflow as tf
 from smdistributed.modelparallel.exceptions import SMPUnsupportedError
 from smdistributed.modelparallel.tensorflow.state import state
 
-#: How the two packages name means over what they get.
+#: #: The names of mean reductions in the two packages.
 _MEANS = ("mean", "sum_over_batch_size", "auto")
 _current: LossTerms | None = None
 
 
 class LossTerms:
-    """The losses that were computed of a microbatch.
+    """The losses of a microbatch.
 
     Args:
-        share: Of the batch's rows.
+        share: The microbatch's share of the batch's rows.
     """
 
     def __init__(self, share: tf.Tensor) -> None:
@@ -43,9 +43,9 @@ class LossTerms:
         self._left: list[tf.Tensor | None] = []
 
     def add(self, value: tf.Tensor, reduction: str | None, left: tf.Tensor | None) -> tf.Tensor:
-        """Prepares a loss to be added to others.
+        """Prepare a loss to be added to others.
 
-        ``left`` is the share of its elements over which it is a mean, if not over all.
+        ``left`` is the fraction of its elements over which it is a mean; ``None`` for all.
         """
         if value.shape.rank != 0:
             return value
@@ -56,18 +56,18 @@ class LossTerms:
         return value
 
     def of_sum(self, value: tf.Tensor) -> tf.Tensor:
-        """A sum over rows, to which :meth:`weight` then gives the weight one (LOSS-2)."""
+        """Prepare a sum over rows, so that :meth:`weight` gives it the weight one (LOSS-2)."""
         return value / tf.cast(self._share, value.dtype)
 
     def weight(self, loss: tf.Tensor, model: Any) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """Returns the factor of the microbatch's losses, and its share of the divisor of their batch sum, if any.
+        """Return the factor of the microbatch's losses, and its part of the divisor of the batch's sum, if any.
 
         Args:
-            loss: All of it.
-            model: Whose layers may have losses of their own.
+            loss: The sum of all losses.
+            model: The model, whose layers may have losses of their own.
 
         Raises:
-            SMPUnsupportedError: it is not one number, or a case that LOSS-3 leaves out.
+            SMPUnsupportedError: The loss is not a scalar, or a case that LOSS-3 excludes.
         """
         if loss.shape.rank != 0:
             raise SMPUnsupportedError(
@@ -88,7 +88,7 @@ class LossTerms:
 
 
 def _is_of_rows(loss: Any) -> bool:
-    """Whether a loss follows from what the microbatch brings; that of weights does not."""
+    """Return whether a loss depends on the microbatch; a regularizer of weights does not."""
     assert state.trace is not None, "losses are weighted inside of a body"
     inputs = {each.op.name for each in state.trace.inputs}
     pending, seen = [loss.op], set()
@@ -104,10 +104,10 @@ def _is_of_rows(loss: Any) -> bool:
 
 @contextlib.contextmanager
 def of_microbatch(share: tf.Tensor) -> Iterator[LossTerms]:
-    """A context for Keras' computation of a microbatch's loss."""
+    """Return a context for Keras' computation of a microbatch's loss."""
     global _current
     _install()
-    # Asked here, where no layer is being called.
+    # Computed here, outside of any layer's call.
     _sums_activities()
     before, _current = _current, LossTerms(share)
     try:
@@ -118,7 +118,7 @@ def of_microbatch(share: tf.Tensor) -> Iterator[LossTerms]:
 
 @contextlib.contextmanager
 def of_activities(layer: Any) -> Iterator[None]:
-    """A context for the call of a layer in the computation of a microbatch's loss, for its activity regularizer."""
+    """Return a context for the call of a layer during a microbatch's loss, for its activity regularizer."""
     regularizer = vars(layer).get("activity_regularizer")
     terms = _current
     if terms is None or regularizer is None or not _sums_activities():
@@ -129,7 +129,7 @@ def of_activities(layer: Any) -> Iterator[None]:
     def of_microbatch(output: Any) -> Any:
         return terms.of_sum(tf.convert_to_tensor(regularizer(output)))
 
-    # Bypasses the layer's tracking of attributes.
+    # Bypasses the layer's attribute tracking.
     vars(layer)["activity_regularizer"] = of_microbatch
     try:
         yield
@@ -139,21 +139,21 @@ def of_activities(layer: Any) -> Iterator[None]:
 
 @functools.cache
 def _sums_activities() -> bool:
-    """Whether ``tf.keras`` adds what an activity regularizer returns as it is, without a division by the rows."""
+    """Return whether ``tf.keras`` adds an activity regularizer's result without dividing it by the rows."""
     with tf.init_scope():
-        # Without a name, later layers of the script would be numbered otherwise than in one process.
+        # Named explicitly; otherwise later layers of the script would get other numbers than in one process.
         layer = tf.keras.layers.Activation("linear", activity_regularizer=_sum, name="ones")
         layer(tf.ones([2, 1]))
         return float(layer.losses[0]) == 2.0
 
 
 def _sum(output: tf.Tensor) -> tf.Tensor:
-    # Keras asks for the arguments of a regularizer, which those of TensorFlow do not tell.
+    # Keras reads a regularizer's signature, which TensorFlow's functions do not have.
     return tf.reduce_sum(output)
 
 
 def _install() -> None:
-    """Wraps the loss reductions of the Keras packages that this process has imported.
+    """Wrap the loss reductions of the Keras packages that this process has imported.
 
     A second call does nothing.
     """
@@ -202,7 +202,7 @@ def _adapt_older() -> None:
             if _current is None or mask is None or reduction not in _MEANS:
                 return plain(losses, sw, mask, reduction)
             parts[:] = [_mean(mask)]
-            # Theirs divides by what is left, also if that is nothing, as it may be in a microbatch.
+            # Keras' function divides by the unmasked part, even if that is empty, as it may be in a microbatch.
             mask = tf.cast(mask, losses.dtype)
             return module.apply_mask(losses, sw, tf.math.divide_no_nan(mask, tf.reduce_mean(mask)))
 
@@ -226,5 +226,5 @@ def _adapt_older() -> None:
 
 
 def _mean(values: Any) -> tf.Tensor:
-    """In a type in which it is a weight of many rows."""
+    """Return the mean in a type that is precise enough to weight many rows."""
     return tf.reduce_mean(tf.cast(tf.convert_to_tensor(values), tf.float64))

@@ -27,7 +27,7 @@ from smdistributed.modelparallel.tensorflow.partitioning.placement import Partit
 from smdistributed.modelparallel.tensorflow.state import state
 from smdistributed.modelparallel.tensorflow.tracing import interception
 
-# The Keras that `tf.keras` stands for.
+# The Keras package behind `tf.keras`.
 _Model: Any = tf.keras.Model
 interception.install()
 
@@ -35,14 +35,14 @@ interception.install()
 class DistributedModel(KerasLoops, _Model):
     """A Keras model to subclass. The first call in a ``smp.step`` function partitions its layers over the ranks.
 
-    Until then, all variables are here, those of Keras' layers without memory until they are read. Afterwards
-    ``variables``, ``trainable_variables`` and so on are those of this rank's partition, and those that every rank has;
-    inside of a step's body they are all variables of the model.
+    Before that, all variables exist on every rank, those of Keras' layers without memory until they are read.
+    Afterwards ``variables``, ``trainable_variables`` and so on contain the variables of this rank's partition and
+    those that every rank has. Inside of a step's body they contain all variables of the model.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DistributedModel:
-        """Refuse to make a model before ``smp.init``."""
-        state.groups  # noqa: B018 - refuses before `init`
+        """Raise if ``smp.init`` was not called."""
+        state.groups  # noqa: B018 - raises before `init`
         return super().__new__(cls, *args, **kwargs)
 
     @property
@@ -51,9 +51,9 @@ class DistributedModel(KerasLoops, _Model):
         return self.__dict__.get("_smp_assignment") is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Only in the body of a ``smp.step`` function."""
+        """Call the model; allowed only in the body of a ``smp.step`` function."""
         if "training" in kwargs and not _takes(self.call, "training"):
-            # As the Keras of the original did.
+            # For compatibility with the Keras version of the original library.
             kwargs.pop("training")
         trace = state.trace
         if trace is None or not trace.is_current():
@@ -66,8 +66,8 @@ class DistributedModel(KerasLoops, _Model):
         if state.model is None:
             state.model = self
         elif state.model is not self:
-            raise SMPUsageError("a script has one `smp.DistributedModel`, and this is a second one")
-        # Tensors would keep the graph of the trace.
+            raise SMPUsageError("a script can have only one `smp.DistributedModel`, and this is a second one")
+        # Not stored as attributes, because tensors would keep the graph of the trace alive.
         self.__dict__["_smp_example"] = tf.nest.map_structure(_described, (args, kwargs))
         with trace.in_model():
             results = super().__call__(*args, **kwargs)
@@ -96,22 +96,22 @@ class DistributedModel(KerasLoops, _Model):
 
     @property
     def non_trainable_variables(self) -> list[Any]:
-        """The others of this rank."""
+        """Variables of this rank without gradients."""
         return self._smp_local(super().non_trainable_variables)
 
     @property
     def weights(self) -> list[Any]:
-        """As ``variables``, without the states of metrics and random generators."""
+        """The variables of this rank, without the states of metrics and random generators."""
         return self._smp_local(super().weights)
 
     @property
     def trainable_weights(self) -> list[Any]:
-        """As ``trainable_variables``."""
+        """The same as ``trainable_variables``."""
         return self._smp_local(super().trainable_weights)
 
     @property
     def non_trainable_weights(self) -> list[Any]:
-        """As ``non_trainable_variables``, without the states of metrics and random generators."""
+        """``non_trainable_variables``, without the states of metrics and random generators."""
         return self._smp_local(super().non_trainable_weights)
 
     def count_params(self) -> int:
@@ -167,10 +167,10 @@ class DistributedModel(KerasLoops, _Model):
         with self._smp_all_variables():
             return super().load_weights(*args, **kwargs)
 
-    # Being divided.
+    # Partitioning.
 
     def _smp_partition(self, assignment: PartitionAssignment) -> None:
-        """Applies a partition: frees the variables of other ranks. Hooks come next."""
+        """Apply a partition and free the variables of other ranks. Hooks are called afterwards."""
         self.__dict__.update(_smp_assignment=assignment, _smp_slots=[], _smp_hooks_pending=True)
         optimizer_variables.partition_existing()
         rank, places = state.groups.rank_in("pp"), assignment.variables
@@ -181,7 +181,7 @@ class DistributedModel(KerasLoops, _Model):
             self._smp_broadcast_weights()
 
     def _smp_call_hooks(self) -> None:
-        """Calls the hooks that have not succeeded yet, if any rank of the pipeline has some.
+        """Call the hooks that have not succeeded yet, if any rank of the pipeline has some.
 
         A failure raises on all ranks, because the others would wait for this one. No step runs before all hooks have
         succeeded.
@@ -203,18 +203,18 @@ class DistributedModel(KerasLoops, _Model):
             raise failure
         for place, text in enumerate(failures):
             if text:
-                raise SMPUsageError(f"what is done when the model has been divided failed on partition {place}: {text}")
+                raise SMPUsageError(f"a hook of `register_post_partition_hook` failed on partition {place}: {text}")
         self.__dict__["_smp_hooks_pending"] = False
 
     def _smp_broadcast_weights(self) -> None:
-        """Broadcasts the weights of the first replica, since replicas get the same gradients from then on."""
+        """Broadcast the weights of the first replica, because replicas get equal gradients from now on."""
         with tf.init_scope(), tf.device("/device:CPU:0"):
             for variable in map(underlying, self.weights):
                 value = call(core_ops.smd_broadcast, tensor=variable.read_value(), root=0, group=state.groups.dp_group)
                 variable.assign(value)
 
     def _smp_remote_variables(self) -> list[Any]:
-        """Variables of other partitions."""
+        """Return the variables of other partitions."""
         assignment, rank = self._smp_assignment, state.groups.rank_in("pp")
         with self._smp_all_variables():
             return [each for each in self.variables if assignment.variables.get(id(handle_of(each)), rank) != rank]
@@ -232,7 +232,7 @@ class DistributedModel(KerasLoops, _Model):
             SMPCheckpointError: The model could not be written; the same on all ranks.
         """
         if not self.is_partitioned:
-            raise SMPUsageError("`save_model` comes after the first step, which builds and divides the model")
+            raise SMPUsageError("`save_model` needs a partitioned model: call it after the first step")
         self._smp_write(lambda: tf.saved_model.save(self, save_path, signatures=self._smp_signatures()), save_path)
 
     def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
@@ -266,7 +266,7 @@ class DistributedModel(KerasLoops, _Model):
         self._smp_write(lambda: super(DistributedModel, self).export(filepath, *args, **kwargs), filepath)
 
     def save_own_variables(self, store: Any) -> None:
-        """Keras' own way to what is here, which functions of Keras take; only of the whole model."""
+        """Store this rank's variables; called by Keras' functions. Allowed only while the whole model is gathered."""
         self._smp_require_all_variables("keras.saving")
         super().save_own_variables(store)
 
@@ -275,7 +275,7 @@ class DistributedModel(KerasLoops, _Model):
             self._smp_require_all_variables("tf.saved_model.save")
         children = dict(super()._trackable_children(save_type, **kwargs))
         if save_type == "savedmodel":
-            # A call of Keras 3 with the defaults of the script, which may train.
+            # A call of Keras 3 uses the script's default for `training`, which may be true.
             children.pop("_default_save_signature", None)
         return children
 
@@ -288,11 +288,12 @@ class DistributedModel(KerasLoops, _Model):
 
     @property
     def _smp_is_gathered(self) -> bool:
-        """Whether all variables have their values here, for the moment; the model may be called as any other."""
+        """Return whether all variables temporarily have their values here, so that the model can be called
+        normally."""
         return bool(self.__dict__.get("_smp_gathered"))
 
     def _smp_write(self, write: Callable[[], Any], path: Any) -> None:
-        """Calls ``write`` on the first rank, which has the values of all variables then."""
+        """Call ``write`` on the first rank while it has the values of all variables."""
         if self._smp_is_gathered:
             write()
             return
@@ -300,7 +301,7 @@ class DistributedModel(KerasLoops, _Model):
         paths = communication.gather_for("saves or loads", str(path))
         if len(set(paths)) > 1:
             raise SMPUsageError(
-                f"the whole model is written once, to one path, and the ranks give it {sorted(set(paths))}"
+                f"all ranks must pass the same path for the whole model, but they pass {sorted(set(paths))}"
             )
         try:
             failure = self._smp_gather() if self.is_partitioned and groups.rank_in("dp") == 0 else None
@@ -321,7 +322,7 @@ class DistributedModel(KerasLoops, _Model):
                     remote_variables.clear_read_value(variable)
 
     def _smp_gather(self) -> Exception | None:
-        """Sends all variables to the host memory of the pipeline's first rank, one after the other.
+        """Send all variables to the host memory of the pipeline's first rank, one after the other.
 
         Returns the failure, if there is one.
         """
@@ -340,19 +341,19 @@ class DistributedModel(KerasLoops, _Model):
                         raise value
                     remote_variables.set_read_value(inner, value)
                 except (RuntimeError, tf.errors.OpError) as error:
-                    # The others go on sending.
+                    # The other ranks continue to send.
                     failure = error
         return failure
 
     def _smp_signatures(self) -> Any:
-        """Returns the serving signature: a call like that of the last step.
+        """Return the serving signature: a call like that of the last step.
 
         Its tensors are named by parameter and key; a single tensor is ``inputs``.
         """
         args, kwargs = self.__dict__["_smp_example"]
         signature = inspect.signature(self.call)
         call = signature.bind(*args, **{name: each for name, each in kwargs.items() if name != "training"})
-        # Whatever the step does: what serves does not train.
+        # Not in training mode, whatever the step used.
         call.arguments.pop("training", None)
         mode = {"training": False} if "training" in signature.parameters else {}
         example = dict(call.arguments)

@@ -23,8 +23,8 @@ from smdistributed.modelparallel.tensorflow.partitioning import optimizer_variab
 from smdistributed.modelparallel.tensorflow.partitioning.delayed_initialization import handle_of
 from smdistributed.modelparallel.tensorflow.state import state
 
-#: Whose calls are adapted; others come to these in the end. In steps, Horovod's optimizers do not reduce gradients,
-#: which they do when these are applied.
+#: #: Classes whose methods are wrapped; methods of subclasses call these. In steps, Horovod's optimizers do not
+#: reduce gradients, because they do so when the gradients are applied.
 _KERAS = ("keras.", "tf_keras.")
 _WHOSE: dict[str, tuple[str, ...]] = {
     "get_gradients": (*_KERAS, "horovod.", "smdistributed."),
@@ -32,12 +32,12 @@ _WHOSE: dict[str, tuple[str, ...]] = {
     "apply_gradients": _KERAS,
     "apply": _KERAS,
 }
-#: Optimizers, by identity, whose update is under way: some of Keras' calls do their work by others.
+#: #: Ids of optimizers whose update is running, because some of Keras' methods call others.
 _updating: set[int] = set()
 
 
 def install() -> None:
-    """Wraps the update methods of all imported Keras optimizers and of their subclasses.
+    """Wrap the update methods of all imported Keras optimizers and of their subclasses.
 
     A method that is wrapped already stays as it is.
     """
@@ -60,9 +60,9 @@ def _adapt(base: type) -> None:
         "apply_gradients": _of_pairs,
         "apply": _of_gradients,
         "build": _for_the_whole,
-        # What `build` is called in the older ones of Keras 2.
+        # The name of `build` in the older optimizers of Keras 2.
         "_create_all_weights": _for_the_whole,
-        # Of Keras 3: whether gradients are finite, and by what a loss is multiplied.
+        # Methods of Keras 3 that check whether gradients are finite, and that scale a loss.
         "check_finite": _everywhere,
         "scale_loss": _built_before,
         "finalize_variable_values": ema.around,
@@ -85,7 +85,7 @@ def _derived(kind: type) -> Iterator[type]:
 
 
 def _in_steps(ours: Any, plain: Any) -> Any:
-    """Returns a function that is ours in the body of a step and the original elsewhere."""
+    """Return a function that calls ``ours`` in the body of a step and ``plain`` elsewhere."""
 
     @functools.wraps(plain or ours)
     def either(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ def _in_steps(ours: Any, plain: Any) -> Any:
 
 
 def _of_scaled_loss(optimizer: Any, ours: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns gradients in the scale that the optimizer's update expects.
+    """Return gradients in the scale that the optimizer's update expects.
 
     Keras 3 divides by the loss scale in the update, tf_keras before it.
     """
@@ -116,7 +116,7 @@ def _of_scaled_loss(optimizer: Any, ours: Callable[..., Any], loss: Any, *args: 
 
 
 def _built_before(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Builds a loss-scaling optimizer before the trace, which would otherwise contain its scale as a constant."""
+    """Build a loss-scaling optimizer before the trace, which would otherwise contain its scale as a constant."""
 
     @functools.wraps(plain)
     def scale_loss(self: Any, loss: Any) -> Any:
@@ -131,12 +131,12 @@ def _built_before(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _everywhere(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Whether gradients are finite on all partitions."""
+    """Wrap a check so that it returns whether gradients are finite on all partitions."""
 
     @functools.wraps(plain)
     def are_finite(*args: Any) -> Any:
         *_, gradients = args
-        # Neither Keras knows what to say of none.
+        # Neither Keras package handles an empty list of gradients.
         finite = plain(*args) if any(each is not None for each in gradients) else tf.constant(True)
         if not _updating or state.groups.pp_group is None:
             return finite
@@ -148,7 +148,7 @@ def _everywhere(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _for_the_whole(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """An optimizer's making of its variables."""
+    """Wrap an optimizer's creation of its variables."""
 
     @functools.wraps(plain)
     def build(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +163,7 @@ def _for_the_whole(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_pairs(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``apply_gradients``, also for the variables of one partition."""
+    """Wrap ``apply_gradients``, which may get the variables of one partition only."""
 
     @functools.wraps(plain)
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +184,7 @@ def _of_pairs(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_gradients(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``apply`` of Keras 3, also for the variables of one partition."""
+    """Wrap ``apply`` of Keras 3, which may get the variables of one partition only."""
 
     @functools.wraps(plain)
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
@@ -201,17 +201,16 @@ def _of_gradients(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> Iterator[tuple[list[Any], list[Any]] | None]:
-    """A context for an optimizer's update of ``variables``, of which some may be on other partitions.
+    """Return a context for an optimizer's update of ``variables``, some of which may be on other partitions.
 
     Yields:
-        Gradients, and those of the variables which they are for that are here; ``None`` if there is nothing to update
-        here.
+        The gradients of variables on this rank, and these variables; ``None`` if there is nothing to update here.
 
     Raises:
-        SMPUnsupportedError: the optimizer would not do what it does in one process.
-        SMPUsageError: it is called in a step, or a gradient that a step has returned is another variable's or not
-            accumulated.
-        ValueError: there are no gradients, here or on other partitions; the same on all ranks.
+        SMPUnsupportedError: The optimizer would compute other values than in one process.
+        SMPUsageError: It is called in a step, or a gradient of a step belongs to another variable or is not
+        accumulated.
+        ValueError: There are no gradients on any partition; raised on all ranks.
     """
     if any(isinstance(gradient, StepOutput) for gradient in gradients):
         raise SMPUsageError("a `StepOutput` has a gradient for each microbatch: apply what its `accumulate()` gives")
@@ -239,11 +238,11 @@ def _ready(optimizer: Any, gradients: list[Any], variables: list[Any]) -> tuple[
         _check_pairs(gradients, variables)
     is_scaled = hasattr(optimizer, "inner_optimizer")
     if divided and not is_scaled and not state.has_gradients and all(gradient is None for gradient in gradients):
-        # As Keras. Steps are traced whole, so all ranks know it.
+        # As in Keras. Every rank traces the whole step, so all ranks know it.
         raise ValueError(
             "No gradients provided for any variable: no step has computed one of a variable, on any partition."
         )
-    # Of those that scale the loss, that of Keras 3 has variables itself.
+    # Of the loss-scaling optimizers, only that of Keras 3 has variables itself.
     has_variables = not is_scaled or hasattr(optimizer, "scale_loss")
     optimizer_variables.build(
         optimizer if has_variables else optimizer.inner_optimizer, variables, any(map(_is_on_all, gradients))
@@ -252,7 +251,7 @@ def _ready(optimizer: Any, gradients: list[Any], variables: list[Any]) -> tuple[
     pairs = [pair for pair in zip(gradients, variables, strict=True) if id(handle_of(pair[1])) in ours]
     gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
     if is_scaled:
-        # Its own update comes here again with the other one, if gradients are finite.
+        # If gradients are finite, its update calls the inner optimizer's, which comes here again.
         if has_variables or any(gradient is not None for gradient in gradients):
             return gradients, variables
         if optimizer.dynamic:
@@ -261,10 +260,10 @@ def _ready(optimizer: Any, gradients: list[Any], variables: list[Any]) -> tuple[
         return None
     clipnorm = getattr(optimizer, "global_clipnorm", None)
     if divided and clipnorm is not None:
-        # Keras then finds the norm of this partition's gradients small enough.
+        # Gradients are clipped before, so Keras finds the norm of this partition's gradients small enough.
         gradients, _ = clip(gradients, [is_counted(variable) for variable in variables], clipnorm)
     if divided and all(gradient is None for gradient in gradients):
-        # Optimizers refuse that, or do not count it.
+        # Optimizers reject an empty update, or do not count it as a step.
         ema.without_update(optimizer)
         counter = optimizer.iterations
         (counter if hasattr(counter, "assign_add") else optimizer._iterations).assign_add(1)
@@ -282,7 +281,7 @@ def _check(optimizer: Any) -> None:
 
 
 def _is_on_all(gradient: Any) -> bool:
-    """Whether a step has given all partitions a gradient of a variable that one of them has.
+    """Return whether a step has returned a gradient to all partitions.
 
     A step returns gradients to all partitions for some variables only.
     """
@@ -292,7 +291,7 @@ def _is_on_all(gradient: Any) -> bool:
 
 
 def _check_pairs(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Refuses a gradient that belongs to another variable.
+    """Reject a gradient that belongs to another variable.
 
     A script may pair the gradients of all partitions with the variables of this one.
     """
@@ -314,7 +313,7 @@ def _path(variable: Any) -> str:
 
 
 def _are_of_the_model(variables: Sequence[Any]) -> bool:
-    """Whether the variables to update are those of the partitioned model, on any partition."""
+    """Return whether the variables to update belong to the partitioned model, on any partition."""
     model = state.model
     if model is None or not model.is_partitioned:
         return False

@@ -1,4 +1,4 @@
-"""What a step returns: the tensors of all microbatches."""
+"""The output of a step: the tensors of all microbatches."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Value = Any  # tf.Tensor or tf.IndexedSlices
 
 
 class Origin(NamedTuple):
-    """The variable and partition that a tensor of a step belongs to.
+    """The variable and the partition to which a tensor of a step belongs.
 
     Attributes:
-        variable: The handle, by identity, of the model's variable whose gradient it is; ``None`` if it is none.
-        partition: The only one that has it; ``None`` if all have.
+        variable: The id of the handle of the model's variable whose gradient it is; ``None`` if it is not a gradient.
+        partition: The only partition that has the tensor; ``None`` if all have it.
     """
 
     variable: int | None = None
@@ -27,7 +27,7 @@ class Origin(NamedTuple):
 
 
 def origins_of(value: Value) -> set[Origin]:
-    """Returns the origins of ``value``.
+    """Return the origins of ``value``.
 
     These are known for a step's output and, in a graph, for tensors that are computed from it elementwise.
     """
@@ -61,9 +61,9 @@ class StepOutput(MicrobatchOutputs[Value]):
     ) -> None:
         self._origin = origin or Origin()
         super().__init__([self._known(output) for output in outputs])
-        # The step adds gradients up while it runs.
+        # The sum over the microbatches, which the step accumulates while it runs.
         self._total = total
-        # Whether that is also the mean over the replicas of the model.
+        # Whether the sum is also averaged over the replicas of the model.
         self._of_replicas = of_replicas
 
     def __getattr__(self, name: str) -> Any:
@@ -72,7 +72,7 @@ class StepOutput(MicrobatchOutputs[Value]):
             "`merge()`, `reduce_mean()` and `accumulate()` make one of them"
         )
 
-    # What TensorFlow asks of a class whose objects functions take and return.
+    # Methods that TensorFlow requires of a class whose objects are arguments and results of functions.
 
     def __tf_flatten__(self) -> tuple[Any, tuple[Any, ...]]:
         return (self._of_replicas, self._origin), (tuple(self.outputs), self._total)
@@ -83,11 +83,11 @@ class StepOutput(MicrobatchOutputs[Value]):
         return cls(outputs, total, *metadata)
 
     def reduce_mean(self) -> Value:
-        """Their mean."""
+        """Return the mean over the microbatches."""
         return self._known(_scaled(self._sum(), len(self.outputs)))
 
     def reduce_sum(self) -> Value:
-        """Their sum."""
+        """Return the sum over the microbatches."""
         return self._known(self._sum())
 
     def concat(self) -> tf.Tensor:
@@ -95,7 +95,7 @@ class StepOutput(MicrobatchOutputs[Value]):
         return self.stack() if self.outputs[0].shape.rank == 0 else tf.concat(self.outputs, 0)
 
     def stack(self) -> tf.Tensor:
-        """With a new axis 0, of the microbatches."""
+        """Stack the tensors of the microbatches along a new axis 0."""
         return tf.stack(self.outputs)
 
     def accumulate(self, method: str = "variable", var: tf.Variable | None = None) -> Value:
@@ -106,10 +106,10 @@ class StepOutput(MicrobatchOutputs[Value]):
 
         Args:
             method: ``"variable"``, ``"accumulate_n"`` or ``"add_n"``.
-            var: Where ``"variable"`` puts the sum, anew in each step; none by default.
+            var: The variable that ``"variable"`` sets to the sum in each step; none by default.
 
         Raises:
-            SMPValidationError: there is no such method, or ``var`` comes with another one.
+            SMPValidationError: The method does not exist, or ``var`` is given with another method.
         """
         if method not in ("variable", "accumulate_n", "add_n"):
             raise SMPValidationError(f"`method` is {method!r}: expected 'variable', 'accumulate_n' or 'add_n'")
@@ -120,7 +120,7 @@ class StepOutput(MicrobatchOutputs[Value]):
             return self.reduce_mean()
         total = tf.add_n(self.outputs) if method == "add_n" and not self._of_replicas else self._sum()
         if var is not None:
-            # Few rows, perhaps.
+            # The gradient may have few rows (``tf.IndexedSlices``).
             var.assign(tf.convert_to_tensor(total))
             total = var.read_value()
         return self._known(_scaled(total, len(self.outputs)))
@@ -135,7 +135,7 @@ class StepOutput(MicrobatchOutputs[Value]):
 
 
 def sum_of(outputs: Sequence[Value]) -> Value:
-    """In the order of the microbatches, one at a time."""
+    """Add up in the order of the microbatches, one at a time."""
     if all(isinstance(output, tf.IndexedSlices) for output in outputs):
         indices = tf.concat([output.indices for output in outputs], 0)
         values = tf.concat([output.values for output in outputs], 0)
@@ -149,5 +149,5 @@ def sum_of(outputs: Sequence[Value]) -> Value:
 def _scaled(value: Value, count: int) -> Value:
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(_scaled(value.values, count), value.indices, value.dense_shape)
-    # As `tf.reduce_mean`: the mean of integers is one.
+    # As in `tf.reduce_mean`, the mean of integers is an integer.
     return tf.truncatediv(value, count) if value.dtype.is_integer else value / tf.cast(count, value.dtype)

@@ -1,4 +1,4 @@
-"""The split of a step's arguments into those of its microbatches."""
+"""Splits a step's arguments into those of its microbatches."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def split(value: Any, name: str, microbatches: int, axis: int, keep: bool, uneve
 
     Args:
         value: An argument of the step, or a part of one.
-        name: What errors call it.
+        name: Its name in errors.
         microbatches: The number of pieces.
         axis: The batch's axis.
         keep: Whether every microbatch gets the whole value.
-        uneven: Whether the first pieces may have a row more than the others.
+        uneven: Whether the first pieces may have one row more than the others.
 
     Raises:
         SMPValidationError: A tensor cannot be split into equal pieces. Where only the running step shows that,
@@ -39,7 +39,8 @@ def split(value: Any, name: str, microbatches: int, axis: int, keep: bool, uneve
 
 
 def _make_sequence(like: Any, items: list[Any]) -> Any:
-    """A plain list or tuple: TensorFlow wraps those that are attributes of a module in classes of its own."""
+    """Return a plain list or tuple, because TensorFlow wraps those that are attributes of a module in its own
+    classes."""
     return tuple(items) if isinstance(like, tuple) else items
 
 

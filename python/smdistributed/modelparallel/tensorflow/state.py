@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class State:
-    """See the module's text; ``smp.state`` is the only one.
+    """The state of this process; ``smp.state`` is the only object.
 
     Attributes:
         initialized: Whether ``smp.init`` has been called.
         model: The distributed model, if there is one.
-        trace: What is being traced, inside of the body of a step.
-        hooks: What is still to be called when the model has been divided.
-        has_gradients: Whether a step has computed any.
-        optimizers: Those that have been built, with the variables that they were built for.
+        trace: The current trace, inside of the body of a step.
+        hooks: Functions to call once the model is partitioned.
+        has_gradients: Whether a step has computed gradients.
+        optimizers: Optimizers that have been built, with the variables that they were built for.
     """
 
     def __init__(self) -> None:
@@ -38,11 +38,11 @@ class State:
         self._groups: TensorFlowGroups | None = None
 
     def enter(self, cfg: Config, groups: TensorFlowGroups) -> None:
-        """Sets the configuration and groups of the job."""
+        """Set the configuration and groups of the job."""
         self._cfg, self._groups, self.initialized = cfg, groups, True
 
     def leave(self) -> None:
-        """Forgets the job."""
+        """Reset the state."""
         self.__init__()  # type: ignore[misc]
 
     def require_model(self) -> DistributedModel:
@@ -57,12 +57,12 @@ class State:
 
     @property
     def cfg(self) -> Config:
-        """The configuration in force."""
+        """The configuration of the job."""
         return self._cfg if self._cfg is not None else _refuse()
 
     @property
     def groups(self) -> TensorFlowGroups:
-        """Ranks and groups."""
+        """The ranks and groups of the job."""
         return self._groups if self._groups is not None else _refuse()
 
 

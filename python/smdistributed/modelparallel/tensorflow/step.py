@@ -36,7 +36,7 @@ from smdistributed.modelparallel.tensorflow.tracing.recording import Trace, trac
 
 @contextlib.contextmanager
 def translate_errors() -> Iterator[None]:
-    """A context for calls of steps that translates errors of the core.
+    """Return a context for calls of steps that translates errors of the core.
 
     It also reports the failure of an operation on this rank to the other ranks.
     """
@@ -50,23 +50,23 @@ def translate_errors() -> Iterator[None]:
         translation = errors.from_report(error.message, CLASSES)
         if translation is not None:
             raise translation from None
-        # What fails in hooks, all know.
+        # A failure of hooks is raised on all ranks already.
         if tf.executing_eagerly() and len(state.groups.members["pp"]) > 1 and not hasattr(error, "_smp_is_known"):
-            # The others wait for what this rank does in a step.
+            # The other ranks wait for this rank's part of the step.
             _core.report_failure(f"{type(error).__name__}: {error.message}")
         raise
 
 
 class StepFunction:
-    """A decorated function; methods bind as functions do.
+    """A decorated function, which binds to objects as functions do.
 
     Args:
         function: The body.
-        non_split_inputs: Names of parameters that every microbatch gets whole.
+        non_split_inputs: Names of parameters that are not split.
         input_split_axes: The batch's axis, by name of the parameter; 0 for others.
         options: Arguments of ``tf.function``.
-        uneven: Whether it takes a batch that the microbatches do not divide, and of a batch with fewer rows than
-            microbatches makes one for each row. Only for a body that weighs what it returns by rows.
+        uneven: Whether batches that the number of microbatches does not divide are accepted, and batches with fewer
+            rows get one microbatch for each row. The body must then weight its results by rows.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class StepFunction:
                 )
         autograph = options.pop("autograph", True)
         features = options.pop("experimental_autograph_options", None)
-        # The model of the last trace.
+        # The model at the time of the last trace.
         self._model: Any = None
         self._body = function
         if autograph:
@@ -111,18 +111,18 @@ class StepFunction:
         return self if instance is None else _BoundStepFunction(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the body for each microbatch of the batch; on all ranks of the job."""
+        """Run the body for each microbatch of the batch; all ranks of the job call it."""
         return self._run(self._function, args, kwargs)
 
     def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns ``tf.function``'s concrete function for these arguments.
+        """Return ``tf.function``'s concrete function for these arguments.
 
         All ranks call it: the first call partitions the model.
         """
         return self._run(self._function.get_concrete_function, args, kwargs)
 
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        state.groups  # noqa: B018 - refuses before `init`
+        state.groups  # noqa: B018 - raises before `init`
         interception.install()
         optimizer.install()
         if state.trace is not None:
@@ -133,12 +133,12 @@ class StepFunction:
                 return function(*args, **kwargs)
             except Exception:
                 if not self._has_built:
-                    # TensorFlow takes a function whose first trace made variables and failed for one that has been
-                    # traced.
+                    # If the first trace created variables and failed, TensorFlow treats the function as traced, so a
+                    # new one is made.
                     self._function = self._make()
                 raise
 
-    # While TensorFlow traces.
+    # This code runs while TensorFlow traces.
 
     def _build(self, args: Any, kwargs: Any) -> Any:
         try:
@@ -173,7 +173,7 @@ class StepFunction:
         segment_graph = SegmentGraph(operations, places, wanted, rank, microbatches, cfg)
         if is_first:
             if groups.pp_group is not None:
-                # No rank divides the model by itself.
+                # All ranks have compared their traces before any of them partitions the model.
                 agreement.compare_now(segment_graph.lines, *agreement.pipeline_group(groups))
             placement.save(traced, assignment, cfg)
             model._smp_partition(assignment)
@@ -191,7 +191,7 @@ class StepFunction:
         everywhere = [(each.value, each.variable) for part in template for each in _gradients(part)]
         if reduces and traced.gradient_tracker.has_found_any:
             sums = [totals[id(each)] if id(each) in totals else _sum(each, results) for each in found]
-            # A tape around the step has nothing to record in it.
+            # A gradient tape around the step must not record these operations.
             with record.stop_recording():
                 reduced = gradients.over_replicas(sums, [each.variable for each in found], everywhere)
             totals = {id(each): mean for each, mean in zip(found, reduced, strict=True)}
@@ -215,7 +215,7 @@ class StepFunction:
     def _step_outputs(
         self, traced: Trace, assignment: placement.PartitionAssignment, size: int, reduces: bool
     ) -> tuple[list[Any], list[list[tf.Tensor]]]:
-        """Returns, for each rank, what the step returns there, in its structure, and the tensors in it.
+        """Return, for each rank, the step's results there in their structure, and the tensors in them.
 
         ``reduces`` tells whether replicas reduce gradients.
         """
@@ -236,7 +236,7 @@ class StepFunction:
                 return type(value)(*(on(rank, item) for item in value))
             if isinstance(value, tuple | list):
                 return type(value)(on(rank, item) for item in value)
-            # A gradient elsewhere is on every rank.
+            # Gradients of variables that all partitions have are on every rank.
             variable = traced.gradient_tracker.variable_of(value, variables, reduces)
             return value if variable is None else _Gradient(value, variable)
 
@@ -252,11 +252,11 @@ class _BoundStepFunction:
         self.__self__, self._step = instance, step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the function's."""
+        """Call the step function with the object."""
         return self._step(*self._arguments(args, kwargs), **kwargs)
 
     def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
-        """As the function's."""
+        """Return the concrete function of the step function with the object."""
         return self._step.get_concrete_function(*self._arguments(args, kwargs), **kwargs)
 
     def _arguments(self, args: Any, kwargs: Any) -> Any:
@@ -265,13 +265,13 @@ class _BoundStepFunction:
 
 
 def _rows(value: Any) -> list[int]:
-    """The known, nonzero numbers of rows of the tensors in ``value``."""
+    """Return the known, nonzero numbers of rows of the tensors in ``value``."""
     tensors = [each for each in tf.nest.flatten(value) if isinstance(each, tf.Tensor)]
     return [each.shape[0] for each in tensors if each.shape.rank and each.shape[0]]
 
 
 def _report_trace_failure(error: Exception) -> None:
-    """Reports a failed trace to the other partitions, which wait for this rank in the step."""
+    """Report a failed trace to the other partitions, which wait for this rank in the step."""
     groups = state.groups
     if groups.pp_group is None:
         return
@@ -283,12 +283,12 @@ def _report_trace_failure(error: Exception) -> None:
 
 @dataclass(eq=False)
 class _Gradient:
-    """A gradient among what a body returns, ``None`` or not.
+    """A gradient in a body's result, which may be ``None``.
 
     Attributes:
         value: The gradient.
-        variable: What it is the gradient of.
-        partition: The only one that gets it, ``None`` if all do.
+        variable: The variable of the gradient.
+        partition: The only partition that gets it; ``None`` if all do.
     """
 
     value: Any
@@ -300,7 +300,7 @@ def _parts(value: Any) -> list[tf.Tensor]:
     if isinstance(value, _Gradient):
         return _parts(value.value)
     if isinstance(value, tf.__internal__.CompositeTensor):
-        # Slices, ragged and sparse tensors.
+        # Composite tensors: slices, ragged and sparse tensors.
         return tf.nest.flatten(value, expand_composites=True)
     return [value] if isinstance(value, tf.Tensor) else []
 
@@ -314,7 +314,7 @@ def _leaves(value: Any) -> list[tf.Tensor]:
 
 
 def _gradients(value: Any) -> list[_Gradient]:
-    """Those in what a step returns."""
+    """Return the gradients in a step's result."""
     if isinstance(value, _Gradient):
         return [value]
     items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
@@ -322,19 +322,19 @@ def _gradients(value: Any) -> list[_Gradient]:
 
 
 def _sum(gradient: _Gradient, results: Sequence[Mapping[str, tf.Tensor]]) -> Any:
-    """Of one of few rows, over the microbatches."""
+    """Add up the slices of one gradient over the microbatches."""
     return None if gradient.value is None else sum_of([_of(gradient.value, values) for values in results])
 
 
 def _of(value: Any, values: Mapping[str, tf.Tensor]) -> Any:
-    """What a microbatch has made for a result of the body."""
+    """Return a microbatch's value for a result of the body."""
     return tf.nest.pack_sequence_as(value, [values[part.name] for part in _parts(value)], expand_composites=True)
 
 
 def _filled(
     template: Any, results: Sequence[Mapping[str, tf.Tensor]], totals: Mapping[int, Any], of_replicas: bool
 ) -> Any:
-    """Fills ``template`` with the results of the microbatches and the sums of gradients, by their identity."""
+    """Fill ``template`` with the results of the microbatches and the sums of gradients, by their ids."""
     if isinstance(template, dict):
         return _like(template, {key: _filled(each, results, totals, of_replicas) for key, each in template.items()})
     if isinstance(template, tuple | list):
@@ -350,14 +350,14 @@ def _filled(
 
 
 def _like(mapping: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """``items`` in a dictionary of the kind of ``mapping``, which has the same keys."""
+    """Return ``items`` in a dictionary of the type of ``mapping``, which has the same keys."""
     made = copy.copy(mapping)
     made.update(items)
     return made
 
 
 def _check_dependence(traced: Trace, wanted: Sequence[Sequence[tf.Tensor]]) -> None:
-    """Refuses a step whose results do not come from the model."""
+    """Reject a step whose results do not depend on the model."""
     pending = [tensor.op for tensors in wanted for tensor in tensors]
     seen: set[str] = set()
     while pending:

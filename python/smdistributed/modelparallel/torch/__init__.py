@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from smdistributed._common import shims
 
-# PyTorch first, through the loader: it says what is missing.
+# PyTorch is imported through the loader, which reports missing packages.
 shims.load_torch()
 
 from smdistributed._common.unpickling import add_safe_globals  # noqa: E402

@@ -1,7 +1,7 @@
 """Activation checkpointing: activations are recomputed in the backward instead of being kept.
 
-A checkpointed unit is a module that is wholly on one partition, or neighbouring children of an ``nn.Sequential`` that
-are on one partition. Its inputs and outputs are kept, intermediate activations are not.
+A checkpointed unit is a module that is completely on one partition, or adjacent children of an ``nn.Sequential`` that
+are on one partition. Its inputs and outputs are kept; intermediate activations are not.
 """
 
 from __future__ import annotations
@@ -28,27 +28,28 @@ from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.recording import Recording, active
 from smdistributed.modelparallel.torch.tracing.remote_tensor import RemoteTensor
 
-#: Rows of sequentials, by their length and the pipeline. Not in the modules: copies of a model have rows of their own.
+#: #: Groups of children of sequentials, by their length and the pipeline. Not stored in modules, whose copies need
+#: others.
 _known_rows: weakref.WeakKeyDictionary[nn.Sequential, dict[Any, list[nn.Module]]] = weakref.WeakKeyDictionary()
 
 _STRATEGY = re.compile(r"each|contiguous|group_([1-9]\d*)")
 
 
 def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
-    """Calls ``module``, and again in the backward.
+    """Call ``module``, and call it again in the backward.
 
     Args:
-        module: A module that is on one partition with all that is in it.
+        module: A module that is on one partition with all its submodules.
         *args: Its positional arguments.
-        preserve_rng_state: Whether it draws the same random numbers again.
+        preserve_rng_state: Whether the second call draws the same random numbers.
         **kwargs: Its keyword arguments.
 
     Returns:
         What the module returns.
 
     Raises:
-        SMPPartitionError: the script spread the module over partitions. A module that the automatic partition
-            spreads runs without checkpointing.
+        SMPPartitionError: The script divided the module among partitions. A module that the automatic partition
+        divides runs without checkpointing.
     """
     if not isinstance(module, nn.Module):
         raise SMPValidationError(f"`checkpoint` takes a module, not {module!r}")
@@ -70,7 +71,8 @@ def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, *
 
 
 def _run(function: Callable[..., Any], preserve_rng_state: bool, *args: Any, **kwargs: Any) -> Any:
-    """PyTorch's, which keeps the arguments by hooks around it, and what is inside by its own."""
+    """Run PyTorch's checkpoint, which saves the arguments with the hooks around it, and other tensors with its
+    own."""
     counter = cost_model.counter()
     if counter is not None:
         with counter.recomputing(args, kwargs):
@@ -86,18 +88,19 @@ def _run(function: Callable[..., Any], preserve_rng_state: bool, *args: Any, **k
 
 @contextlib.contextmanager
 def torch_checkpoints() -> Iterator[None]:
-    """PyTorch's own checkpointing in a step, as models' ``gradient_checkpointing_enable()`` has it.
+    """Return a context for PyTorch's own checkpointing in a step, such as that of
+    ``gradient_checkpointing_enable()``.
 
-    In a module that is wholly on one partition it is a part of the task. Its reentrant form would run a backward inside
-    of the pipeline's backward, past the weights' gradients that the pipeline computes beside it, so the other form runs
-    instead: gradients are the same. In the body, and in a module that is spread, what it calls becomes tasks, which
-    keep their activations.
+    In a module on one partition, the checkpoint is a part of the task. The reentrant variant would run a backward
+    inside of the pipeline's backward and bypass its gradients of weights, so the other variant runs instead;
+    gradients are equal. In the body, and in a module that is divided among partitions, the checkpointed function's
+    calls become tasks, which keep their activations.
     """
     module: Any = torch.utils.checkpoint
     function, generator = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
 
     class Reentrant:
-        """In the place of the autograd function of the reentrant form."""
+        """Replaces the autograd function of the reentrant variant."""
 
         @staticmethod
         def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
@@ -112,7 +115,7 @@ def torch_checkpoints() -> Iterator[None]:
             _warn_spread(function)
             yield
         elif counter is not None:
-            # Before them come settings of the checkpoint itself.
+            # The first arguments are settings of the checkpoint itself.
             with counter.recomputing(args[5:], kwargs):
                 yield
         else:
@@ -125,7 +128,7 @@ def torch_checkpoints() -> Iterator[None]:
         module.CheckpointFunction, module._checkpoint_without_reentrant_generator = function, generator
 
 
-#: Functions for which a warning was issued.
+#: #: Functions for which a warning was issued.
 _told: set[str] = set()
 
 
@@ -150,14 +153,14 @@ def checkpoint_sequential(
     preserve_rng_state: bool = True,
     pack_args_as_tuple: bool = False,
 ) -> Any:
-    """Calls the children of ``sequential_module`` one after the other, each of them or rows of them checkpointed.
+    """Call the children of ``sequential_module`` one after the other, each of them or groups of them checkpointed.
 
     Args:
         sequential_module: Its children may be on different partitions.
-        input: What the first one takes; a tuple is its arguments.
+        input: The argument of the first child; a tuple is its list of arguments.
         strategy: ``each``; ``contiguous``, neighbours on the same partition together; ``group_N``, up to N of them.
-        preserve_rng_state: Whether they draw the same random numbers again.
-        pack_args_as_tuple: Whether a child takes a tuple as one argument.
+        preserve_rng_state: Whether the second call draws the same random numbers.
+        pack_args_as_tuple: Whether a child gets a tuple as one argument.
     """
     if not isinstance(sequential_module, nn.Sequential):
         raise SMPValidationError(
@@ -174,15 +177,15 @@ def checkpoint_sequential(
 
 
 def _rows(sequential: nn.Sequential, limit: int) -> list[nn.Module]:
-    """Children as they are, or several in a container of their own."""
+    """Return the children as they are, or groups of them in containers."""
     recording = active.recording
     known = _known_rows.setdefault(sequential, {})
-    # Which children, as a script may replace them.
+    # The children identify the groups, because a script may replace them.
     key = (limit, None if recording is None else weakref.ref(recording.pipeline), tuple(map(id, sequential)))
     if key in known:
         for container in known[key]:
             if isinstance(container, _Row):
-                # Its own mode only: children may be frozen.
+                # Sets only the container's own mode, because children may be frozen.
                 container.training = sequential.training
         return known[key]
     place = None if recording is None else recording.pipeline.placement
@@ -213,7 +216,7 @@ def _rows(sequential: nn.Sequential, limit: int) -> list[nn.Module]:
 
 
 class _Row(nn.Sequential):
-    """Children of another container, which stay its."""
+    """Adjacent children of another container, which keeps them."""
 
     def forward(self, *args: Any) -> Any:
         for child in self:
@@ -227,16 +230,16 @@ def set_activation_checkpointing(
 ) -> None:
     """Checkpoint ``module`` whenever it is called, without a change of its code.
 
-    Of a module that is spread over partitions, each module in it is checkpointed, with a warning.
+    If a module is divided among partitions, its submodules are checkpointed instead, with a warning.
 
     Args:
-        module: A module, or an ``nn.Sequential`` whose children are.
-        preserve_rng_state: Whether random numbers are drawn again.
-        pack_args_as_tuple: Of a sequential: whether a child takes a tuple as one argument.
-        strategy: Of a sequential, as for :func:`checkpoint_sequential`.
+        module: A module; for an ``nn.Sequential``, its children are checkpointed.
+        preserve_rng_state: Whether the second call draws the same random numbers.
+        pack_args_as_tuple: For a sequential: whether a child gets a tuple as one argument.
+        strategy: For a sequential, as in :func:`checkpoint_sequential`.
 
     Raises:
-        SMPValidationError: the last two are given for another module.
+        SMPValidationError: The last two are given for another kind of module.
     """
     sequential = isinstance(module, nn.Sequential)
     if not sequential and (pack_args_as_tuple or strategy != "each"):
@@ -253,13 +256,12 @@ def set_activation_checkpointing(
 class _CheckpointedForward:
     """The ``forward`` of a module that :func:`set_activation_checkpointing` has marked.
 
-    An object that refers to its module, and no closure over it: in a copy of the model, by ``copy.deepcopy`` or pickle,
-        it refers to
-    the copy.
+    An object that refers to its module, and not a closure: in a copy of the model, by ``copy.deepcopy`` or pickle, it
+    refers to the copy.
 
     Args:
         module: The module.
-        original: What the script had put in the place of the class's ``forward``, if anything.
+        original: An instance attribute ``forward`` of the module, if the script has set one.
         preserve_rng_state, pack_args_as_tuple, strategy: As for :func:`set_activation_checkpointing`.
     """
 
@@ -277,7 +279,7 @@ class _CheckpointedForward:
         self._has_warned = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # A bound method is pickled by its name, which leads here.
+        # A bound method is pickled by its name, which is this object's.
         return {**self.__dict__, "_bound": None}
 
     @property
@@ -305,7 +307,7 @@ class _CheckpointedForward:
         return self.__wrapped__(*args, **kwargs)
 
     def _mark_parts(self, module: nn.Module, recording: Recording) -> None:
-        """The module is spread over partitions: it runs on all ranks, and modules in it are checkpointed."""
+        """Checkpoint the submodules of a module that is divided among partitions and runs on all ranks."""
         if not self._has_warned:
             self._has_warned = True
             path = recording.pipeline.paths.get(id(module), type(module).__name__)
@@ -315,14 +317,14 @@ class _CheckpointedForward:
                 stacklevel=3,
             )
         for child in _called_parts(module):
-            # PyTorch's own leaves keep little more than their inputs.
+            # PyTorch's own leaf modules keep little more than their inputs.
             is_leaf = type(child).__module__.startswith("torch.nn.") and not any(True for _ in child.children())
             if not is_leaf and not isinstance(child.__dict__.get("forward"), _CheckpointedForward):
                 set_activation_checkpointing(child, self._preserve)
 
 
 def _called_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """Children, and those of containers that are not called themselves."""
+    """Yield the children, and those of containers that are not called themselves."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _called_parts(child)
@@ -342,7 +344,7 @@ def _call_where_input_is(
     again: Callable[..., Any],
     without: Callable[..., Any],
 ) -> Any:
-    """A call of a module without parameters, as one task; ``without`` if nothing that it takes is on a partition."""
+    """Call a module without parameters as one task; ``without`` is called if none of its inputs is on a partition."""
     if not any(type(tensor) is RemoteTensor for tensor in pytree.tensors_of((args, kwargs))):
         return without(*args, **kwargs)
     path = recording.pipeline.paths.get(id(module), type(module).__name__)

@@ -1,4 +1,4 @@
-"""Communication hooks: the user's functions that reduce a bucket, as torch's DistributedDataParallel takes them.
+"""Communication hooks: functions of the user that reduce a bucket, as in torch's DistributedDataParallel.
 
 A hook that only compresses to another dtype runs no Python: the core casts while it reduces the bucket
 (``rust-core/src/reducer``). Autograd's thread calls every other hook (``torch_ext/ddp/comm_hook.cc``) with a
@@ -15,7 +15,7 @@ from typing import Any
 
 from smdistributed._common import shims
 
-# PyTorch first, through the loader: it says what is missing.
+# PyTorch is imported through the loader, which reports missing packages.
 shims.load_torch()
 
 import torch  # noqa: E402
@@ -37,7 +37,7 @@ _WITHOUT_GROUP = (
     '    torch.distributed.init_process_group("smddp")'
 )
 
-#: Hooks by the number under which C++ knows them.
+#: #: Hooks by the number by which C++ identifies them.
 _hooks: weakref.WeakValueDictionary[int, CommHook] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
@@ -70,11 +70,11 @@ class CommHook:
         try:
             future = self.function(self.state, bucket)
         except Exception as error:
-            # It may be the reason; Python 3.10 has no notes.
+            # Adds the hint to the message, because Python 3.10 has no exception notes.
             if not torch.distributed.is_initialized() and hasattr(error, "add_note"):
                 error.add_note(f"communication hook `{self.name}` ran {_WITHOUT_GROUP}")
             raise
-        # The base of torch.futures.Future, which operations of torch.distributed return.
+        # The base class of torch.futures.Future, which operations of torch.distributed return.
         if not isinstance(future, torch._C.Future):
             raise TypeError(
                 f"communication hook `{self.name}` returned a {type(future).__name__}: expected a torch.futures.Future"
@@ -167,7 +167,7 @@ def check(hook: Callable[..., Any]) -> None:
         raise TypeError(f"the communication hook is a {type(hook).__name__}, which cannot be called")
     signature = inspect.signature(hook)
     bucket = signature.parameters.get("bucket")
-    # An annotation that is text is not looked up.
+    # Annotations that are strings are not resolved.
     known = (inspect.Parameter.empty, GradBucket)
     if bucket is not None and not isinstance(bucket.annotation, str) and bucket.annotation not in known:
         raise ValueError(f"the communication hook's `bucket` is a {bucket.annotation}: expected dist.GradBucket")
@@ -186,6 +186,6 @@ def _await(number: int, bucket: int) -> torch.Tensor:
 
 
 _library = torch.library.Library("smd", "IMPL")
-# The operations take no tensor, which would say where they belong.
+# The operations take no tensor from which the dispatcher could choose a backend.
 _library.impl("start_comm_hook", _start, "CompositeImplicitAutograd")
 _library.impl("await_comm_hook", _await, "CompositeImplicitAutograd")

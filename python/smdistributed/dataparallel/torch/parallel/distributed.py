@@ -1,7 +1,7 @@
 """``DistributedDataParallel``: one replica of a model on every rank, gradients averaged during backward.
 
-What happens on the gradient path is in C++ and in the core (``torch_ext/reducer.cc``, ``rust-core/src/reducer``); this
-module checks arguments and says which tensors take part.
+Gradients are handled in C++ and in the core (``torch_ext/ddp/``, ``rust-core/src/reducer``). This module checks the
+arguments and selects the parameters that take part.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from smdistributed.dataparallel.exceptions import CLASSES, SMDDPNotInitializedEr
 from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.torch import distributed as dist
 
-# PyTorch first, through the loader: it says what is missing.
+# PyTorch is imported through the loader, which reports missing packages.
 shims.load_torch()
 
 import torch  # noqa: E402
@@ -46,47 +46,47 @@ class DistributedDataParallel(_TorchDDP):
     """Wraps ``module`` so that the gradients of all ranks are averaged during backward.
 
     At construction all ranks get the parameters and, with ``broadcast_buffers``, the buffers of rank 0. Gradients are
-    reduced in buckets while backward goes on, without Python; when ``backward()`` returns, ``.grad`` of every parameter
-    is the average over the ranks, bitwise the same on each. On CPUs, gradients live in memory that the ranks of a host
-    share; on GPUs, large ones are reduced where autograd made them. A gradient that the script keeps a reference to is
-    not overwritten by later steps.
+    reduced in buckets while backward continues, without Python. When ``backward()`` returns, ``.grad`` of every
+    parameter is the average over the ranks, bitwise the same on each. On CPUs, gradients are in memory that the ranks
+    of a host share; on GPUs, large ones are reduced in place. Later steps do not overwrite a gradient to which the
+    script keeps a reference.
 
-    Every rank runs the same number of backwards, except under :meth:`join`. If a rank cannot, the others get an error
+    Every rank runs the same number of backwards, except under :meth:`join`. If a rank fails, the others get an error
     that names it.
 
-    It is a ``torch.nn.parallel.DistributedDataParallel`` for everybody who asks, so that libraries treat it as one; its
-    ``reducer`` has the methods that libraries call. Where the module holds another
-    DistributedDataParallel, of either kind, the parameters of that one are left to it.
+    The class is a subclass of ``torch.nn.parallel.DistributedDataParallel``, so libraries treat it as one; its
+    ``reducer`` has the methods that libraries call. If the module contains another DistributedDataParallel, of either
+    kind, that one reduces its own parameters.
 
     Args:
         module: The model. Its parameters must be the same on all ranks, in the same order, and must not be added,
             removed or frozen differently afterwards.
         device_ids: At most one CUDA device, for a module that is on it; ``None`` or empty for modules on the CPU.
             Inputs are moved there.
-        output_device: ``device_ids[0]`` by default, and must be ``None`` without ``device_ids``. For torch's sake:
-            outputs stay where the module makes them.
-        broadcast_buffers: Whether buffers follow rank 0's: they do at construction, after every reduced backward, and
-            before a training forward if there was another one since. A forward in eval mode communicates nothing, so
-            that a single rank may evaluate.
-        process_group: The ranks that take part: ``None`` or ``group.WORLD`` for all, or a group that ``new_group``
-            made, ours or the one of ``torch.distributed``.
-        bucket_cap_mb: Size of a bucket in MiB, as bytes a multiple of 128. ``None`` means what ``SMD_AUTOTUNE``
-            measured on GPUs, else 100 there and 25 on CPUs.
-        dim: For torch's sake: inputs are not scattered.
+        output_device: ``device_ids[0]`` by default, and must be ``None`` without ``device_ids``. It has no other
+        effect: outputs stay on the device on which the module computes them.
+        broadcast_buffers: Whether buffers are those of rank 0: they are broadcast at construction, after every
+        reduced backward, and before a training forward if there was another forward since. A forward in eval mode
+        communicates nothing, so a single rank may evaluate.
+        process_group: The ranks that take part: ``None`` or ``group.WORLD`` for all, or a group of ``new_group`` of
+        this library or of ``torch.distributed``.
+        bucket_cap_mb: Size of a bucket in MiB, as bytes a multiple of 128. ``None`` means the size that
+        ``SMD_AUTOTUNE`` measured on GPUs, or else 100 there and 25 on CPUs.
+        dim: Ignored; accepted for compatibility with ``torch.nn.parallel.DistributedDataParallel``.
         init_sync: Whether to broadcast parameters and buffers at construction. Parameters are compared in any case.
         find_unused_parameters: Whether a backward may leave parameters without a gradient. They count as zero; one that
             no rank used keeps the gradient that it had. Costs one small collective a step.
-        check_reduction: Without effect, as in torch.
-        gradient_as_bucket_view: For torch's sake: without effect. On CPUs gradients are made in the buckets where
-            possible; on GPUs small ones become views of a bucket.
-        static_graph: Whether every backward does what the first one does. Gradients may then come in several parts
-            (re-entrant checkpoints that share parameters), and parameters without a gradient are known after the
-            first step, which is reduced at its end.
+        check_reduction: Ignored, as in torch.
+        gradient_as_bucket_view: Ignored; accepted for compatibility. On CPUs, gradients are allocated in buckets
+        where possible; on GPUs, small ones become views of a bucket.
+        static_graph: Whether every backward repeats the first one. Gradients may then arrive in several parts
+        (re-entrant checkpoints that share parameters), and unused parameters are known after the first step, which is
+        reduced at its end.
         delay_all_reduce_named_params: Parameters by name that are reduced after all others; they may stay without a
             gradient and then get zeros.
-        param_to_hook_all_reduce: The parameter whose gradient they wait for; goes with the argument before.
-        mixed_precision: torch's ``_MixedPrecision``: the module computes in ``param_dtype``, gradients travel in
-            ``reduce_dtype``, and parameters and gradients keep their type.
+        param_to_hook_all_reduce: The parameter whose gradient they wait for; required with the previous argument.
+        mixed_precision: torch's ``_MixedPrecision``: the module computes in ``param_dtype``, gradients are reduced in
+        ``reduce_dtype``, and parameters and gradients keep their type.
         device_mesh: A mesh of one dimension, instead of ``process_group``.
         skip_all_reduce_unused_params: As ``find_unused_parameters``.
         bucket_cap_mb_list: Sizes of the first bucket, the second, and so on, instead of ``bucket_cap_mb``; the last one
@@ -123,7 +123,7 @@ class DistributedDataParallel(_TorchDDP):
         bucket_cap_mb_list: Sequence[float] | None = None,
         gradient_accumulation_steps: int = 1,
     ) -> None:
-        # Not torch's own constructor: it would make its reducer.
+        # Does not call torch's constructor, which would create torch's own reducer.
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         if not dist.is_initialized():
@@ -172,7 +172,7 @@ class DistributedDataParallel(_TorchDDP):
         self._comm_hook_name: str | None = None
         self._reduction = comm_hooks.AVERAGE if self._precision is None else self._precision.reduction
         self._divide_by_initial_world_size = True
-        # What torch's methods look at.
+        # Attributes that torch's methods read.
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
         self._use_python_reducer = False
         self._start(init_sync)
@@ -193,7 +193,7 @@ class DistributedDataParallel(_TorchDDP):
         return frozenset(name for name, _ in named or ())
 
     def _start(self, init_sync: bool) -> None:
-        """Makes the reducer. Collective."""
+        """Create the reducer. Collective."""
         named = self._named_parameters()
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
@@ -218,7 +218,7 @@ class DistributedDataParallel(_TorchDDP):
             if self.bucket_bytes_cap_default and self.device_type == "cuda":
                 self._take_measured_buckets()
         self._first_buckets = self._reducer.buckets()
-        # The ranks of the group, in order with the reducer's own operations.
+        # Uses the ranks of the group, in order with the reducer's own operations.
         self._own_group = dist.ProcessGroup(self._reducer.group(), None)
 
     def _bucket_sizes(self) -> list[int]:
@@ -234,19 +234,19 @@ class DistributedDataParallel(_TorchDDP):
         }
 
     def _take_measured_buckets(self) -> None:
-        """Follows what ``SMD_AUTOTUNE`` finds when the group is used on its devices first. Collective."""
+        """Use the bucket size that ``SMD_AUTOTUNE`` measures at the group's first use of its devices. Collective."""
         measured = _core.measure_bucket_bytes(self._reducer.group(), self.device.index)
         if measured is not None and measured != self.bucket_bytes_cap:
             self.bucket_bytes_cap = measured
             self._configure()
 
     def _configure(self) -> None:
-        """Tells the reducer what was chosen after construction. Collective."""
+        """Pass options to the reducer that were chosen after construction. Collective."""
         with errors.translated(CLASSES):
             self._reducer.configure(self._bucket_sizes(), self._settings())
 
     def _named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Those that this object takes care of, each once, in the order of registration."""
+        """Return the parameters that this object reduces, each once, in the order of registration."""
         left_to_others = {
             id(parameter)
             for module in self.module.modules()
@@ -260,7 +260,7 @@ class DistributedDataParallel(_TorchDDP):
         return list(named.values())
 
     def _parameters_of_module(self) -> list[torch.nn.Parameter]:
-        """Also frozen ones: replicas start out equal."""
+        """Return the parameters to broadcast, including frozen ones, because replicas must start equal."""
         return [parameter for _, parameter in self._named_parameters()]
 
     def _buffers_of_module(self) -> list[torch.Tensor]:
@@ -273,7 +273,7 @@ class DistributedDataParallel(_TorchDDP):
             id(module.weight) for module in self.module.modules() if isinstance(module, embeddings) and module.sparse
         }
 
-    # As PyTorch's own: the public decorator would import the compiler with this module, which takes a second.
+    # PyTorch's internal decorator: the public one would import the compiler with this module, which takes a second.
     @torch._disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on this rank's share of the batch.
@@ -306,7 +306,7 @@ class DistributedDataParallel(_TorchDDP):
             moved, moved_kwargs = _to_kwargs(inputs, kwargs, torch.device(self.device_type, self.device_ids[0]), False)
             inputs, kwargs = moved[0], moved_kwargs[0]
         self._run_buffer_hook(before=True)
-        # The compiler asks for the active model, to cut graphs where buckets end.
+        # torch.compile reads the active model, to split graphs at the ends of buckets.
         _TorchDDP._active_ddp_module = self
         try:
             if self._precision is None:
@@ -323,7 +323,7 @@ class DistributedDataParallel(_TorchDDP):
         return outputs
 
     def _check_parameters(self) -> None:
-        """Something was registered somewhere: looks for parameters that nobody would reduce.
+        """Check for parameters that were registered after construction, because they would not be reduced.
 
         Raises:
             RuntimeError: There is one.
@@ -368,7 +368,7 @@ class DistributedDataParallel(_TorchDDP):
 
     @property
     def reducer(self) -> ReducerFace:
-        """What libraries call on torch's reducer."""
+        """An object with the methods that libraries call on torch's reducer."""
         return ReducerFace(self)
 
     @property
@@ -376,14 +376,14 @@ class DistributedDataParallel(_TorchDDP):
         return bool(self._reducer.statistics()["has_rebuilt_buckets"])
 
     def _get_ddp_logging_data(self) -> dict[str, int | str]:
-        """How the model was wrapped, its buckets, and how long the parts of a step took; under torch's names.
+        """Return options, buckets, and the times of the parts of a step, under torch's names.
 
         Times are in nanoseconds, of one of the first ten steps or of every hundredth after them.
         """
         return logging_data.collect(self)
 
     def _average(self, tensor: torch.Tensor) -> None:
-        """In place, over the ranks; in order with the reducer's own operations."""
+        """Average a tensor over the ranks in place, in order with the reducer's own operations."""
         with errors.translated(CLASSES):
             dist.all_reduce(tensor, op=ReduceOp.AVERAGE, group=self._own_group)
 
@@ -420,7 +420,7 @@ class DistributedDataParallel(_TorchDDP):
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """Chooses how the core reduces: ``torch.distributed.BuiltinCommHookType``. Collective."""
+        """Set the reduction of the core, from a ``torch.distributed.BuiltinCommHookType``. Collective."""
         self._register(str(comm_hook_type), comm_hooks.builtin_reduction(comm_hook_type), None)
 
     def _register(self, name: str, reduction: int | None, hook: comm_hooks.CommHook | None) -> None:
@@ -434,7 +434,7 @@ class DistributedDataParallel(_TorchDDP):
         self._comm_hook_name = name
 
     def _set_static_graph(self) -> None:
-        """As the argument ``static_graph``. Collective."""
+        """Set the argument ``static_graph`` after construction. Collective."""
         if self.static_graph:
             warnings.warn("`static_graph` is True already", stacklevel=2)
             return
@@ -454,7 +454,7 @@ class DistributedDataParallel(_TorchDDP):
         return list(self.named_module_buffers.values())
 
     def _assign_modules_buffers(self) -> None:
-        """For torch's sake: buffers are looked up when they are needed."""
+        """Do nothing; called by torch. Buffers are looked up when they are needed."""
 
     def _has_buffer_hook(self) -> bool:
         return "buffer_hook" in self.__dict__
@@ -553,19 +553,19 @@ class DistributedDataParallel(_TorchDDP):
         self._reducer.broadcast([*parameters, *buffers], root)
 
     def _last_rank(self, candidate: bool) -> int:
-        """The last candidate, as a rank inside the group."""
+        """Return the last rank that is a candidate, as a rank inside the group."""
         root = torch.tensor([self._group_rank if candidate else -1])
         dist.all_reduce(root, op=ReduceOp.MAX, group=self._own_group)
         return int(root.item())
 
     @property
     def join_device(self) -> torch.device:
-        """For ``torch.distributed.algorithms.join.Join``."""
+        """The device, for ``torch.distributed.algorithms.join.Join``."""
         return self.device
 
     @property
     def join_process_group(self) -> Any:
-        """For ``torch.distributed.algorithms.join.Join``."""
+        """The group, for ``torch.distributed.algorithms.join.Join``."""
         return self.process_group
 
     @property
@@ -590,14 +590,14 @@ class DistributedDataParallel(_TorchDDP):
     def __getstate__(self) -> dict[str, Any]:
         if not groups.is_default(self.process_group):
             raise TypeError("a DistributedDataParallel of a group other than the world cannot be copied or pickled")
-        # The reducer belongs to this process and this job, and so does a hook.
+        # The reducer and hooks belong to this process and this job.
         state = self.__dict__.copy()
         for name in ("_reducer", "_own_group", "process_group", "device_mesh", "_known", "_trained", "_comm_hook"):
             state.pop(name, None)
         return state | {"_comm_hook_name": None, "_comm_hooks": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Collective, as the constructor: every rank makes its copy. A communication hook is not copied."""
+        """Restore a copy, collectively like the constructor. A communication hook is not copied."""
         torch.nn.Module.__setstate__(self, state)
         if not dist.is_initialized():
             raise SMDDPNotInitializedError(
@@ -612,6 +612,6 @@ class DistributedDataParallel(_TorchDDP):
         self._start(init_sync=False)
 
     def _update_process_group(self, new_process_group: Any) -> None:
-        """Goes on with other ranks, which all call this."""
+        """Change the group; all its ranks call this."""
         self.process_group = groups.resolve(new_process_group, None)
         self._start(init_sync=False)

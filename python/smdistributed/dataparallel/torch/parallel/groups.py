@@ -1,4 +1,4 @@
-"""Which ranks a ``DistributedDataParallel`` belongs to, whoever made the group."""
+"""The ranks of a ``DistributedDataParallel``, from a group of this library or of ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def is_torch_group(group: Any) -> bool:
         group: Any object.
 
     Returns:
-        ``True`` also for the object that stands for a group of other ranks.
+        ``True`` also for the placeholder that torch returns for a group of other ranks.
     """
     return isinstance(group, torch.distributed.ProcessGroup) or (
         group is not None and group is torch.distributed.GroupMember.NON_GROUP_MEMBER
@@ -92,7 +92,7 @@ def is_torch_group(group: Any) -> bool:
 
 
 def is_default(group: Any) -> bool:
-    """Return whether a group is one of all ranks, which every process of every job has.
+    """Return whether a group is the default group of all ranks.
 
     Args:
         group: A group of this library or of ``torch.distributed``.
@@ -104,7 +104,7 @@ def is_default(group: Any) -> bool:
 
 
 def _torch_is_here() -> bool:
-    """Whether ``torch.distributed`` is initialized, with the ranks of this job."""
+    """Return whether ``torch.distributed`` is initialized with the ranks of this job."""
     if not torch.distributed.is_initialized():
         return False
     here = (torch.distributed.get_rank(), torch.distributed.get_world_size())

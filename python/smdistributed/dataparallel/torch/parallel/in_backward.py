@@ -1,4 +1,4 @@
-"""Optimizers that step while backward goes on (``torch.distributed.optim._apply_optimizer_in_backward``)."""
+"""Optimizers that step during backward (``torch.distributed.optim._apply_optimizer_in_backward``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def register(model: DistributedDataParallel) -> None:
-    """Make optimizers that run in backward step when a bucket is reduced.
+    """Make optimizers that step during backward run when a bucket is reduced.
 
     Without this, they would step when a rank's own gradient is ready. Collective, if the model has such optimizers.
 
@@ -30,7 +30,7 @@ def register(model: DistributedDataParallel) -> None:
 
 
 def step_in_backward(model: weakref.ref[DistributedDataParallel], bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket, and run the optimizers of its parameters, which then lose their gradients.
+    """Average a bucket, run the optimizers of its parameters, and set their gradients to none.
 
     This is a communication hook.
 
@@ -49,7 +49,7 @@ def step_in_backward(model: weakref.ref[DistributedDataParallel], bucket: Any) -
             parameter.grad = gradient
             optimizer.step()
     if bucket.is_last():
-        # After the reducer has finished, which gives every parameter its gradient back.
+        # Gradients are removed only after the reducer has finished, because it assigns every parameter's gradient.
         torch.autograd.Variable._execution_engine.queue_callback(ddp._drop_stepped_gradients)
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())

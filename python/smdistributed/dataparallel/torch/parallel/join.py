@@ -1,7 +1,7 @@
-"""Uneven inputs: ranks that have run out of them take part in the others' steps until all have.
+"""Uneven inputs: ranks without further inputs take part in the other ranks' steps until all have finished.
 
-The protocol is that of ``torch.distributed.algorithms.join``, so that a DistributedDataParallel stands beside torch's
-other joinable classes. Where a script uses no ``torch.distributed``, the same runs over our own groups.
+The protocol is that of ``torch.distributed.algorithms.join``, so a DistributedDataParallel can be combined with
+torch's other joinable classes. In a script without ``torch.distributed``, it runs over this library's groups.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class OwnJoin(Join):
 
 
 class DDPJoinHook(JoinHook):
-    """What a rank without inputs does for one model.
+    """The part of a rank without inputs, for one model.
 
     Args:
         model: The ``DistributedDataParallel``.
@@ -50,7 +50,7 @@ class DDPJoinHook(JoinHook):
         self._model._shadow_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take over the model of a rank that had inputs to the end.
+        """Receive the model of a rank that had inputs to the end.
 
         Args:
             is_last_joiner: Whether this rank had.

@@ -1,4 +1,4 @@
-"""What ``DistributedDataParallel._get_ddp_logging_data`` returns, under the names of torch's method."""
+"""The data of ``DistributedDataParallel._get_ddp_logging_data``, under the names of torch's method."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG", "CUDA_V
 
 
 def collect(model: DistributedDataParallel) -> dict[str, int | str]:
-    """Collect what ``DistributedDataParallel._get_ddp_logging_data`` returns.
+    """Collect the data of ``DistributedDataParallel._get_ddp_logging_data``.
 
     Args:
         model: The model.

@@ -39,7 +39,7 @@ class MixedPrecision:
 
     @property
     def reduction(self) -> int:
-        """In which type gradients travel, as the core's reduction."""
+        """The core's reduction for the type in which gradients are reduced."""
         kinds: dict[torch.dtype | None, int] = {torch.float16: comm_hooks.FLOAT16, torch.bfloat16: comm_hooks.BFLOAT16}
         return kinds.get(self.reduce_dtype, comm_hooks.AVERAGE)
 

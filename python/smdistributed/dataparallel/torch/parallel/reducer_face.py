@@ -1,4 +1,4 @@
-"""What libraries and torch's own hooks call on the ``reducer`` of torch's DistributedDataParallel."""
+"""The methods that libraries and torch's hooks call on the ``reducer`` of torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ReducerFace:
-    """The ``reducer`` of one model; methods mean what torch's of the same names mean.
+    """The ``reducer`` of one model; methods have the meaning of torch's methods of the same names.
 
     Args:
         model: The model.
@@ -36,14 +36,14 @@ class ReducerFace:
         self._model._reducer.expect_sync()
 
     def _rebuild_buckets(self) -> bool:
-        """Buckets are rebuilt after the first step by themselves."""
+        """Do nothing: buckets are rebuilt automatically after the first step."""
         return False
 
     def _remove_autograd_hooks(self) -> None:
         self._model._reducer.remove_hooks()
 
     def _check_reducer_finalized(self) -> None:
-        """A backward that ended is finished; one that is under way raises."""
+        """Raise if a backward is running."""
         with errors.translated(CLASSES):
             self._model._reducer.await_step()
 
@@ -51,7 +51,7 @@ class ReducerFace:
         self._model._reducer.set_sample_rate(sample_rate)
 
     def _run_allreduce_hook(self, bucket: Any) -> torch.futures.Future[list[torch.Tensor]]:
-        """Sums a bucket over the ranks; for communication hooks, on the thread that calls them."""
+        """Sum a bucket over the ranks; for communication hooks, on the thread that calls them."""
         with errors.translated(CLASSES):
             dist.all_reduce(bucket.buffer(), op=ReduceOp.SUM, group=self._model._own_group)
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()

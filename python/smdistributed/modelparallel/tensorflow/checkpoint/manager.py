@@ -23,10 +23,10 @@ class CheckpointManager(tf.train.CheckpointManager):
     """TensorFlow's checkpoint manager for a partitioned model. All ranks make one and call its methods.
 
     Args:
-        checkpoint: What to save: the model, the optimizer.
-        directory: Where; the same for all ranks.
-        max_to_keep: How many are kept; ``None`` for all.
-        checkpoint_name: What their names begin with.
+        checkpoint: The objects to save: the model, the optimizer.
+        directory: The directory; the same on all ranks.
+        max_to_keep: Number of checkpoints to keep; ``None`` for all.
+        checkpoint_name: Prefix of their names.
         format: ``"tensorflow"``, or ``"sharded"`` for folders of safetensors in which replicas share the work.
         keep_checkpoint_every_n_hours, step_counter, checkpoint_interval, init_fn: As TensorFlow's; the first not with
             shards.
@@ -52,7 +52,7 @@ class CheckpointManager(tf.train.CheckpointManager):
         if format not in ("tensorflow", "sharded"):
             raise SMPValidationError(f"`format` is {format!r}: expected 'tensorflow' or 'sharded'")
         if format == "sharded" and keep_checkpoint_every_n_hours is not None:
-            raise SMPValidationError("`keep_checkpoint_every_n_hours` is not there with `format='sharded'`")
+            raise SMPValidationError("`keep_checkpoint_every_n_hours` is not supported with `format='sharded'`")
         _check_name(checkpoint_name, format)
         saving.managed.add(checkpoint)
         super().__init__(
@@ -140,7 +140,7 @@ class CheckpointManager(tf.train.CheckpointManager):
         else:
             raise SMPCheckpointError(f"there is no checkpoint `{path}`: `{path}.index` is missing")
         if self._checkpoint_interval is not None:
-            # Which may be an optimizer's.
+            # The step counter, which may belong to an optimizer.
             saving.when_partitioned(self._checkpoint, self._note_step)
             self._note_step()
         return path
@@ -151,7 +151,7 @@ class CheckpointManager(tf.train.CheckpointManager):
     def _read_shards(self, folder: str, tag: str) -> None:
         shards = self._shards if self._shards is not None and folder == self.directory else Shards(folder, None)
         checkpoint = self._checkpoint
-        checkpoint.save_counter  # noqa: B018 - makes it
+        checkpoint.save_counter  # noqa: B018 - creates it
         rest = saving.unpartitioned_objects(checkpoint)
         before = frozenset() if rest is None else shards.load(rest, tag)
         saving.when_partitioned(checkpoint, lambda: shards.load(checkpoint, tag, before))
@@ -163,7 +163,7 @@ class CheckpointManager(tf.train.CheckpointManager):
             raise SMPCheckpointError(f"the checkpoint `{path}` cannot be read: {error.message}") from error
 
     def restore_or_initialize(self) -> str | None:
-        """As TensorFlow's."""
+        """Restore the latest checkpoint or initialize, as TensorFlow's method does."""
         path = self.restore()
         if path is None and self._init_fn is not None:
             self._init_fn()
@@ -171,7 +171,7 @@ class CheckpointManager(tf.train.CheckpointManager):
 
 
 def _check_name(name: str, form: str) -> None:
-    """Refuses names of checkpoints that lead out of the checkpoint folder.
+    """Reject names of checkpoints that lead out of the checkpoint folder.
 
     In TensorFlow's format, a name may contain subfolders.
     """

@@ -30,18 +30,18 @@ from smdistributed.modelparallel.tensorflow.partitioning import optimizer_variab
 from smdistributed.modelparallel.tensorflow.partitioning.delayed_initialization import handle_of
 from smdistributed.modelparallel.tensorflow.state import state
 
-#: Checkpoints of `smp.CheckpointManager`: all ranks call its methods, whatever the checkpoints contain.
+#: #: Checkpoints of `smp.CheckpointManager`, whose methods all ranks call, whatever the checkpoints contain.
 managed: weakref.WeakSet[tf.train.Checkpoint] = weakref.WeakSet()
-#: By identity, what the checkpoint that is being read has given its value before.
+#: #: Ids of variables that were restored before the rest of the checkpoint that is being read.
 _have_been_read: dict[int, Any] = {}
-#: Numbers of a variable that ranks compare.
+#: #: Number of values of a variable that ranks compare.
 _SAMPLED = 256
 _COUNTER = "save_counter/.ATTRIBUTES/VARIABLE_VALUE"
 
 
 @functools.cache
 def install() -> None:
-    """Makes ``tf.train.Checkpoint`` write and read a distributed model; does nothing the second time."""
+    """Make ``tf.train.Checkpoint`` write and read a distributed model; do nothing on a second call."""
     base = tf.train.Checkpoint
     plain_write, plain_read, plain_async = base._write, base.read, base._async_checkpointer
 
@@ -74,7 +74,7 @@ def install() -> None:
     def _async_checkpointer(self: Any) -> Any:
         if is_shared(self):
             raise SMPUnsupportedError(
-                "a distributed model is saved at once: leave `experimental_enable_async_checkpoint` out"
+                "a distributed model is saved synchronously: omit `experimental_enable_async_checkpoint`"
             )
         return plain_async(self)
 
@@ -95,7 +95,7 @@ def install() -> None:
 
 
 def _install_managers() -> None:
-    """The first rank names and deletes files; the others, which may think otherwise of their age, know of them."""
+    """Make only the first rank name and delete files, because ranks may disagree about the files' ages."""
     manager = tf.train.CheckpointManager
     plain_record, plain_sweep = manager._record_state, manager._sweep
 
@@ -120,10 +120,10 @@ def _is_first() -> bool:
 
 
 def _here(saveables: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The saveables that have a place on this rank; others are not read and take no memory.
+    """Return the saveables with a place on this rank; others are not read and take no memory.
 
     Raises:
-        ValueError: what belongs to others has another shape than there: the same on all ranks.
+        ValueError: A variable of another rank has a different shape in the checkpoint; raised on all ranks.
     """
     others = {name: remote_variables.as_remote(each.op) for name, each in saveables.items()}
     if any(each is not None for each in others.values()):
@@ -153,7 +153,7 @@ class DeferredRestore:
         self._asked: list[str] = []
 
     def read(self, rest: tf.train.Checkpoint | None = None) -> None:
-        """Reads it, but for ``rest``, which has been read."""
+        """Read the checkpoint, except ``rest``, which has been read."""
         _have_been_read.update((id(each), each) for each in ([] if rest is None else _objects(rest)))
         try:
             self._status = self._read()
@@ -170,26 +170,26 @@ class DeferredRestore:
         return self
 
     def assert_consumed(self) -> DeferredRestore:
-        """As TensorFlow's."""
+        """Check that every value was restored, as TensorFlow's method does."""
         return self._ask("assert_consumed")
 
     def assert_existing_objects_matched(self) -> DeferredRestore:
-        """As TensorFlow's."""
+        """Check that every existing object was restored, as TensorFlow's method does."""
         return self._ask("assert_existing_objects_matched")
 
     def assert_nontrivial_match(self) -> DeferredRestore:
-        """As TensorFlow's."""
+        """Check that any value was restored, as TensorFlow's method does."""
         return self._ask("assert_nontrivial_match")
 
     def expect_partial(self) -> DeferredRestore:
-        """As TensorFlow's."""
+        """Silence warnings about values that were not restored, as TensorFlow's method does."""
         return self._ask("expect_partial")
 
     def run_restore_ops(self, session: Any = None) -> None:
-        """As TensorFlow's, which has nothing to do in eager mode."""
+        """Do nothing, as TensorFlow's method in eager mode."""
 
     def initialize_or_restore(self, session: Any = None) -> None:
-        """As TensorFlow's, which has nothing to do in eager mode."""
+        """Do nothing, as TensorFlow's method in eager mode."""
 
 
 def _objects(checkpoint: tf.train.Checkpoint) -> list[Any]:
@@ -197,12 +197,12 @@ def _objects(checkpoint: tf.train.Checkpoint) -> list[Any]:
 
 
 def holds_model(checkpoint: tf.train.Checkpoint) -> bool:
-    """Whether the job's distributed model is among what is saved."""
+    """Return whether the job's distributed model is among the saved objects."""
     return state.initialized and any(isinstance(each, DistributedModel) for each in _objects(checkpoint))
 
 
 def unpartitioned_objects(checkpoint: tf.train.Checkpoint) -> tf.train.Checkpoint | None:
-    """The objects in ``checkpoint`` that belong to neither the model nor an optimizer.
+    """Return the objects in ``checkpoint`` that belong to neither the model nor an optimizer.
 
     They can be restored before the model is partitioned. Returns ``None`` afterwards.
     """
@@ -215,13 +215,13 @@ def unpartitioned_objects(checkpoint: tf.train.Checkpoint) -> tf.train.Checkpoin
     rest = tf.train.Checkpoint()
     for name, child in checkpoint._trackable_children().items():
         if ours.isdisjoint(map(id, tf.train.TrackableView(child).descendants())):
-            # The counter of saves has a name that no argument may have.
+            # The save counter's name cannot be passed as a keyword argument.
             rest._track_trackable(child, name)
     return rest
 
 
 def is_partitioned(checkpoint: tf.train.Checkpoint) -> bool:
-    """Whether a saved object is partitioned: the model, a layer of it, or an optimizer. Equal on all ranks."""
+    """Return whether a saved object is partitioned: the model, a layer, or an optimizer. Equal on all ranks."""
     if not state.initialized or (state.model is not None and state.model._smp_is_gathered):
         return False
     assignment = _variable_partitions()
@@ -229,22 +229,22 @@ def is_partitioned(checkpoint: tf.train.Checkpoint) -> bool:
 
 
 def is_shared(checkpoint: tf.train.Checkpoint) -> bool:
-    """Whether all ranks write it together."""
+    """Return whether all ranks write it together."""
     return state.initialized and (checkpoint in managed or is_partitioned(checkpoint))
 
 
 def _variable_partitions() -> dict[int, int]:
-    """The partitions of variables, once the model is partitioned."""
+    """Return the partitions of variables, once the model is partitioned."""
     return state.model._smp_assignment.variables if state.model is not None and state.model.is_partitioned else {}
 
 
 def when_partitioned(checkpoint: tf.train.Checkpoint, read: Callable[[], Any], path: str | None = None) -> None:
-    """Calls ``read`` once the model is partitioned and the optimizers are built; at once if they are.
+    """Call ``read`` once the model is partitioned and the optimizers are built; at once if they are.
 
     Args:
         checkpoint: The checkpoint object of the script, whose optimizers are built first.
         read: Reads the values.
-        path: The checkpoint's, if a failure to read it on one rank has to fail on all.
+        path: The path of the checkpoint, if a failure to read it on one rank must raise on all.
     """
 
     def whole() -> None:
@@ -266,10 +266,10 @@ def when_partitioned(checkpoint: tf.train.Checkpoint, read: Callable[[], Any], p
 
 
 def written(file_prefix: str, options: Any) -> str:
-    """Runs the callbacks of a written checkpoint: TensorFlow's names it and deletes old ones.
+    """Run the callbacks of a written checkpoint: TensorFlow's callback names it and deletes old ones.
 
     Raises:
-        SMPCheckpointError: one of them failed, here or on another rank; the same on all ranks.
+        SMPCheckpointError: A callback failed, here or on another rank; raised on all ranks.
     """
 
     def call() -> None:
@@ -289,8 +289,8 @@ def serialized(checkpoint: tf.train.Checkpoint) -> Iterator[tuple[str, str, Any,
     Each entry is a name, a slice, an object, the rank of its partition, and the tensor or a function that returns it.
 
     Raises:
-        SMPUsageError: the model has not been divided yet.
-        SMPCheckpointError: a variable of the model is not among it.
+        SMPUsageError: The model is not partitioned yet.
+        SMPCheckpointError: A variable of the model is not among the entries.
     """
     check_partitioned(checkpoint)
     assignment = _variable_partitions()
@@ -309,9 +309,8 @@ def checked_entries(checkpoint: tf.train.Checkpoint, path: str) -> list[tuple[st
     """Returns :func:`serialized`, checked on all ranks, which call it together.
 
     Raises:
-        SMPUsageError: the model has not been divided yet.
-        SMPCheckpointError: what is to be saved is not the same on all ranks, or nobody knows on which of them a part of
-            it is.
+        SMPUsageError: The model is not partitioned yet.
+        SMPCheckpointError: Ranks have different entries, or an entry's partition is not known.
     """
     check_partitioned(checkpoint)
     entries: list[tuple[str, str, Any, int | None, Any]] = []
@@ -323,7 +322,7 @@ def checked_entries(checkpoint: tf.train.Checkpoint, path: str) -> list[tuple[st
         return names, _samples(checkpoint, entries) if writes else {}
 
     listed, samples = zip(*raise_on_all_ranks(local_entries, path), strict=True)
-    # A rank writes its part of what the first one lists.
+    # Each rank writes its part of the first rank's list.
     everybody = [set(each) for each in listed]
     for rank, theirs in enumerate(everybody):
         for one, has, other, lacks in ((0, everybody[0], rank, theirs), (rank, theirs, 0, everybody[0])):
@@ -332,14 +331,13 @@ def checked_entries(checkpoint: tf.train.Checkpoint, path: str) -> list[tuple[st
                     f"the checkpoint `{path}` could not be written: `{min(has - lacks)}` is there on rank {one} and "
                     f"not on rank {other}"
                 )
-    # What is of no partition is written as the first one has it.
+    # An entry without a partition is written with the first rank's value.
     for rank, found in enumerate(samples):
         for name, sample in found.items():
             if not _are_alike(sample, samples[0][name]):
                 raise SMPCheckpointError(
                     f"the checkpoint `{path}` could not be written: `{name}` has other values on rank {rank} than on "
-                    f"rank 0, and is not known "
-                    "to be of one partition: only variables of the model and of its optimizers are"
+                    "rank 0, and belongs to no partition: only variables of the model and of its optimizers do"
                 )
     return entries
 
@@ -358,7 +356,7 @@ def _samples(
         elif isinstance(each, tf.keras.metrics.Metric) or hasattr(each, "seed_generator"):
             variables += each.variables
     if state.model is not None:
-        # Such as a layer that no step has called yet.
+        # Such as a layer that no step has called yet, whose variable has no value.
         with state.model._smp_all_variables():
             variables += state.model.variables
     own = {id(handle_of(each)) for each in variables}
@@ -378,31 +376,31 @@ def _samples(
 
 
 def _are_alike(one: np.ndarray, other: np.ndarray) -> bool:
-    """But for what other kernels round otherwise."""
+    """Compare arrays, except for rounding differences between kernels."""
     return one.shape == other.shape and np.allclose(one, other, rtol=1e-3, atol=1e-6, equal_nan=True)
 
 
 def check_partitioned(checkpoint: tf.train.Checkpoint) -> None:
-    """Refuses to save or read a model that is not partitioned yet."""
+    """Reject saving or reading a model that is not partitioned yet."""
     if holds_model(checkpoint) and (state.model is None or not state.model.is_partitioned):
-        raise SMPUsageError("a model is saved after its first step, which builds and divides it")
+        raise SMPUsageError("the model cannot be saved or read before its first step, which partitions it")
 
 
 def _check_known(checkpoint: tf.train.Checkpoint) -> None:
-    """Refuses a state of an optimizer that would be saved as the first rank has it, wherever it changes."""
+    """Reject a variable of an optimizer whose partition is not known: only the first rank's value would be saved."""
     if state.model is None or not state.model.is_partitioned or len(state.groups.members["pp"]) == 1:
         return
     for optimizer in (each for each in _objects(checkpoint) if hasattr(each, "apply_gradients")):
         for variable in optimizer_variables.unknown(optimizer):
             raise SMPCheckpointError(
-                f"`{getattr(variable, 'path', variable.name)}` is a variable of `{type(optimizer).__name__}` of which "
-                "nobody knows which partition it belongs to: make it with `add_variable_from_reference`, or keep "
-                "such variables in a list with one for each of the model's"
+                f"the partition of `{getattr(variable, 'path', variable.name)}`, a variable of "
+                f"`{type(optimizer).__name__}`, is not known: create it with `add_variable_from_reference`, or keep "
+                "such variables in a list with one for each variable of the model"
             )
 
 
 def _check_whole(handles: set[int]) -> None:
-    """Refuses a checkpoint that would silently omit a part of the model.
+    """Reject a checkpoint that would silently omit a part of the model.
 
     TensorFlow does not find layers of Keras 3 that are in a list.
     """
@@ -418,23 +416,23 @@ def _check_whole(handles: set[int]) -> None:
 
 
 def write(checkpoint: tf.train.Checkpoint, file_prefix: str) -> None:
-    """Writes a checkpoint; all ranks call it, and none returns before it is complete.
+    """Write a checkpoint; all ranks call it, and none returns before it is complete.
 
     Raises:
-        SMPUsageError: the model has not been divided yet.
-        SMPCheckpointError: a rank could not write its part; the same on all ranks.
+        SMPUsageError: The model is not partitioned yet.
+        SMPCheckpointError: A rank could not write its part; raised on all ranks.
     """
     groups = state.groups
     rank, writes, is_first = groups.rank_in("pp"), groups.rank_in("dp") == 0, groups.rank == 0
     entries = checked_entries(checkpoint, file_prefix)
-    # A file system of TensorFlow's own has no folder of the core's.
+    # The core's attempt folders are on local file systems only, not on those that TensorFlow implements itself.
     number = shares.next_save_id()
     staging = RemoteStaging(file_prefix) if "://" in file_prefix else StagingFolder(file_prefix, number)
     try:
         folder = raise_on_all_ranks(staging.open if is_first else _nothing, file_prefix)[0]
 
         def part() -> str | None:
-            # What every rank has is the first one's to write.
+            # The first rank writes the entries that every rank has.
             mine = [(name, piece, tensor) for name, piece, _, home, tensor in entries if (home or 0) == rank]
             return _write_part(f"{folder}/part-{rank:05d}", mine)
 

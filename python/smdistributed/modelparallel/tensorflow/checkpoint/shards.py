@@ -31,11 +31,11 @@ _CLASSES = {**CLASSES, "io": SMPCheckpointError, "invalid_argument": SMPCheckpoi
 
 
 class Shards:
-    """A folder of such checkpoints. All ranks make it and call its methods.
+    """A directory of such checkpoints. All ranks create it and call its methods.
 
     Args:
-        directory: The same for all ranks, which all of them see.
-        keep: How many are kept, the newest; ``None`` for all.
+        directory: The path, equal on all ranks, on a file system that all ranks share.
+        keep: Number of newest checkpoints to keep; ``None`` for all.
     """
 
     def __init__(self, directory: str, keep: int | None) -> None:
@@ -55,26 +55,26 @@ class Shards:
         )
 
     def tags(self) -> list[str]:
-        """Complete checkpoints, the newest last."""
+        """Return the complete checkpoints, the newest last."""
         with errors.translated(_CLASSES):
             return [tag for _, tag in _core.checkpoint_list(self.directory)]
 
     def latest(self) -> str | None:
-        """The newest complete checkpoint, if there is one."""
+        """Return the newest complete checkpoint, if there is one."""
         with errors.translated(_CLASSES):
             return _core.checkpoint_newest(self.directory)
 
     def save(self, checkpoint: tf.train.Checkpoint, tag: str, number: int) -> None:
-        """Writes a checkpoint, which is complete when this returns.
+        """Write a checkpoint, which is complete when this returns.
 
         Raises:
-            SMPCheckpointError: it could not be written, here or on another rank; the same on all ranks.
+            SMPCheckpointError: It could not be written, here or on another rank; raised on all ranks.
         """
         groups = state.groups
         entries = saving.checked_entries(checkpoint, tag)
 
         def make() -> Content:
-            # Held until they are written.
+            # Referenced until they are written.
             arrays = dict(_arrays(entries, groups.rank_in("pp")))
             blocks = [
                 shares.Block(name, shares.ELEMENTS[_kind(array)], list(array.shape), array.itemsize, array.ctypes.data)
@@ -87,18 +87,18 @@ class Shards:
         self._saver.save(tag, number, make, asynchronous=False)
 
     def load(self, checkpoint: tf.train.Checkpoint, tag: str, but_for: Collection[str] = frozenset()) -> frozenset[str]:
-        """Loads the values of a checkpoint into this rank's variables; a model among them must be partitioned.
+        """Load the values of a checkpoint into this rank's variables; a model among them must be partitioned.
 
         Args:
-            checkpoint: What is to be read.
-            tag: Of which.
-            but_for: Names of what is not.
+            checkpoint: The objects to read.
+            tag: The checkpoint's tag.
+            but_for: Names of values that are not read.
 
         Returns:
-            The names of what has been read.
+            The names of the values that were read.
 
         Raises:
-            SMPCheckpointError: it does not fit, or a file is missing or damaged; the same on all ranks.
+            SMPCheckpointError: A value does not fit, or a file is missing or damaged; raised on all ranks.
         """
         path = os.path.join(self.directory, tag)
         read = communication.raise_on_all_ranks(lambda: self._read(checkpoint, tag, but_for), path, "read")
@@ -113,7 +113,7 @@ class Shards:
             if name == _GRAPH or name in but_for:
                 continue
             variable = underlying(trackable)
-            # Of all partitions, so that all ranks come to the same verdict.
+            # Checks the variables of all partitions, so that all ranks get the same result.
             expected = shares.ELEMENTS.get(variable.dtype.name), variable.shape.as_list()
             if found.get(name) != expected:
                 has = "nothing" if name not in found else "{} {}".format(*found[name])
@@ -133,9 +133,9 @@ class Shards:
 
 
 def _arrays(entries: Iterable[Any], rank: int) -> Iterator[tuple[str, np.ndarray]]:
-    """The arrays that the ranks of a partition write."""
+    """Yield the arrays that the ranks of a partition write."""
     for name, piece, trackable, home, tensor in entries:
-        # Of what every rank has, the first one's.
+        # Only the first rank writes variables that every rank has.
         if name == _GRAPH or (home or 0) != rank:
             continue
         variable = underlying(trackable)

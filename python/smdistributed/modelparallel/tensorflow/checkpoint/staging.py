@@ -21,7 +21,7 @@ class StagingFolder:
 
     Args:
         file_prefix: The checkpoint's path.
-        number: The attempt's, from ``shares.next_save_id``, which all ranks count alike.
+        number: The id of the attempt, from ``shares.next_save_id``, equal on all ranks.
     """
 
     def __init__(self, file_prefix: str, number: int) -> None:
@@ -31,7 +31,7 @@ class StagingFolder:
         self._attempt: Any = None
 
     def open(self) -> str:
-        """Makes the folder that ranks write their parts into."""
+        """Create the folder into which ranks write their parts."""
         with errors.translated(_CLASSES):
             self._attempt = _core.CheckpointAttempt(
                 self._folder, "tensorflow", "tensorflow", self._number, 0, 1, False, 0.0
@@ -39,16 +39,16 @@ class StagingFolder:
         return self._attempt.folder
 
     def merge(self, parts: list[str]) -> None:
-        """Makes one checkpoint of the parts, and gives it its name."""
+        """Merge the parts into one checkpoint, and rename it to its final name."""
         folder = self._attempt.folder
         _merge(parts, f"{folder}/merged", False)
-        # The index, without which there is no checkpoint, comes last.
+        # The index is renamed last, because a checkpoint exists once its index does.
         for name in sorted(os.listdir(folder), key=lambda name: name.endswith(".index")):
             if name.startswith("merged."):
                 os.replace(f"{folder}/{name}", os.path.join(self._folder, self._name + name.removeprefix("merged")))
 
     def close(self) -> None:
-        """Removes the folder and the files in it."""
+        """Remove the folder and the files in it."""
         if self._attempt is not None:
             self._attempt.leave()
 
@@ -63,16 +63,16 @@ class RemoteStaging:
         self._prefix = file_prefix
 
     def open(self) -> str:
-        """Makes the folder that ranks write their parts into."""
+        """Create the folder into which ranks write their parts."""
         tf.io.gfile.makedirs(self._prefix.rpartition("/")[0])
         return f"{self._prefix}_temp"
 
     def merge(self, parts: list[str]) -> None:
-        """Makes one checkpoint of the parts, and gives it its name."""
+        """Merge the parts into one checkpoint at its final name."""
         _merge(parts, self._prefix, True)
 
     def close(self) -> None:
-        """Does nothing: TensorFlow has moved the parts."""
+        """Do nothing: TensorFlow has moved the parts."""
 
 
 def _merge(parts: list[str], prefix: str, delete: bool) -> None:

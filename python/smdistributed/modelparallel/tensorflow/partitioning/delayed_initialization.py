@@ -31,23 +31,23 @@ from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGra
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.tensorflow.state import state
 
-#: Names of Keras' graphs that are never run; `tf_keras` puts a layer's before one.
+#: #: Names of Keras' graphs that are never run; `tf_keras` puts a layer's name before one of them.
 _SCRATCH = re.compile(r"(.+_)?scratch_graph|scratch_graph_\d+|build_graph")
-#: Keras' initializers, by module.
+#: #: Initializers of Keras that may be delayed, by module.
 _KERAS = ("keras.src.initializers.constant_initializers", "keras.src.initializers.random_initializers")
 _OLDER = "tf_keras.src.initializers.initializers"
-#: Those that have no value, by the identity of their handles.
+#: #: Variables without a value, by the id of their handles.
 _delayed: weakref.WeakValueDictionary[int, DelayedVariable] = weakref.WeakValueDictionary()
-#: DELAY-3. To compute a value may ask for another variable's.
+#: #: The lock of DELAY-3, reentrant because computing a value may need another variable's.
 _beginning = threading.RLock()
 
 
 class DelayedVariable(resource_variable_ops.UninitializedVariable):
-    """A variable that gets its first value when it is read, and is like any other from then on.
+    """A variable that gets its initial value when it is read, and is an ordinary variable from then on.
 
     Args:
-        make: Computes that value.
-        options: Those of ``UninitializedVariable``.
+        make: Computes the initial value.
+        options: Arguments of ``UninitializedVariable``.
     """
 
     def __init__(self, make: Callable[[], Any], **options: Any) -> None:
@@ -67,11 +67,11 @@ class DelayedVariable(resource_variable_ops.UninitializedVariable):
 
     @property
     def device(self) -> str:
-        """Where it is to be; optimizers put their variables there."""
+        """The future device of the variable; optimizers create their variables there."""
         return handle_of(self).device
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """Another first value, which waits in the host's memory."""
+        """Replace the initial value; the new one is kept in host memory until the variable is initialized."""
         if not tf.executing_eagerly():
             return super().assign(value, *args, **kwargs)
         with tf.device("/device:CPU:0"):
@@ -81,24 +81,24 @@ class DelayedVariable(resource_variable_ops.UninitializedVariable):
             if isinstance(self, DelayedVariable):
                 self._smp_make = lambda: kept
                 return self
-        # It has begun meanwhile.
+        # Another thread has initialized it meanwhile.
         return self.assign(kept, *args, **kwargs)
 
 
 def become_plain(variable: Any) -> None:
-    """Ends the delay of a variable without initializing it."""
+    """End the delay of a variable without initializing it."""
     with _beginning:
         if not isinstance(variable, DelayedVariable):
             return
         handle = variable._smp_handle
-        # The handle exists at any time.
+        # The handle exists already.
         variable.__dict__["_handle"] = handle
         variable.__class__ = resource_variable_ops.ResourceVariable
         del variable._smp_handle, variable._smp_make, _delayed[id(handle)]
 
 
 def _begin(variable: Any) -> None:
-    """Initializes a variable that has no value yet (DELAY-3)."""
+    """Initialize a variable that has no value yet (DELAY-3)."""
     with _beginning:
         if not isinstance(variable, DelayedVariable):
             return
@@ -109,7 +109,7 @@ def _begin(variable: Any) -> None:
 
 
 def handle_of(variable: Any) -> Any:
-    """The handle of a variable, which gets no value by that; ``None`` of anything else."""
+    """Return the handle of a variable without initializing it; ``None`` for other objects."""
     inner = underlying(variable)
     if not isinstance(inner, tf.Variable):
         return getattr(inner, "handle", None)
@@ -118,7 +118,7 @@ def handle_of(variable: Any) -> Any:
 
 
 def delay(variable: Any) -> None:
-    """Frees the memory of a new variable that is to wait and whose numbers are all equal, as in optimizers."""
+    """Free the memory of a new variable whose elements are all equal, as in optimizers, until it is needed."""
     inner = underlying(variable)
     if not _is_wanted() or type(inner) is not resource_variable_ops.ResourceVariable or not inner.shape.num_elements():
         return
@@ -135,9 +135,9 @@ def delay(variable: Any) -> None:
 
 
 def initialize_local(elsewhere: Collection[int]) -> None:
-    """Initializes the delayed variables of this rank after the partition.
+    """Initialize the delayed variables of this rank after the model is partitioned.
 
-    ``elsewhere`` holds the handles of the other variables, by identity.
+    ``elsewhere`` holds the ids of the other variables' handles.
     """
     for key, variable in list(_delayed.items()):
         if key in elsewhere:
@@ -147,7 +147,7 @@ def initialize_local(elsewhere: Collection[int]) -> None:
 
 
 def install() -> None:
-    """Delays variables of the Keras packages that this process has imported; does nothing the second time."""
+    """Delay variables of the Keras packages that this process has imported; do nothing on a second call."""
     if "keras" in sys.modules:
         _adapt_keras()
     if "tf_keras" in sys.modules:
@@ -155,14 +155,14 @@ def install() -> None:
 
 
 def _is_wanted() -> bool:
-    """Whether variables that are made now may belong to another rank."""
+    """Return whether variables that are created now may belong to another rank."""
     if not state.initialized or len(state.groups.members["pp"]) == 1:
         return False
     return state.model is None or not state.model.is_partitioned
 
 
 def _is_described() -> bool:
-    """DELAY-2."""
+    """Return whether the current graph is only a description (DELAY-2)."""
     if tf.executing_eagerly():
         return False
     graph = tf.compat.v1.get_default_graph()
@@ -170,15 +170,15 @@ def _is_described() -> bool:
         graph = graph.outer_graph
     if state.trace is not None and graph is state.trace.graph:
         return True
-    # A function of the script may have the same name; while it is traced, its graph has an automatic control
+    # A function of the script may have the same name. While it is traced, its graph has an automatic control
     # dependencies manager.
     return graph.experimental_acd_manager is None and bool(_SCRATCH.fullmatch(getattr(graph, "name", "")))
 
 
 def _may_wait(initializer: Any) -> bool:
-    """DELAY-1."""
+    """Return whether an initializer gives the same values later (DELAY-1)."""
     if not isinstance(getattr(initializer, "value", 0), int | float | complex | np.generic):
-        # Of a constant: an array may have other numbers by then.
+        # The value of a constant initializer: an array might change until then.
         return False
     module = type(initializer).__module__
     if module == _OLDER:
@@ -187,7 +187,7 @@ def _may_wait(initializer: Any) -> bool:
             return True
         if generator._rng_type != generator.RNG_STATELESS:
             return False
-        # Draws the seed, if there is none.
+        # Draws the seed now, if the initializer has none.
         generator._maybe_init()
         return True
     return module in _KERAS and isinstance(getattr(initializer, "seed", 0), int)
@@ -204,7 +204,7 @@ def _adapt_keras() -> None:
             plain(self, initializer)
             return
         shape, dtype = self._shape, self._dtype
-        # Keras tells TensorFlow of the first from 3.7 on, of the second from 3.10 on.
+        # Keras passes the first option to TensorFlow from 3.7 on, the second from 3.10 on.
         options = {
             each: getattr(self, f"_map_{each}")(getattr(self, each))
             for each in ("aggregation", "synchronization")
@@ -250,13 +250,13 @@ def _adapt_older() -> None:
 
 
 def with_its_value(create: Callable[..., Any], **options: Any) -> Any:
-    """Makes a variable with its initial value.
+    """Create a variable with its initial value.
 
     The surrounding ``tf.function`` would initialize it only before its first run, after the model is partitioned, and
     would trace the whole step again.
     """
     value = options.get("initial_value")
     if isinstance(value, tf.Tensor) and not hasattr(value, "numpy"):
-        return create(**options)  # of the graph: only a run of it makes that
+        return create(**options)  # a variable of the graph, which only a run of the graph creates
     with tf.init_scope():
         return resource_variable_ops.default_variable_creator_v2(None, **options)

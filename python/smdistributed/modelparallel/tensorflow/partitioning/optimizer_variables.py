@@ -1,8 +1,8 @@
-"""The optimizer's variables, which have values only on the partition of the model variable that they belong to.
+"""The optimizer's variables, which have values only on the partition of their model variable.
 
-Every rank builds the optimizer for the whole model, so its variables have the names and order of one process. Variables
-of other partitions are emptied when they are made. An optimizer that is built before the model is partitioned has no
-memory until then.
+Every rank builds the optimizer for the whole model, so its variables have the names and order of one process.
+Variables of other partitions are emptied when they are created. The variables of an optimizer that is built before
+the model is partitioned take no memory until then.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from smdistributed.modelparallel.tensorflow.state import state
 
 
 def build(optimizer: Any, variables: Sequence[Any] | None = None, are_all: bool = False) -> None:
-    """Builds an optimizer for the partitioned model; does nothing if it is built.
+    """Build an optimizer for the partitioned model; do nothing if it is built.
 
     Args:
-        optimizer: Of any Keras.
-        variables: What it updates; by default, those of the model.
-        are_all: Whether ``variables`` are the same on all partitions, also where all of them are here.
+        optimizer: An optimizer of any Keras package.
+        variables: The variables that it updates; by default, those of the model.
+        are_all: Whether ``variables`` are equal on all partitions, even if all of them are on this rank.
     """
     model = state.model
     if model is None or not model.is_partitioned or optimizer in state.optimizers:
@@ -46,20 +46,20 @@ def build(optimizer: Any, variables: Sequence[Any] | None = None, are_all: bool 
 
 @contextlib.contextmanager
 def being_built(optimizer: Any, variables: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """A context for an optimizer's own creation of variables.
+    """Return a context for an optimizer's own creation of variables.
 
     Yields:
-        What it is to be built for: the whole model, if ``variables`` are those of this rank's partition.
+        The variables to build for: those of the whole model, if ``variables`` are those of this rank's partition.
     """
     model, given = state.model, variables
     make = "add_slot" if hasattr(optimizer, "add_slot") else "add_variable_from_reference"
     if make in vars(optimizer):
-        # The method of a class has called that of its base class.
+        # A subclass's method has called that of its base class.
         yield variables
         return
     divided = model is not None and model.is_partitioned
     if optimizer in state.optimizers:
-        # Keras' oldest optimizers call this with every update.
+        # Keras' oldest optimizers call this in every update.
         before = state.optimizers[optimizer]
         known = {id(handle_of(each)) for each in before}
         given = [*before, *(each for each in variables if id(handle_of(each)) not in known)]
@@ -87,7 +87,7 @@ def being_built(optimizer: Any, variables: Sequence[Any]) -> Iterator[Sequence[A
 
 
 def _of_all_partitions(variables: Sequence[Any]) -> Sequence[Any]:
-    """The variables that an optimizer is built for: the whole model's in the place of this rank's."""
+    """Return the variables that an optimizer is built for: the whole model's instead of this rank's."""
     model = state.require_model()
     here = {id(handle_of(each)) for each in model.trainable_variables}
     others = [each for each in variables if id(handle_of(each)) not in here]
@@ -98,13 +98,13 @@ def _of_all_partitions(variables: Sequence[Any]) -> Sequence[Any]:
         return variables
     is_part = len(variables) - len(others) < len(here) or any(id(handle_of(each)) in elsewhere for each in others)
     if state.trace is None and not model.__dict__.get("_smp_shows_all") and state.groups.pp_group is not None:
-        # A rank whose whole partition was passed cannot tell; the other ranks may.
+        # If a rank has the whole list, it cannot tell whether that is only its partition; other ranks may.
         is_part = any(communication.gather_for("builds an optimizer", is_part, CommGroup.PP_GROUP))
     return variables if is_part else [*whole, *others]
 
 
 def here(optimizer: Any) -> list[Any] | None:
-    """The variables that an optimizer updates on this rank; ``None`` if it was not built for a partitioned model's."""
+    """Return the variables that an optimizer updates on this rank; ``None`` if it was built for other variables."""
     model = state.model
     if model is None or not model.is_partitioned or optimizer not in state.optimizers:
         return None
@@ -112,32 +112,32 @@ def here(optimizer: Any) -> list[Any] | None:
 
 
 def partition_existing() -> None:
-    """Partitions the optimizers that were built before the model was partitioned."""
+    """Partition the optimizers that were built before the model was partitioned."""
     for optimizer in list(state.optimizers):
         _materialize(optimizer)
 
 
 def unknown(optimizer: Any) -> list[Any]:
-    """Variables of an optimizer, larger than a scalar, whose partition is unknown."""
+    """Return variables of an optimizer, larger than a scalar, whose partition is unknown."""
     if hasattr(optimizer, "inner_optimizer"):
-        # An optimizer that scales the loss has two variables of its own.
+        # A loss-scaling optimizer has two variables of its own.
         return unknown(optimizer.inner_optimizer)
     assignment = state.model._smp_assignment.variables if state.model is not None and state.model.is_partitioned else {}
     known = set(assignment)
     if optimizer in state.optimizers:
-        # Slots of variables that all ranks have are on all ranks, too.
+        # Slots of variables that all ranks have exist on all ranks, too.
         known |= {id(handle_of(slot)) for slot, _ in _pairs(optimizer)}
     return [each for each in variables_of(optimizer) if len(each.shape) and id(handle_of(each)) not in known]
 
 
 def variables_of(optimizer: Any) -> list[Any]:
-    """All variables of an optimizer, if there is one."""
+    """Return all variables of an optimizer; none without an optimizer."""
     found = getattr(optimizer, "variables", [])
     return list(found() if callable(found) else found)
 
 
 def _put(slot: Any, reference: Any) -> None:
-    """``slot`` is where ``reference`` is, a variable of the model."""
+    """Place ``slot`` on the partition of ``reference``, a variable of the model."""
     model = state.model
     assert model is not None, "it was divided"
     assignment = model._smp_assignment.variables
@@ -157,7 +157,7 @@ def _materialize(optimizer: Any) -> None:
 
 
 def _pairs(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    """Pairs an optimizer's variables with the model's variables that they belong to.
+    """Pair an optimizer's variables with their model variables.
 
     Keras' optimizers keep lists with an entry for each variable that they were built for. Older optimizers keep slots.
     """

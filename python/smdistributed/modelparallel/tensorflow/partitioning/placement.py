@@ -1,4 +1,4 @@
-"""Partitions of layers, variables and operations: the core decides, and a partition file stores the decision."""
+"""Partitions of layers, variables and operations: the core decides, and a partition file can store the decision."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class PartitionAssignment:
     """The partitions of layers and variables.
 
     Attributes:
-        layers: Partitions of layers with variables, by identity.
-        variables: Partitions of variables, by the identity of their handles; others are on every rank.
+        layers: Partitions of layers with variables, by the layers' ids.
+        variables: Partitions of variables, by the ids of their handles; other variables are on every rank.
     """
 
     layers: dict[int, int] = field(default_factory=dict)
@@ -29,10 +29,10 @@ class PartitionAssignment:
 
 
 def decide(trace: Trace, operations: Operations, config: Config) -> PartitionAssignment:
-    """Assigns the layers that were called to partitions, unless the script has placed their operations.
+    """Assign the layers that were called to partitions, unless the script has placed all operations.
 
     Raises:
-        SMPPartitionError: they cannot be divided so.
+        SMPPartitionError: The layers cannot be divided in this way.
     """
     if config.load_partition and config.partition_file:
         paths = partition_file.read(config.partition_file, config.partitions)
@@ -50,7 +50,7 @@ def decide(trace: Trace, operations: Operations, config: Config) -> PartitionAss
 
 
 def save(trace: Trace, assignment: PartitionAssignment, config: Config) -> None:
-    """Writes the assignment into the partition file of the configuration."""
+    """Write the assignment to the partition file of the configuration."""
     if not config.partition_file or config.load_partition:
         return
     found = {}
@@ -79,7 +79,7 @@ def _automatic(trace: Trace, operations: Operations, config: Config) -> dict[str
 
 
 def place(trace: Trace, operations: Operations, assignment: PartitionAssignment, config: Config) -> object:
-    """The core's placement of every operation; notes in ``assignment`` where variables are.
+    """Return the core's placement of every operation; add the partitions of variables to ``assignment``.
 
     Raises:
         SMPPartitionError: a variable would be on two partitions.

@@ -1,7 +1,7 @@
 """Accumulators: sums over the microbatches of a step, in variables that exist while the step runs.
 
-An addition inside a called function cannot reuse the memory of an argument, because the caller holds it. It can reuse a
-variable's, so each summand is freed at once.
+An addition inside a called function cannot reuse the memory of an argument, because the caller holds it. It can reuse
+that of a variable, so each summand's memory is freed at once.
 """
 
 from __future__ import annotations
@@ -11,45 +11,47 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-#: What TensorFlow adds to variables on every device.
+#: #: Element types that TensorFlow can add to variables on every device.
 _TYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 _numbers = itertools.count()
 
 
 class Accumulator:
-    """A sum over microbatches, in the graph of a step.
+    """A sum over microbatches in the graph of a step.
 
     Args:
-        tensor: What is added up, in the graph of the trace.
-        device: Where.
+        tensor: The tensor to add up, in the graph of the trace.
+        device: The device of the sum.
     """
 
     def __init__(self, tensor: tf.Tensor, device: str) -> None:
         self._like, self._device = tensor, device
         with tf.device(device):
-            # Steps run one after the other; one that has failed may have left a value, which the next one replaces.
+            # The variable is shared by all steps, which run one after the other; a failed step's value is replaced by
+            # the next.
             self._handle = tf.raw_ops.VarHandleOp(
                 dtype=tensor.dtype, shape=tensor.shape, shared_name=f"smp_sum_{next(_numbers)}"
             )
 
     @staticmethod
     def supports(tensor: tf.Tensor) -> bool:
-        """Whether a tensor can be added up so."""
+        """Return whether a tensor can be accumulated in a variable."""
         return tensor.dtype in _TYPES and tensor.shape.is_fully_defined()
 
     def begin(self, after: Sequence[tf.Operation]) -> list[tf.Operation]:
-        """Makes zeros, once ``after`` have ended; returns all operations that this takes."""
+        """Set the sum to zeros after ``after``; return all operations that this needs."""
         with tf.device(self._device), tf.control_dependencies(after):
-            # TensorFlow would make a constant of other zeros, which stays.
+            # Not `tf.zeros`, which TensorFlow would turn into a constant that keeps its memory.
             zeros = tf.raw_ops.Empty(shape=self._like.shape, dtype=self._like.dtype, init=True)
             return [self._handle.op, zeros.op, tf.raw_ops.AssignVariableOp(resource=self._handle, value=zeros)]
 
     def add(self, value: tf.Tensor) -> tf.Operation:
-        """Adds a microbatch's value, also in a function."""
+        """Add a microbatch's value; may be called in a function."""
         return tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=value)
 
     def end(self, after: Sequence[tf.Operation]) -> tuple[tf.Tensor, tf.Operation]:
-        """The sum, once ``after`` have ended, and what frees the variable, whose memory it then has for itself."""
+        """Return the sum after ``after``, and the operation that frees the variable, so that the sum owns its
+        memory."""
         with tf.device(self._device):
             with tf.control_dependencies(after):
                 value = tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=self._like.dtype)

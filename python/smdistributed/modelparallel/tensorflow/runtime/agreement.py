@@ -1,11 +1,11 @@
-"""Comparison of what the ranks of a pipeline do: the step that they run, and operations outside of steps.
+"""Compares the operations of a pipeline's ranks: the step that they run, and operations outside of steps.
 
 A step is compared in its graph, and when it is traced, before it partitions the model.
 
-- AGR-1: each operation in which all ranks of a pipeline wait for each other begins with a comparison, in one group:
-  steps, batches of ``fit``, checkpoints, barriers. So a rank that does something else raises an error on all of them
-  instead of a deadlock, and they may continue after it.
-- AGR-2: a rank that leaves such an operation by an error takes part in the next comparison with that error.
+- AGR-1: each operation in which all ranks of a pipeline wait for each other (steps, batches of ``fit``, checkpoints,
+  barriers) begins with a comparison in the pipeline's group. If a rank does something else, all of them get an error
+  instead of a deadlock, and may continue after it.
+- AGR-2: if a rank leaves such an operation with an error, it takes part in the next comparison with that error.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from smdistributed.modelparallel.tensorflow.groups import TensorFlowGroups
     from smdistributed.modelparallel.tensorflow.runtime.step_scope import StepScope
 
-#: Begins the only line of a rank that could not do what others do, and of one that does something else than a step.
+#: #: Prefixes of the only line of a rank that failed, and of one that runs an operation outside of steps.
 _FAILURE, _ACTIVITY = "failed: ", "does: "
 _HOST = "/device:CPU:0"
-#: What a rank that failed has in the place of a digest.
+#: #: The value that a failed rank sends instead of a digest.
 _FAILED = -1
 #: Seconds that a rank with a failed trace waits for the others, which may still be tracing.
 TRACING_SECONDS = 10.0
@@ -46,19 +46,19 @@ def compare(
     names: Sequence[str],
     scope: StepScope | None = None,
 ) -> tf.Operation:
-    """An operation that fails unless all ranks of a group have the same lines.
+    """Return an operation that fails unless all ranks of a group have the same lines.
 
     Args:
-        lines: This rank's.
-        group: The core's number of the group.
-        kind: Which group that is.
-        differ: What is wrong then.
-        names: What ranks are called, in the group's order.
-        scope: The step that none of them runs then.
+        lines: The lines of this rank.
+        group: The core's id of the group.
+        kind: The kind of the group.
+        differ: The beginning of the error.
+        names: Names of the ranks in errors, in the group's order.
+        scope: The step, which no rank runs if lines differ.
     """
     digest = _digest(lines)
-    # On a GPU, the first operation of a group loads kernels, which waits for the ones that run, and a partition's first
-    # message may run already until the next one, which compares first, takes it.
+    # Data is compared in host memory: on a GPU, a group's first operation loads kernels, which waits for running
+    # kernels, and one of these may be a receive that waits for a message that is sent only after this comparison.
     with tf.device(_HOST):
         everybody = core_ops.smd_all_gather(tensor=tf.constant([digest], tf.int64), group=group).output
         is_other = tf.reduce_any(everybody != tf.constant(digest, tf.int64))
@@ -75,10 +75,10 @@ def compare(
 
 
 def compare_now(lines: Sequence[str], group: int, kind: CommGroup, differ: str, names: Sequence[str]) -> None:
-    """Compares at once, as :func:`compare` does in a graph.
+    """Compare at once, as :func:`compare` does in a graph.
 
     Raises:
-        SMPMismatchError: another rank has other lines, or none, on all of them.
+        SMPMismatchError: Another rank has other lines, or none; raised on all ranks.
     """
     digest = _digest(lines)
     if any(each != digest for each in _gather(digest, group)):
@@ -86,17 +86,17 @@ def compare_now(lines: Sequence[str], group: int, kind: CommGroup, differ: str, 
 
 
 def pipeline_group(groups: TensorFlowGroups) -> tuple[int, CommGroup, str, list[str]]:
-    """The group in which partitions compare their steps, and the text of a mismatch."""
+    """Return the group in which partitions compare their steps, its kind, and the text and names for errors."""
     assert groups.pp_group is not None, "one partition has nothing to compare"
     names = [f"partition {place}" for place in range(len(groups.members["pp"]))]
     return groups.pp_group, CommGroup.PP_GROUP, "the ranks of this pipeline run different steps", names
 
 
 def compare_activity(activity: str, groups: TensorFlowGroups) -> None:
-    """Begins an operation of all ranks of the pipeline that is no step, such as ``calls `smp.barrier()```.
+    """Begin an operation of all ranks of the pipeline outside of steps, such as ``calls `smp.barrier()```.
 
     Raises:
-        SMPMismatchError: another rank does something else, on all of them.
+        SMPMismatchError: Another rank does something else; raised on all ranks.
     """
     if groups.pp_group is not None:
         wait_for_report(groups)
@@ -104,27 +104,27 @@ def compare_activity(activity: str, groups: TensorFlowGroups) -> None:
 
 
 def report_failure(what: str, error: str, groups: TensorFlowGroups, seconds: float) -> None:
-    """Takes part in the pipeline's next comparison with an error.
+    """Take part in the pipeline's next comparison with an error.
 
-    The other ranks get the error whenever they compare; see :func:`wait_for_report`. Ranks that have failed as well get
-    nothing.
+    The other ranks get the error when they compare; see :func:`wait_for_report`. Ranks that have failed as well are
+    not told.
 
     Args:
-        what: This rank did, such as ``left `fit```.
-        error: Why, and on which rank.
+        what: What this rank did, such as ``left `fit```.
+        error: The reason, and the rank.
         groups: The pipeline.
-        seconds: How long to wait for the others: they may be elsewhere, and wait for this rank.
+        seconds: How long to wait for the others, which may be elsewhere and wait for this rank.
     """
     group, *_ = pipeline_group(groups)
 
     def take_part() -> None:
         with contextlib.suppress(Exception):
-            # Ranks that have left the job get no report.
+            # Errors are ignored: ranks that have left the job get no report.
             if all(each == _FAILED for each in _gather(_FAILED, group)):
                 return
             object_transport.gather([f"{_FAILURE}{what}: {error}"], "pp")
             if groups.dp_group is not None:
-                # The replicas wait for this partition's gradients.
+                # The replicas of this partition wait for its gradients, so they are told through the core.
                 _core.report_failure(error)
 
     groups.report_thread = threading.Thread(target=take_part, name="smp-failure", daemon=True)
@@ -133,7 +133,7 @@ def report_failure(what: str, error: str, groups: TensorFlowGroups, seconds: flo
 
 
 def wait_for_report(groups: TensorFlowGroups) -> None:
-    """Waits until the report of an earlier failure of this rank has been delivered."""
+    """Wait until the report of an earlier failure of this rank has been delivered."""
     if groups.report_thread is not None:
         groups.report_thread.join()
         groups.report_thread = None
@@ -151,7 +151,7 @@ def _gather(digest: int, group: int) -> list[int]:
 
 
 def _mismatch_text(lines: Sequence[str], kind: CommGroup, differ: str, names: Sequence[str]) -> str:
-    """Describes the mismatch; all ranks of the group call it."""
+    """Describe the mismatch; all ranks of the group call it."""
     story = object_transport.gather(list(lines), kind.value)
     for name, theirs in zip(names, story, strict=True):
         if len(theirs) == 1 and theirs[0].startswith(_FAILURE):
@@ -173,7 +173,7 @@ def _doing(lines: Sequence[str]) -> str:
 
 
 def _difference(story: Sequence[Sequence[str]], names: Sequence[str]) -> str:
-    """Describes the first place where the ranks differ."""
+    """Describe the first line in which the ranks differ."""
     first = story[0]
     for name, other in zip(names, story, strict=True):
         for place in range(max(len(first), len(other))):

@@ -23,16 +23,16 @@ SENDER, RECEIVER = 0, 1
 
 
 def device() -> str | None:
-    """The GPU on which this process computes, if there is one."""
+    """Return the GPU on which this process computes, if there is one."""
     return "/device:GPU:0" if tf.config.list_logical_devices("GPU") else None
 
 
 def open_between(groups: TensorFlowGroups, segment_graph: SegmentGraph) -> None:
-    """Opens channels, both ways, between the ranks that exchange tensors of ``segment_graph``.
+    """Open channels in both directions between the ranks that exchange tensors of ``segment_graph``.
 
-    Each channel is used once here: opening blocks its two ranks, which could deadlock with a third rank during a step.
-    All ranks of the pipeline call it with the step that they trace first. It opens none if one of them has no GPU or
-    traces another step.
+    Each channel is used once here: the first use blocks its two ranks, which during a step could deadlock with a
+    third rank. All ranks of the pipeline call it with the first step that they trace. It opens no channel if one of
+    the ranks has no GPU or traces another step.
     """
     here = device()
     mine = (here is not None, zlib.crc32("\n".join(segment_graph.lines).encode()))

@@ -1,7 +1,7 @@
-"""Batches of ``fit``, ``evaluate`` and ``predict``: all ranks of a pipeline compute with those of its first rank.
+"""Batches of ``fit``, ``evaluate`` and ``predict``: all ranks of a pipeline use those of its first rank.
 
-Random parts of a batch differ between ranks: Keras shuffles in another order on each, generators draw. So all ranks
-take the first rank's batch. Their own batches only show that they do the same and that there is a batch.
+The ranks' own batches may differ, because Keras shuffles with a different seed on each rank and generators draw
+random numbers. They serve only to check that all ranks have a batch of the same structure.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from smdistributed.modelparallel.tensorflow.state import state
 
 _END = "has not come: there are no more"
 _DOES = "runs `fit`, `evaluate` or `predict`"
-#: What the others know of, each in its way.
+#: #: Errors that the other ranks learn of in another way.
 _KNOWN = (errors.MismatchError, errors.PeerFailedError, errors.ClosedError, errors.WaitTimeoutError, tf.errors.OpError)
-#: How long a rank that has left waits for the others to hear of it; they may have left, too.
+#: #: How long a rank that has left the loop waits to tell the others, which may have left, too.
 _SECONDS = 1.0
 
 
 @contextlib.contextmanager
 def batch_loop(activity: str) -> Iterator[None]:
-    """A context for all batches of ``activity``, which the ranks of a pipeline end together.
+    """Return a context for all batches of ``activity``, which the ranks of a pipeline end together.
 
-    If this rank fails by itself, for example in a callback, the others learn of it with their next batch (AGR-2).
+    If this rank fails alone, for example in a callback, the others get the error with their next batch (AGR-2).
 
     Raises:
-        SMPMismatchError: others have more batches.
+        SMPMismatchError: Other ranks have more batches.
     """
     groups = state.groups
     try:
@@ -56,16 +56,16 @@ def batch_loop(activity: str) -> Iterator[None]:
 
 
 def next_batch(activity: str, take: Callable[[], Any]) -> Any:
-    """The next batch of the pipeline's first rank. All ranks of the pipeline call it.
+    """Return the next batch of the pipeline's first rank. All ranks of the pipeline call it.
 
     Args:
-        activity: Which batch, of what.
-        take: Makes this rank's; raises ``StopIteration`` or ``OutOfRangeError`` where there is none.
+        activity: Describes the batch, for comparison and errors.
+        take: Returns this rank's batch; raises ``StopIteration`` or ``OutOfRangeError`` at the end.
 
     Raises:
-        SMPMismatchError: ranks do something else, one has no more batches, or could not make one, or they are built
-            otherwise; the same on all ranks. Where all have none, and on the rank that could not make one, what
-            ``take`` raises.
+        SMPMismatchError: Ranks do different things, one has no more batches or failed, or their batches have
+        different structures; raised on all ranks. If all batches are used up, and on a rank whose ``take`` failed,
+        the exception of ``take`` is raised instead.
     """
     groups = state.groups
     if groups.pp_group is None:
@@ -79,7 +79,7 @@ def next_batch(activity: str, take: Callable[[], Any]) -> Any:
     except Exception as error:
         failure, story = error, f"could not be made: {type(error).__name__}: {error}"
     leaves, is_first = tf.nest.flatten(batch), groups.rank_in("pp") == 0
-    # What the core does not carry goes with the story.
+    # Values that the core cannot send are compared as part of the text.
     told = [_shape_or_value(leaf) if is_first else None for leaf in leaves]
     stories = communication.gather_for(_DOES, (activity, story, told), CommGroup.PP_GROUP)
     if failure is not None and story != _END:
@@ -94,7 +94,7 @@ def next_batch(activity: str, take: Callable[[], Any]) -> Any:
 
 
 def _as_tensors(batch: Any) -> Any:
-    """``batch`` as a ``tf.function`` would take it; absent optional tensors are ``None``."""
+    """Convert a batch as ``tf.function`` would; optional tensors that are absent become ``None``."""
 
     def converted(leaf: Any) -> Any:
         if isinstance(leaf, tf.experimental.Optional):
@@ -105,7 +105,7 @@ def _as_tensors(batch: Any) -> Any:
 
 
 def _described(batch: Any) -> str:
-    """The structure of a batch, without sizes."""
+    """Describe the structure of a batch, without sizes."""
 
     def kind(leaf: Any) -> str:
         return f"{leaf.dtype.name} of {leaf.shape.rank} axes" if isinstance(leaf, tf.Tensor) else type(leaf).__name__
@@ -120,7 +120,7 @@ def _shape_or_value(leaf: Any) -> Any:
 
 
 def _of_first(leaf: Any, known: Any, is_first: bool) -> Any:
-    """The first rank's tensor in the place of this rank's; what is no tensor stays."""
+    """Replace this rank's tensor by the first rank's; other values are kept."""
     if is_first or not isinstance(leaf, tf.Tensor):
         sent = leaf
     elif leaf.dtype == tf.string:

@@ -1,4 +1,4 @@
-"""Transport of pickled objects between processes; TensorFlow tensors are sent as arrays and arrive as tensors."""
+"""Sends pickled objects between processes; TensorFlow tensors are sent as arrays and arrive as tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from smdistributed.dataparallel.tensorflow.collectives import call
 from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.modelparallel.tensorflow.state import state
 
-#: Tags in the group of all ranks: what a message holds, and that it has been taken.
+#: #: Tags in the group of all ranks: for a message, and for its acknowledgement.
 _CONTENT, _TAKEN = 1, 2
 
 
@@ -30,7 +30,7 @@ def _packed(value: Any) -> np.ndarray:
 
 
 def _unpacked(message: np.ndarray, rank: int) -> Any:
-    """Unpickles a message of global rank ``rank``."""
+    """Unpickle a message of global rank ``rank``."""
     return unpickling.loads(message.tobytes(), f"rank {rank}", tf.convert_to_tensor)
 
 
@@ -44,7 +44,7 @@ def _recv(size: int, kind: tf.DType, rank: int, tag: int) -> np.ndarray:
 
 
 def send_object(value: Any, ranks: list[int]) -> None:
-    """Sends ``value`` to other global ranks; returns when they have received it."""
+    """Send ``value`` to other global ranks; return when they have received it."""
     message = _packed(value)
     with tf.init_scope(), tf.device("/device:CPU:0"):
         for rank in ranks:
@@ -55,7 +55,7 @@ def send_object(value: Any, ranks: list[int]) -> None:
 
 
 def receive_object(rank: int) -> Any:
-    """Receives an object from another global rank."""
+    """Receive an object from another global rank."""
     with tf.init_scope(), tf.device("/device:CPU:0"):
         size = int(_recv(1, tf.int64, rank, _CONTENT)[0])
         message = _recv(size, tf.uint8, rank, _CONTENT)
@@ -68,7 +68,7 @@ def _world() -> int | None:
 
 
 def gather(value: Any, name: str) -> list[Any]:
-    """Gathers the values of all ranks of a group, in their order."""
+    """Gather the values of all ranks of a group, in their order."""
     members, ours = state.groups.members[name], state.groups.objects(name)
     message = _packed(value)
     if len(members) == 1:

@@ -1,22 +1,23 @@
 """Builds this rank's graph: each segment becomes a function that is called once for each microbatch.
 
 - PROG-1: calls of anchored segments follow the schedule; a control edge leads from each to the next. Other calls, and
-  all messages, run when their operands are there.
-- PROG-2: inputs that only anchored calls use are received two calls ahead, so that no more memory than that waits.
+  all messages, run as soon as their inputs are computed.
+- PROG-2: inputs that only anchored calls use are received two calls ahead, which limits the memory of waiting inputs.
   Other inputs are received at once, because other ranks may wait for results. An anchored call's outputs for other
-  ranks are sent before the next call begins: with one thread for all operations, TensorFlow would run the longer one
+  ranks are sent before the next call begins, because with a single thread TensorFlow would run the longer operation
   first.
-- PROG-3: functions are called, not inlined, so control edges hold for whole calls, and a call's results are freed after
-  their last use. PROG-6 is the exception.
-- PROG-4: gradients are accumulated as they are computed, in variables that exist while the step runs. Beside the sums,
-  a call holds the gradients that it has not added yet, which is one at a time where operations run one after the other.
-  Values that the body derives from gradients outside of the schedule are added when their call has ended, and the next
-  backward waits for that. Other results of a microbatch are held only if they are used.
-- PROG-5: a call comes after the calls whose effects its operations depend on, and after those of the microbatch before
-  that read or change a variable which it changes or reads (SEG-3 in the core). A message tells other ranks of effects.
-- PROG-6: gradients that replicas reduce during the rest of the backward are not held until a call ends. The last call
-  that makes some of them is replaced by its operations, with the same dependencies. A segment with effects is called
-  all the same.
+- PROG-3: functions are called and not inlined, so that control edges apply to whole calls, and a call's results are
+  freed after their last use. PROG-6 is the exception.
+- PROG-4: gradients are accumulated as they are computed, in variables that exist while the step runs. In addition to
+  the sums, a call holds the gradients that it has not added yet: one at a time, if operations run one after the
+  other. Values that the body derives from gradients outside of the schedule are added after their call, and the next
+  backward waits for that. Other results of a microbatch are kept only if they are used.
+- PROG-5: a call comes after the calls whose effects its operations depend on, and after those of the previous
+  microbatch that read a variable which it changes, or change one which it reads (SEG-3 in the core). A message
+  signals effects to other ranks.
+- PROG-6: gradients that replicas reduce during the rest of the backward must be available before their call ends. So
+  the last call that computes such gradients is replaced by its operations, with the same dependencies. A segment with
+  effects is always called.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ from smdistributed.modelparallel.tensorflow.runtime.transfers import Transfers
 from smdistributed.modelparallel.tensorflow.tracing.operations import has_effect, waited_for
 from smdistributed.modelparallel.tensorflow.tracing.recording import Trace
 
-#: Attributes of operations that name others of their graph.
+#: #: Attributes of operations that contain names of other operations in their graph.
 _NAMING = ("_class", "_output_shapes")
 
 
 def copy_ops(ops: Sequence[tf.Operation], values: dict[str, tf.Tensor]) -> list[tf.Operation]:
-    """Makes ``ops`` again in the current graph, and returns them.
+    """Copy ``ops`` to the current graph, and return the copies.
 
     Args:
-        ops: In an order in which they can be made.
-        values: What stands here for a tensor there, by its name; those that are made are added.
+        ops: The operations in topological order.
+        values: The tensors of the current graph, by the names of the originals; the copies are added.
     """
     made: dict[str, tf.Operation] = {}
-    # To enter a device takes as long as to make an operation, and neighbours are mostly on one.
+    # Entering a device scope is as slow as creating an operation, and adjacent operations are mostly on one device.
     for device, same_device in itertools.groupby(ops, lambda op: op.device):
         with tf.device(device or None):
             for op in same_device:
@@ -67,10 +68,10 @@ def _copy_op(op: tf.Operation, values: dict[str, tf.Tensor], made: Mapping[str, 
     inputs = []
     for tensor in op.inputs:
         if tensor.name not in values:
-            # A constant.
+            # A constant of eager code.
             copy_ops([tensor.op], values)
         inputs.append(values[tensor.name])
-    # Stand-ins for effects may be missing here, because no operation uses them.
+    # Control dependencies for effects may be missing here, because no operation uses their results.
     waits = dict.fromkeys(each.name for each in (*op.control_inputs, *waited_for(op)))
     with tf.control_dependencies([made[name] for name in waits if name in made]):
         new = graph._create_op_internal(
@@ -85,7 +86,7 @@ def _copy_op(op: tf.Operation, values: dict[str, tf.Tensor], made: Mapping[str, 
 
 
 def _without_graph(function: Any) -> Any:
-    """Returns a traced function as the runtime knows it, without its Python graph.
+    """Return a traced function as the runtime knows it, without its Python graph.
 
     The Python graph of a branch or a loop refers to the trace's tensors and would keep the whole trace alive as long as
     the step.
@@ -98,19 +99,19 @@ def _without_graph(function: Any) -> Any:
 
 
 class Program:
-    """Builds the step's graph, in the graph that is traced now.
+    """Builds the step's graph inside of the graph that is being traced.
 
     Args:
-        trace: What is run.
-        segment_graph: This rank's part of it.
-        given: For each microbatch, what stands for the inputs of the trace.
-        groups: The pipeline.
-        to_sum: Tensors that the step returns here, whose sums over the microbatches are wanted, by name, each with the
-            device that its sum is for.
-        early: Names of tensors that the step returns here, each of which is wanted as soon as it is there.
+        trace: The traced body.
+        segment_graph: This rank's segments.
+        given: For each microbatch, the tensors that replace the inputs of the trace.
+        groups: The process groups of the pipeline.
+        to_sum: Tensors that the step returns here as sums over the microbatches, by name, each with the device of its
+        sum.
+        early: Names of tensors that the step returns here and that are needed as soon as they are computed.
 
     Attributes:
-        sums: These sums, by name, when the graph has been built.
+        sums: The sums, by name, after :meth:`build`.
     """
 
     def __init__(
@@ -135,21 +136,21 @@ class Program:
                 captures | {inner.name: outer for inner, outer in zip(trace.inputs, tensors, strict=True)}
             )
         self._functions: dict[Segment, Any] = {}
-        # Of a segment of another rank, what has received the message that it has been called.
+        # For segments of other ranks, the operation that has received the signal of their call.
         self._calls: dict[tuple[Segment, int], tf.Operation] = {}
         self._anchors: list[tf.Operation] = []
         self._start: list[tf.Operation] = []
-        # What others wait for while it runs; and what runs by itself.
+        # Operations that other ranks wait for during the step, and operations that run independently.
         self._scope: StepScope | None = None
         self._independent_ops: list[tf.Operation] = []
         self._transfers: Transfers | None = None
         self._clock = timeline.Clock(self._run_independently)
-        # When the last anchored call ended.
+        # The last operation of the previous anchored call.
         self._idle: list[tf.Operation] = []
-        # What the next anchored call waits for: that messages have begun, and, with a timeline, that clocks were read.
+        # Dependencies of the next anchored call: started messages, and with a timeline the clock's operations.
         self._begun: list[tf.Operation] = []
         self._to_sum = to_sum
-        # PROG-4: by the name of what they are sums of.
+        # Accumulators by the names of the summed tensors (PROG-4).
         self._accumulators: dict[str, Accumulator] = {}
         if self._microbatches > 1:
             for segment in dict.fromkeys(segment for segment, _ in segment_graph.order):
@@ -157,13 +158,13 @@ class Program:
                     if tensor.name in to_sum and Accumulator.supports(tensor):
                         self._accumulators[tensor.name] = Accumulator(tensor, to_sum[tensor.name])
         self._split = self._to_split(early)
-        # Additions of the last anchored call.
+        # Additions of the previous anchored call.
         self._adding: list[tf.Operation] = []
         unanchored = [each for each in segment_graph.segments if not each.anchored]
         self._taken_at_once = {tensor.name for each in unanchored for tensor in each.inputs}
 
     def build(self) -> list[dict[str, tf.Tensor]]:
-        """Makes all of it; returns the tensors that the step returns here, for each microbatch, by name."""
+        """Build the graph; return the tensors that the step returns here, for each microbatch, by name."""
         segment_graph = self._segment_graph
         if self._groups.pp_group is not None:
             self._scope = StepScope()
@@ -173,7 +174,7 @@ class Program:
                 )
             self._start = [start]
             self._transfers = Transfers(segment_graph, self._groups, self._microbatches, start, self._run_independently)
-        # A tape around the step has nothing to record in it.
+        # A gradient tape around the step must not record these operations.
         with record.stop_recording():
             for segment, mb in segment_graph.order:
                 self._call(segment, mb)
@@ -186,13 +187,13 @@ class Program:
                 for mb in range(self._microbatches)
             ]
             for name in sorted(set(self._to_sum) - set(self.sums)):
-                # No call has made it here.
+                # Not computed by a call on this rank.
                 for row in rows:
                     self._add(name, row[name])
             return rows
 
     def end(self, results: Any) -> Any:
-        """The step ends when ``results``, and all that has been made, are there; returns them as they are then."""
+        """Return ``results`` with a dependency on everything that the step runs."""
         if self._scope is None:
             return results
         with record.stop_recording():
@@ -201,7 +202,7 @@ class Program:
     # Values.
 
     def _value(self, tensor: tf.Tensor, mb: int, stage: int | None = None) -> Any:
-        """What stands for a tensor here; ``stage`` is the one that it is for, if that is to be told in the timeline."""
+        """Return the tensor of a microbatch; ``stage`` is the stage that uses it, if the timeline is to show that."""
         values = self._values[mb]
         if tensor.name in values:
             return values[tensor.name]
@@ -235,7 +236,7 @@ class Program:
         self._clock.note("send", segment.stage, mb, ready, [sent])
 
     def _has_been_called(self, segment: Segment, mb: int) -> tf.Operation:
-        """The operation that ends after a segment's call for a microbatch, on whichever rank it is."""
+        """Return the operation that ends after a segment's call for a microbatch, on any rank."""
         if segment.ops:
             self._call(segment, mb)
         elif (segment, mb) not in self._calls:
@@ -243,7 +244,7 @@ class Program:
         return self._calls[segment, mb]
 
     def _run_independently(self, op: tf.Operation) -> None:
-        """Excludes an operation that must run from automatic control dependencies; its dependencies are explicit."""
+        """Exclude an operation that must run from automatic control dependencies; its dependencies are explicit."""
         self._independent_ops.append(op)
         order = getattr(self._graph, "experimental_acd_manager", None)
         if order is not None:
@@ -265,11 +266,11 @@ class Program:
             if segment.phase != "F":
                 before, self._adding = before + self._adding, []
         elif mb > 0:
-            # States change in the order of the microbatches.
+            # Variables change in the order of the microbatches.
             before.append(self._has_been_called(segment, mb - 1))
         ready = []
         if segment.anchored:
-            # Most come from one call.
+            # Most inputs come from the same call.
             here = list(dict.fromkeys(each.op for each in arguments if getattr(each, "graph", None) is self._graph))
             ready = self._clock.read([*before, *here])
             if mb == 0:
@@ -299,16 +300,16 @@ class Program:
         if segment.alone:
             transfers = self._segment_graph.transfers
             sent = [tensor for tensor in segment.outputs if tensor.name in transfers]
-            # MSG-2.
+            # Sends wait for their turn in the channel (MSG-2).
             for tensor in sorted(sent, key=lambda each: transfers[each.name].number):
                 self._send(segment, tensor, self._values[mb][tensor.name], mb)
         if segment.alone and segment in self._segment_graph.signals:
             self._remote.signal(segment, mb, call)
 
-    # PROG-4.
+    # Accumulation (PROG-4).
 
     def _summed(self, segment: Segment) -> dict[str, Accumulator]:
-        """The accumulators of a segment's gradients."""
+        """Return the accumulators of a segment's gradients."""
         names = [tensor.name for tensor in segment.outputs if tensor.name in self._accumulators]
         return {name: self._accumulators[name] for name in names}
 
@@ -324,7 +325,7 @@ class Program:
             self._run_independently(op)
 
     def _add(self, name: str, value: tf.Tensor) -> list[tf.Operation]:
-        """Adds a microbatch's value; returns the operation, if there is one."""
+        """Add a microbatch's value to its sum; return the operation, if there is one."""
         if name not in self.sums:
             self.sums[name] = tf.convert_to_tensor(value)
             return []
@@ -332,11 +333,11 @@ class Program:
         return [self.sums[name].op]
 
     def _inputs(self, segment: Segment) -> list[tf.Tensor]:
-        """The tensors that a segment's function takes; captured ones are captured again."""
+        """Return the arguments of a segment's function, including captured tensors."""
         return [each for each in segment.inputs if each.name not in self._captures]
 
     def _function(self, segment: Segment) -> Any:
-        """The function of a segment."""
+        """Return the function of a segment."""
         if segment in self._functions:
             return self._functions[segment]
         inputs = self._inputs(segment)
@@ -350,8 +351,8 @@ class Program:
         body.__name__ = f"smp_{segment.name}"
         function = tf.function(body, autograph=False, experimental_attributes={"_noinline": True})
         concrete = function.get_concrete_function(*(tf.TensorSpec(each.shape, each.dtype) for each in inputs))
-        # TensorFlow would compute a call that takes constants alone when it optimizes the graph, where it does not find
-        # the function.
+        # TensorFlow would evaluate a call with constant arguments only while it optimizes the graph, where it does
+        # not find the function.
         options = concrete._inference_function._call_options
         concrete._inference_function._call_options = dataclasses.replace(options, is_stateful=True)
         self._functions[segment] = concrete
@@ -360,7 +361,7 @@ class Program:
     def _compute(
         self, segment: Segment, arguments: Sequence[tf.Tensor]
     ) -> tuple[dict[str, tf.Tensor], list[tf.Operation]]:
-        """A segment's operations in the current graph, and the values in it by name."""
+        """Copy a segment's operations to the current graph; return the values by name."""
         graph = tf.compat.v1.get_default_graph()
         for function in self._trace.graph._functions.values():
             if not graph._is_function(function.name):
@@ -372,10 +373,10 @@ class Program:
             values[tensor.name] = argument
         return values, copy_ops(segment.ops, values)
 
-    # PROG-6.
+    # Calls that are replaced by their operations (PROG-6).
 
     def _to_split(self, early: Collection[str]) -> set[tuple[Segment, int]]:
-        """The last calls of segments that make something early."""
+        """Return the last calls of segments that compute early results."""
         last = dict(self._segment_graph.order)
         return {
             (segment, mb)
@@ -384,7 +385,7 @@ class Program:
         }
 
     def _call_split(self, segment: Segment, arguments: Sequence[tf.Tensor]) -> tuple[tf.Operation, list[tf.Tensor]]:
-        """Replaces a call by its operations; returns what stands for the call, and its results."""
+        """Replace a call by its operations; return the operation that represents the call, and the results."""
         with tf.control_dependencies([tf.no_op()]):
             values, made = self._compute(segment, arguments)
         for name, each in self._summed(segment).items():

@@ -1,4 +1,4 @@
-"""The segments that this rank computes in a step, as the core cuts them (``pipeline/operations`` there)."""
+"""The segments of a step on this rank, as the core cuts them (``rust-core/src/pipeline/operations``)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _CLASSES = {**CLASSES, "unsupported": SMPUnsupportedError}
 
 @dataclass(eq=False)
 class Segment:
-    """Operations that this rank computes at a time.
+    """Operations that this rank computes in one function.
 
     Attributes:
         name: Phase, stage and level.
-        anchored: Whether its place in the rank's order is the schedule's; others run when their operands are there.
+        anchored: Whether the schedule fixes its place in the rank's order; others run when their inputs are computed.
         alone: Whether no other rank computes it.
         ops: The operations.
-        inputs: Tensors that they need from elsewhere.
-        outputs: Tensors of theirs that are needed elsewhere.
-        after: Segments that they come after besides, for the same microbatch (0) or for the one before (1).
+        inputs: Tensors from other segments.
+        outputs: Tensors that other segments need.
+        after: Further segments that come before it, for the same microbatch (0) or for the previous one (1).
     """
 
     name: str
@@ -46,10 +46,10 @@ class Transfer:
     """A message between ranks: a tensor, or the signal that a segment has been computed.
 
     Attributes:
-        tensor: In the graph of the trace; ``None`` for a signal.
-        number: The same on all ranks.
+        tensor: The tensor in the graph of the trace; ``None`` for a signal.
+        number: The number of the message, equal on all ranks.
         source: The partition that sends it.
-        targets: Those that get it.
+        targets: The partitions that receive it.
     """
 
     tensor: tf.Tensor | None
@@ -62,16 +62,16 @@ class SegmentGraph:
     """This rank's part of a step.
 
     Attributes:
-        segments: In an order in which they can be computed.
-        order: The anchored ones with their microbatches, in the schedule's order.
-        of: The segment of an operation, by its name.
+        segments: The segments in topological order.
+        order: The anchored segments with their microbatches, in the schedule's order.
+        of: The segment of each operation, by the operation's name.
         transfers: Tensors that pass between ranks, by name.
         signals: Segments that other ranks wait for.
-        messages: Names of those that anchored segments make, with their microbatches: rank after rank, in the order in
-            which each makes them.
-        free: Names of operations that are computed wherever they are needed.
-        wanted: What the step returns here.
-        lines: What must be the same on all ranks.
+        messages: Names of the tensors that anchored segments compute for other ranks, with their microbatches: for
+        each rank, in the order in which it computes them.
+        free: Names of operations that every rank computes where it needs them.
+        wanted: The tensors that the step returns on this rank.
+        lines: Lines of text that must be equal on all ranks.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class SegmentGraph:
         microbatches: int,
         config: Config,
     ) -> None:
-        """``wanted``: for each rank, the tensors that the step returns there.
+        """Cut a trace; ``wanted`` are for each rank the tensors that the step returns there.
 
         Raises:
-            SMPUnsupportedError: a tensor cannot pass between ranks, or the schedule contradicts what depends on what.
+            SMPUnsupportedError: A tensor cannot be sent between ranks, or the schedule contradicts the dependencies.
         """
         with errors.translated(_CLASSES):
             segments, order, transfers, messages, signals, self.lines = placement.cut(

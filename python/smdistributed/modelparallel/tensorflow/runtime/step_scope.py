@@ -1,11 +1,13 @@
 """The scope of a step: operations of its graph that tell the core when the step begins and ends.
 
-If an operation fails in between, perhaps on this rank alone, the core tells the other ranks, which wait for its
+If an operation fails in between, possibly on this rank only, the core tells the other ranks, which wait for its
 results.
 
-- ATT-3: a step begins when it has all its inputs. An earlier failure, such as an exhausted iterator, is not the step's.
-  In a function with several steps, what is computed for a later one may fail while an earlier one runs.
-- ATT-4: a step's results are available when it has ended. A failure in computing with them is not the step's.
+- ATT-3: a step begins when all its inputs are computed. An earlier failure, such as an exhausted iterator, does not
+  belong to the step. In a function with several steps, operations that only later steps need may fail while an
+  earlier one runs.
+- ATT-4: a step's results are available when it has ended. A failure of operations that use them does not belong to
+  the step.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ _HOST = "/device:CPU:0"
 
 
 class StepScope:
-    """A step that begins here, in the graph that is being traced.
+    """A step that begins at this point of the graph that is being traced.
 
     Attributes:
-        begin_op: The operation before which nothing of it may run that others count on.
+        begin_op: The operation before which no operation runs that other ranks depend on.
     """
 
     def __init__(self) -> None:
@@ -33,12 +35,12 @@ class StepScope:
         self.begin_op = self._step.op
 
     def cancel(self) -> tf.Operation:
-        """Ends the step on all ranks without results."""
+        """End the step on all ranks without results."""
         with tf.device(_HOST):
             return core_ops.smd_end_step(step=self._step)
 
     def end(self, results: Any, after: Sequence[tf.Operation]) -> Any:
-        """Ends the step when ``after`` and ``results`` are computed; returns the results."""
+        """End the step when ``after`` and ``results`` are computed; return the results."""
         graph = tf.compat.v1.get_default_graph()
         leaves = tf.nest.flatten(results, expand_composites=True)
         made = [leaf.op for leaf in leaves if getattr(leaf, "graph", None) is graph]

@@ -1,6 +1,6 @@
-"""A step's segments and messages in the timeline (``SMD_TIMELINE``), in PyTorch's form.
+"""A step's segments and messages in the timeline (``SMD_TIMELINE``), in the same form as for PyTorch.
 
-Clocks are operations of the graph. Without a timeline the graph has none of them.
+Times are read by operations of the graph. Without a timeline, the graph does not contain them.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import tensorflow as tf
 
 from smdistributed import _core
 
-#: What the segments' phases are called.
+#: #: Names of the phases in the timeline.
 PHASES = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 
 
 class Clock:
-    """Reads and notes times while the graph runs.
+    """Reads times and records intervals while the graph runs.
 
     Args:
-        run_independently: Called with every operation that must run and has no order with others but what it is told.
+        run_independently: Called with every operation that must run and has explicit dependencies only.
     """
 
     def __init__(self, run_independently: Callable[[tf.Operation], None]) -> None:
@@ -28,13 +28,13 @@ class Clock:
         self._run_independently = run_independently
 
     def read(self, after: Sequence[tf.Operation]) -> list[tf.Operation]:
-        """The time when ``after`` have ended, as one operation; none without a timeline."""
+        """Return an operation that reads the time after ``after``, as a list; an empty list without a timeline."""
         return [self._call(lambda: _core.timeline_now(), (), after)] if self._on else []
 
     def note(
         self, kind: str, stage: int, mb: int, start: Sequence[tf.Operation], after: Sequence[tf.Operation]
     ) -> list[tf.Operation]:
-        """Notes an interval of the timeline, from ``start`` until ``after`` have ended.
+        """Record an interval of the timeline, from ``start`` until ``after`` have ended.
 
         Returns the operation that does so, if there is one.
         """

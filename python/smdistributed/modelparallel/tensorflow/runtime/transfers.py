@@ -1,16 +1,17 @@
 """Transfers of tensors between the ranks of a pipeline, as operations of a step's graph.
 
-- MSG-1: each message has its own number in a step, which both sides count in the same segment graph. So between hosts a
-  receive may be posted at any time, and messages have no order. Steps reuse the numbers, because they run one after the
-  other, also inside one ``tf.function``: calls that run operations of this library join TensorFlow's chain
+- MSG-1: each message has a number in the step, which both sides derive from the same segment graph. So between hosts
+  a receive may be posted at any time, and messages need no order. Steps reuse the numbers, because they run one after
+  the other, also inside one ``tf.function``: calls that run operations of this library join TensorFlow's chain
   (``ordering.py``).
-- MSG-2: between GPUs, both sides use a channel in the order in which the sender's anchored calls make the messages. A
-  receive there is a kernel that runs until its message arrives, and a kernel that is launched for the first time may
-  have to wait for running ones. So a receive begins when the sender has told this host that the send has begun, and
-  depends on nothing that still has to be launched.
+- MSG-2: between GPUs, both sides use a channel in the order in which the sender's anchored calls compute the
+  messages. A receive is a kernel that runs until its message arrives, and a kernel's first launch may have to wait
+  for running kernels. So a receive begins only after a notice from the sender's host that the send has begun, and
+  then depends on no kernel that is still to be launched.
 - MSG-3: only floating-point tensors of anchored segments are sent between GPUs. Integers of a graph are in host memory,
   and outputs of other segments have no order.
-- MSG-4: nothing is sent before all ranks are known to run the same step; otherwise it would arrive in the next one.
+- MSG-4: no message is sent before all ranks are known to run the same step; otherwise it would arrive in the next
+  one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from smdistributed.modelparallel.tensorflow.runtime import channels
 from smdistributed.modelparallel.tensorflow.runtime.segment_graph import Segment, SegmentGraph, Transfer
 
 _HOST = "/device:CPU:0"
-#: What tells that a tensor has begun to come, whose shape needs no telling.
+#: #: The notice that a tensor of known shape is being sent.
 _NOTICE = [0]
 
 
@@ -35,11 +36,11 @@ class Transfers:
     """The messages of a step on this rank.
 
     Args:
-        segment_graph: The step.
-        groups: The pipeline, of more than one rank.
-        microbatches: How many there are.
-        start: The operation that everything waits for.
-        run_independently: Called with every operation that must run and has no order with others but what it is told.
+        segment_graph: The segments of the step.
+        groups: The process groups of the pipeline, which has more than one rank.
+        microbatches: Number of microbatches.
+        start: The operation that all messages wait for.
+        run_independently: Called with every operation that must run and has explicit dependencies only.
     """
 
     def __init__(
@@ -53,15 +54,15 @@ class Transfers:
         self._segment_graph, self._microbatches = segment_graph, microbatches
         self._group, self._here, self._channels = groups.pp_group, groups.rank_in("pp"), groups.channels
         self._start, self._run_independently = start, run_independently
-        # MSG-2: for each channel, the messages to receive, the last operation, and the messages that were received
-        # before the graph needed them, because a channel keeps its order.
+        # For each channel: the messages to receive, the last operation, and messages that were received before the
+        # graph needed them, because a channel keeps its order (MSG-2).
         self._pending_receives: dict[int, deque[tuple[str, int]]] = {}
         self._last: dict[tuple[int, int], list[tf.Operation]] = {}
         self._received: dict[tuple[str, int], tf.Tensor] = {}
         self._in_order = {name for name, _ in segment_graph.messages}
 
     def _channel(self, tensor: tf.Tensor, source: int, target: int) -> int | None:
-        """The channel of a tensor between GPUs; ``None`` between hosts."""
+        """Return the channel of a tensor between GPUs; ``None`` between hosts."""
         if tensor.name not in self._in_order or not (tensor.dtype.is_floating or tensor.dtype.is_complex):
             return None
         return self._channels.get((source, target))
@@ -72,13 +73,13 @@ class Transfers:
     def send(
         self, tensor: tf.Tensor, value: tf.Tensor, mb: int, after: Sequence[tf.Operation]
     ) -> tuple[list[tf.Operation], tf.Operation]:
-        """Sends ``value`` of ``tensor`` to the ranks that need it.
+        """Send ``value`` of ``tensor`` to the ranks that need it.
 
         Returns:
-            The operations that begin to, and the one that ends when they have it.
+            The operations that begin to send, and the one that ends when the ranks have received it.
         """
         messages = []
-        # MSG-4.
+        # Waits for the comparison of the steps (MSG-4).
         with tf.control_dependencies([self._start, *after]):
             for target in self._segment_graph.transfers[tensor.name].targets:
                 messages += self._send_to(target, tensor, value, mb)
@@ -109,7 +110,7 @@ class Transfers:
             return [message, send_to_host(_NOTICE if known else tf.shape(value), tag + 1)]
 
     def receive(self, tensor: tf.Tensor, mb: int, after: Sequence[tf.Operation]) -> tf.Tensor:
-        """Receives ``tensor`` from its rank; between hosts, once ``after`` have ended."""
+        """Receive ``tensor`` from its rank; between hosts, after ``after``."""
         source = self._segment_graph.transfers[tensor.name].source
         if self._channel(tensor, source, self._here) is None:
             assert self._group is not None, "one partition receives nothing"
@@ -131,7 +132,7 @@ class Transfers:
                 yield name, mb
 
     def _receive_next(self, source: int) -> None:
-        """MSG-2."""
+        """Receive the next message of a channel (MSG-2)."""
         name, mb = self._pending_receives[source].popleft()
         tensor: Any = self._segment_graph.transfers[name].tensor
         edge = (source, self._here)
@@ -144,7 +145,7 @@ class Transfers:
         self._received[name, mb], self._last[edge] = value, [value.op]
 
     def _receive_shape(self, tensor: tf.Tensor, source: int, mb: int) -> tf.Tensor:
-        """Receives the shape of a tensor, or the notice that it has been sent."""
+        """Receive the shape of a tensor, or the notice that it is being sent."""
         size = [1] if tensor.shape.is_fully_defined() else [tensor.shape.rank]
         with tf.device(_HOST):
             tag = self._tag(self._segment_graph.transfers[tensor.name], mb) + 1
@@ -163,7 +164,7 @@ class Transfers:
         return value
 
     def signal(self, segment: Segment, mb: int, call: tf.Operation) -> None:
-        """Signals the end of a segment's call to other ranks."""
+        """Signal the end of a segment's call to other ranks."""
         signal = self._segment_graph.signals[segment]
         tag = self._tag(signal, mb)
         with tf.control_dependencies([self._start, call]), tf.device(_HOST):
@@ -175,7 +176,7 @@ class Transfers:
             self._run_independently(op)
 
     def receive_signal(self, segment: Segment, mb: int) -> tf.Operation:
-        """The operation that ends when another rank's call of a segment has ended."""
+        """Return the operation that ends when another rank's call of a segment has ended."""
         signal = self._segment_graph.signals[segment]
         with tf.control_dependencies([self._start]), tf.device(_HOST):
             tag = self._tag(signal, mb)

@@ -25,7 +25,8 @@ class OpFingerprints:
         self._functions: dict[str, str] = {}
 
     def of(self, op: tf.Operation) -> str:
-        """The text: the values of a small constant, else a digest, or nothing if there are no attributes but types."""
+        """Return the text: the values of a small constant, or else a digest; empty for attributes that are only
+        types."""
         node = op.node_def
         if op.type == "Const" and op.outputs[0].shape.num_elements() <= _MAX_INLINE_ELEMENTS:
             return f"[{' '.join(map(str, tf.make_ndarray(node.attr['value'].tensor).ravel()))}]"
@@ -49,12 +50,12 @@ class OpFingerprints:
         return digest.hexdigest() if found else ""
 
     def _function(self, name: str) -> str:
-        """Returns the fingerprint of a branch, a loop or another function.
+        """Return the fingerprint of a branch, a loop or another function.
 
         It covers the operations in an order that does not depend on names.
         """
         if name not in self._functions:
-            # Functions do not call themselves, but gradients of calls name what they come from.
+            # Functions do not call themselves, but the gradient of a call refers to the call, which would recurse.
             self._functions[name] = ""
             function = self._graph._get_function(name)
             nodes = [] if function is None else function.cached_definition.node_def

@@ -18,7 +18,7 @@ from smdistributed.dataparallel.tensorflow.reduction import name_of
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.tensorflow.partitioning.delayed_initialization import handle_of
 
-#: What gives numbers other places or another type.
+#: #: Operations that rearrange or cast elements.
 _MOVES = {
     *(
         "Cast",
@@ -36,7 +36,7 @@ _MOVES = {
     ),
     *("ReverseV2", "Roll", "Slice", "Split", "SplitV", "Squeeze", "StridedSlice", "Tile", "Transpose", "Unpack"),
 }
-#: What takes numbers of the same places, or sums them up, and is no longer a gradient.
+#: #: Operations that compare or sum up elements; their results are not gradients.
 _SUMS = {
     *("BatchMatMulV2", "Conv2D", "Einsum", "MatMul"),
     *("All", "Any", "ArgMax", "ArgMin", "EuclideanNorm", "Max", "Mean", "Min", "Prod", "Sum"),
@@ -44,7 +44,7 @@ _SUMS = {
 
 
 def _inputs(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
-    """What ``tensor`` is made of: several may pass an operation beside each other."""
+    """Return the inputs of ``tensor`` from which it may be derived; an operation may pass several values through."""
     op = tensor.op
     return [op.inputs[tensor.value_index]] if op.type == "IdentityN" else op.inputs
 
@@ -53,12 +53,12 @@ class GradientTracker:
     """The tensors of a trace that are gradients."""
 
     def __init__(self) -> None:
-        # By the name of a tensor, handles of the variables whose gradient it is, by identity.
+        # For each tensor name: the ids of the handles of the variables whose gradient it is.
         self._variables_by_tensor: dict[str, set[int]] = {}
 
     @contextmanager
     def tracking(self) -> Iterator[None]:
-        """A context that records the gradients that ``tf.gradients`` and tapes return."""
+        """Return a context that records the gradients that ``tf.gradients`` and tapes return."""
         plain_helper, plain_tape = gradients_util._GradientsHelper, tf.GradientTape.gradient
 
         @functools.wraps(plain_helper)
@@ -84,15 +84,15 @@ class GradientTracker:
 
     @property
     def has_found_any(self) -> bool:
-        """Whether gradients of variables have been computed."""
+        """Return whether gradients of variables have been computed."""
         return bool(self._variables_by_tensor)
 
     def variables_of(self, value: Any, inputs: Callable[[tf.Tensor], Iterable[tf.Tensor]] = _inputs) -> set[int]:
-        """Handles, by identity, of the variables whose gradients ``value`` comes from.
+        """Return the ids of the handles of variables from whose gradients ``value`` is derived.
 
         Args:
             value: A tensor or slices.
-            inputs: Of what makes a tensor: those by which it may come from a gradient.
+            inputs: Returns the inputs of a tensor from which it may be derived.
         """
         found: set[int] = set()
         pending, seen = [_tensor(value)], set()
@@ -108,18 +108,18 @@ class GradientTracker:
         return found
 
     def variable_of(self, value: Any, variables: Sequence[Any], of_replicas: bool) -> Any:
-        """Returns the variable whose gradient ``value`` is, or ``None`` if it is no gradient.
+        """Return the variable whose gradient ``value`` is, or ``None`` if it is not a gradient.
 
-        The gradient has the variable's shape and type. If several of one shape match, such as variables that are added
-        up, it is the first.
+        The gradient has the variable's shape and type. If several variables match, such as variables that are added
+        up, the first one is returned.
 
         Args:
-            value: What a body returns.
-            variables: Those of the model.
-            of_replicas: Whether replicas reduce gradients, which none may miss.
+            value: A result of the body.
+            variables: The variables of the model.
+            of_replicas: Whether replicas reduce gradients, so that every gradient must be recognized.
 
         Raises:
-            SMPUsageError: replicas would have to know whether it is one, and that cannot be told.
+            SMPUsageError: Replicas must know whether it is a gradient, and that is ambiguous.
         """
         if not isinstance(value, tf.Tensor | tf.IndexedSlices):
             return None
@@ -144,9 +144,9 @@ class GradientTracker:
         return None
 
     def _refuse_other_forms(self, value: Any, variables: Sequence[Any]) -> None:
-        """Raises if ``value`` has the numbers of gradients in another shape, which replicas would not average.
+        """Raise if ``value`` has the elements of gradients in another shape, which replicas would not average.
 
-        Values that sum or compare gradients, such as norms, are each replica's own.
+        Values that sum or compare gradients, such as norms, may differ between replicas.
         """
         found = self.variables_of(value, _of_same_numbers) if _has_numbers(_tensor(value)) else set()
         names = [f"`{name_of(each)}`" for each in variables if id(handle_of(each)) in found]
@@ -159,16 +159,16 @@ class GradientTracker:
 
 
 def of_same_shape(tensor: tf.Tensor) -> list[tf.Tensor]:
-    """Yields the inputs from which ``tensor`` may be made number by number.
+    """Return the inputs from which ``tensor`` may be computed elementwise.
 
-    One is a gradient that a global norm scales: what the norm is made of has another shape.
+    An example is a gradient that is scaled by a global norm; the inputs of the norm have another shape.
     """
     rank, shape = tensor.shape.rank, tensor.shape
     return [each for each in _inputs(tensor) if each.shape.rank == rank and each.shape.is_compatible_with(shape)]
 
 
 def _of_same_numbers(tensor: tf.Tensor) -> list[tf.Tensor]:
-    """Inputs whose numbers ``tensor`` has, in whatever shape."""
+    """Return the inputs whose elements ``tensor`` contains, in any shape."""
     inputs = [each for each in _inputs(tensor) if _has_numbers(each)]
     if tensor.op.type in _MOVES:
         return inputs
@@ -179,7 +179,8 @@ def _of_same_numbers(tensor: tf.Tensor) -> list[tf.Tensor]:
 
 
 def _has_numbers(tensor: tf.Tensor) -> bool:
-    """Whether it may have those of a gradient: more than one, and what is compared has none."""
+    """Return whether a tensor may contain elements of a gradient: it has several, and is not a comparison's
+    result."""
     return tensor.shape.rank != 0 and tensor.dtype != tf.bool
 
 
@@ -188,7 +189,7 @@ def _has_shape(value: Any) -> bool:
 
 
 def fits(value: Any, variable: Any) -> bool:
-    """Whether a tensor or slices could be a variable's gradient, which may have been cast."""
+    """Return whether a tensor or slices can be a variable's gradient, which may have been cast."""
     inner = underlying(variable)
     if not isinstance(value, tf.Tensor | tf.IndexedSlices):
         return False

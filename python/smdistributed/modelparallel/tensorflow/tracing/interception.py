@@ -1,4 +1,4 @@
-"""Interception of Keras layers: a step that is being traced learns which layer an operation belongs to."""
+"""Wraps calls of Keras layers, so that a trace knows to which layer an operation belongs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smdistributed.modelparallel.tensorflow.state import state
 
 
 def install() -> None:
-    """Puts the notice into the Keras packages that this process has imported; does nothing the second time."""
+    """Wrap the layers of the Keras packages that this process has imported; do nothing on a second call."""
     for package in ("keras", "tf_keras"):
         module = sys.modules.get(package)
         if module is not None and hasattr(module, "layers"):

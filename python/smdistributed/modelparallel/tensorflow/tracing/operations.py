@@ -14,7 +14,7 @@ from smdistributed import _core
 from smdistributed.modelparallel.tensorflow.tracing.fingerprints import OpFingerprints
 from smdistributed.modelparallel.tensorflow.tracing.recording import Trace
 
-#: A result of an operation: the operation's number, and which one.
+#: #: A result of an operation: the operation's number, and the index of the result.
 Output = tuple[int, int]
 
 #: Stateful operations without an effect if their result is unused.
@@ -52,18 +52,18 @@ class Operation(NamedTuple):
 
 
 class Operations:
-    """The operations of a trace, and the variables that they take.
+    """The operations of a trace, and the variables that they use.
 
     Attributes:
-        ops: In an order in which they can be computed, which numbers them.
+        ops: The operations in topological order, which is their numbering.
         handles: Handles of the variables.
-        core: What the core knows.
+        core: The core's object of the operations.
     """
 
     def __init__(self, trace: Trace) -> None:
         self.ops = trace.ordered()
         self._numbers = {op.name: number for number, op in enumerate(self.ops)}
-        # By the name of the tensor that stands for a handle in the graph.
+        # By the name of the tensor that represents a handle in the graph.
         inner = {inside.name: outside for outside, inside in trace.graph.captures if inside.dtype == tf.resource}
         distinct = {id(handle): handle for handle in inner.values()}
         self.handles = list(distinct.values())
@@ -72,25 +72,25 @@ class Operations:
         made = {op.name: number for number, op in enumerate(trace.graph.get_operations())}
         self._fingerprints = OpFingerprints(trace.graph)
         self._graph = trace.graph
-        # Whether functions draw random numbers, by name.
+        # For each function by name, whether it draws random numbers.
         self._drawing: dict[str, bool] = {}
         self._of_model = _follows_model(self.ops, trace)
         rows = [self._row(op, trace.labels[op.name], made[op.name]) for op in self.ops]
         self.core = _core.StepOperations(rows, [_variable(handle) for handle in self.handles])
 
     def output(self, tensor: tf.Tensor) -> Output:
-        """What the core calls a tensor."""
+        """Return the core's identifier of a tensor."""
         return self._numbers[tensor.op.name], tensor.value_index
 
     def tensors(self, outputs: Iterable[Output]) -> list[tf.Tensor]:
-        """The reverse."""
+        """Return the tensors of the core's identifiers."""
         return [self.ops[number].outputs[index] for number, index in outputs]
 
     def _row(self, op: tf.Operation, label: Any, made: int) -> Operation:
         waits = sorted({self._numbers[each.name] for each in waited_for(op)})
         variables = [self._variables[each.name] for each in op.inputs if each.name in self._variables]
-        # What the body draws before the model is called, the model's call might draw as well: ranks would draw
-        # different numbers.
+        # Random operations of the body before the model's call must run on the same rank as those of the model;
+        # otherwise the ranks' generators would draw different numbers.
         draws = self._draws(op.node_def) and (label.inside or op.name not in self._of_model)
         return Operation(
             op.name,
@@ -111,7 +111,7 @@ class Operations:
         )
 
     def _draws(self, node: Any) -> bool:
-        """Whether it draws random numbers, other ones each time, also in a branch, a loop or a call."""
+        """Return whether an operation draws new random numbers each time, also in a branch, a loop or a call."""
         if node.op in auto_control_deps.LEGACY_RANDOM_OPS or node.op == "RngReadAndSkip":
             return True
         if node.op.startswith("Stateful") and node.op != "StatefulPartitionedCall":
@@ -120,7 +120,7 @@ class Operations:
 
     def _function_draws(self, name: str) -> bool:
         if name not in self._drawing:
-            # Gradients of calls name what they come from.
+            # The gradient of a call refers to the call.
             self._drawing[name] = False
             function = self._graph._get_function(name)
             nodes = [] if function is None else function.cached_definition.node_def
@@ -129,12 +129,12 @@ class Operations:
 
 
 def has_effect(op: tf.Operation) -> bool:
-    """Whether an operation has an effect beside its results."""
+    """Return whether an operation has an effect besides its results."""
     return auto_control_deps.op_is_stateful(op) and op.type not in _ONLY_ASKED_FOR
 
 
 def _follows_model(ops: Sequence[tf.Operation], trace: Trace) -> set[str]:
-    """Names of the model's operations and of those that take something of them."""
+    """Return the names of the model's operations and of those that use their results."""
     found: set[str] = set()
     for op in ops:
         label = trace.labels[op.name]
@@ -144,11 +144,11 @@ def _follows_model(ops: Sequence[tf.Operation], trace: Trace) -> set[str]:
 
 
 def waited_for(op: tf.Operation) -> list[tf.Operation]:
-    """Returns the operations with effects that ``op`` waits for.
+    """Return the operations with effects that ``op`` waits for.
 
-    TensorFlow's gradients also wait for operations without effects, to be computed late; segments do that better. An
-    operation without effects may stand for others: ``tf.group`` for those that it waits for, and the copy of a result,
-    as assertions, branches and loops return it, for the copied operation.
+    TensorFlow's gradients also wait for operations without effects, to be computed late; segments achieve that
+    anyway. An operation without effects may represent others: ``tf.group`` its control inputs, and an identity the
+    operation whose result it copies, as in assertions, branches and loops.
     """
     found, pending, seen = [], list(op.control_inputs), set()
     while pending:
@@ -192,7 +192,7 @@ def _makes(tensor: tf.Tensor) -> tuple[str, int, str | None]:
 
 
 def _elems(shape: Sequence[int | None] | tf.TensorShape) -> int:
-    """Dimensions that are not known count as one."""
+    """Return the number of elements; unknown dimensions count as one."""
     if isinstance(shape, tf.TensorShape) and shape.rank is None:
         return 0
     return int(np.prod([size or 1 for size in shape], dtype=np.int64))
@@ -201,20 +201,20 @@ def _elems(shape: Sequence[int | None] | tf.TensorShape) -> int:
 def _flops(op: tf.Operation) -> int:
     branches = [_flops_of_function(op, name) for name in _functions(op.node_def)]
     if op.type in _LOOPS:
-        # Not known is once.
+        # An unknown dimension counts as one.
         most = tf.get_static_value(op.inputs[1])
         return sum(branches) * max(1, int(most) if np.size(most) == 1 and most is not None else 1)
     if branches:
         return max(branches)
     elems = sum(_elems(tensor.shape) for tensor in op.outputs if tensor.dtype.size)
     if op.type in _PRODUCTS and op.inputs[-1].shape.rank:
-        # Of weights `[.., in, out]`, each output takes all but the last.
+        # With weights `[.., in, out]`, each output element uses all dimensions but the last.
         elems *= 2 * _elems(op.inputs[-1].shape[:-1])
     return elems
 
 
 def _functions(node: Any) -> list[str]:
-    """The functions of a call, a branch or a loop."""
+    """Return the functions of a call, a branch or a loop."""
     kinds = list(node.attr.values())
     functions = [value.func.name for value in kinds if value.WhichOneof("value") == "func"]
     return functions + [each.name for value in kinds for each in value.list.func]
@@ -226,7 +226,7 @@ def _flops_of_function(op: tf.Operation, name: str) -> int:
 
 
 def _variable(handle: Any) -> tuple[str, int, bool]:
-    """Its shape, its bytes, and whether it is more than the state of a random generator."""
+    """Return a variable's shape, its bytes, and whether it is more than the state of a random generator."""
     data = getattr(handle, "_handle_data", None)
     if data is None or not data.is_set or not data.shape_and_type:
         return "unknown", 0, True

@@ -1,6 +1,6 @@
 """Traces the body of a step into one graph.
 
-The trace holds every operation of one microbatch, and the layer or script line that made it.
+The trace contains every operation of one microbatch, with the layer or script line that created it.
 
 Every rank traces the whole body, with the layers of all partitions and the gradients, into a graph that is never run.
 Shapes and gradients are TensorFlow's own. The segments that run are cut out of this graph (``tracing/operations.py``).
@@ -30,14 +30,14 @@ from smdistributed.modelparallel.tensorflow.tracing.gradient_tracking import Gra
 
 @dataclass(frozen=True)
 class Label:
-    """The place where an operation was made.
+    """Where an operation was created.
 
     Attributes:
-        inside: Whether in a call of the model.
-        unit: The layer, by its number among those that were called: the outermost one that is no model.
+        inside: Whether it was created in a call of the model.
+        unit: The number of the layer among those that were called: the outermost layer that is not a model.
         call: The number of that layer's call.
-        partition: That of the innermost ``smp.partition``.
-        output: Whether it hands out what the model returns.
+        partition: The partition of the innermost ``smp.partition``.
+        output: Whether it returns the model's result.
     """
 
     inside: bool = False
@@ -48,7 +48,7 @@ class Label:
 
 
 class TraceGraph(func_graph_lib.FuncGraph):
-    """Notes the label of each operation."""
+    """Records the label of each operation."""
 
     def __init__(self, name: str, trace: Trace) -> None:
         super().__init__(name)
@@ -65,11 +65,11 @@ class Trace:
 
     Attributes:
         graph: The operations.
-        labels: Of each, by name.
+        labels: The label of each operation, by the operation's name.
         units: The layers that were called, in the order of their first calls, with their paths.
         inputs: Placeholders of the body's arguments.
         returned: What the body returned.
-        gradient_tracker: Which tensors are gradients.
+        gradient_tracker: Knows which tensors are gradients.
     """
 
     def __init__(self) -> None:
@@ -87,13 +87,13 @@ class Trace:
         self._calls = 0
 
     def note(self, op: tf.Operation) -> None:
-        """An operation has been made."""
+        """Record the label of a new operation."""
         self.labels[op.name] = self._label
 
     def ordered(self) -> list[tf.Operation]:
-        """Returns all operations, each after those whose results it takes.
+        """Return all operations in topological order.
 
-        The order of creation is another one: the gradient of a loop adds inputs to the loop.
+        The order of creation is different: the gradient of a loop adds inputs to the loop afterwards.
         """
         found: dict[str, tf.Operation] = {}
         for root in self.graph.get_operations():
@@ -112,7 +112,7 @@ class Trace:
         return list(found.values())
 
     def is_current(self) -> bool:
-        """Whether operations are made for this graph now, at least for a branch or a loop of it."""
+        """Return whether operations are being created for this graph, or for a branch or a loop in it."""
         graph = tf.compat.v1.get_default_graph()
         while graph is not None:
             if graph is self.graph:
@@ -129,19 +129,19 @@ class Trace:
             self._label = before
 
     def in_model(self) -> Any:
-        """The call of the model."""
+        """Return a context for the call of the model."""
         if self._label.inside:
             raise SMPUsageError("the `smp.DistributedModel` was called inside of its own call")
         self.called = True
         return self._labelled(Label(inside=True))
 
     def out_of_model(self) -> Any:
-        """A context in which the model's results are handed out."""
+        """Return a context for the operations that return the model's results."""
         return self._labelled(Label(output=True))
 
     @contextmanager
     def in_layer(self, layer: Any, is_model: bool) -> Iterator[None]:
-        """The call of a layer."""
+        """Return a context for the call of a layer."""
         label = self._label
         if not label.inside or label.unit is not None:
             yield
@@ -158,7 +158,7 @@ class Trace:
             number = self._numbers[id(layer)] = len(self.units)
             self.units.append(layer)
             path = "/".join([*(each.name for each in self._models[1:]), layer.name])
-            # Layers of one name, in the order of their calls.
+            # Layers of the same name are numbered in the order of their calls.
             others = sum(each == path or each.startswith(f"{path}:") for each in self.paths)
             self.paths.append(f"{path}:{others}" if others else path)
         self._calls += 1
@@ -167,7 +167,7 @@ class Trace:
 
     @contextmanager
     def in_partition(self, index: int) -> Iterator[None]:
-        """A context for ``smp.partition``."""
+        """Return a context for ``smp.partition``."""
         label = self._label
         if tf.compat.v1.get_default_graph() is not self.graph and label.partition != index:
             raise SMPPartitionError(
@@ -185,20 +185,20 @@ def trace(
     shapes: Sequence[tf.TensorShape],
     again: bool = False,
 ) -> Trace:
-    """Traces ``body``.
+    """Trace ``body``.
 
     Args:
-        body: Converted by AutoGraph already, if it is to be.
+        body: The function, converted by AutoGraph if necessary.
         args: The positional arguments of one microbatch.
         kwargs: The keyword arguments of one microbatch.
-        shapes: Of the tensors in them, such that they are those of all microbatches.
-        again: Whether it has been traced before, and so has made its variables.
+        shapes: The shapes of the tensors in the arguments, general enough for all microbatches.
+        again: Whether the body was traced before, and so has created its variables.
 
     Returns:
-        The trace, whose inputs stand for the tensors of ``args`` and ``kwargs`` in their order.
+        The trace; its inputs correspond to the tensors of ``args`` and ``kwargs`` in their order.
 
     Raises:
-        ValueError: it makes variables again.
+        ValueError: The body creates variables again.
     """
     found = Trace()
     before, state.trace = state.trace, found
@@ -234,22 +234,23 @@ def trace(
 def trace_calls(
     body: Callable[..., Any], calls: Sequence[tuple[Sequence[Any], dict[str, Any]]], again: bool
 ) -> tuple[Trace, list[list[tf.Tensor]]]:
-    """Traces ``body`` with the arguments of the first microbatch.
+    """Trace ``body`` with the arguments of the first microbatch.
 
-    Tensors among arguments are inputs. What slices itself may have tensors anywhere: then the body is traced with
-    the arguments of every microbatch, and whatever it takes of one in the place of another is an input as well.
+    Tensors in arguments become inputs. Objects that slice themselves (``smp_slice``) may contain tensors anywhere.
+    The body is then traced with the arguments of every microbatch, and tensors that differ between these traces
+    become inputs, too.
 
     Args:
-        body: Converted by AutoGraph already, if it is to be.
+        body: The function, converted by AutoGraph if necessary.
         calls: The arguments of each microbatch.
-        again: Whether it has been traced before.
+        again: Whether the body was traced before.
 
     Returns:
-        The trace, and for each microbatch the tensors that the inputs of its graph stand for, in their order.
+        The trace, and for each microbatch the tensors of the graph's inputs, in their order.
 
     Raises:
-        SMPUsageError: the body computes something else with another microbatch.
-        ValueError: it makes variables again.
+        SMPUsageError: The body computes something else for another microbatch.
+        ValueError: The body creates variables again.
     """
     hidden = any(_hide_tensors(calls[0], call) for call in calls[1:])
     rows = [[each for each in _flat(call) if isinstance(each, tf.Tensor)] for call in calls]
@@ -282,7 +283,7 @@ def trace_calls(
 
 @contextmanager
 def _small_tensors_captured() -> Iterator[None]:
-    """Graphs take small tensors of eager code from outside, too, and do not make constants of them."""
+    """Return a context in which graphs capture small eager tensors as inputs instead of copying them as constants."""
     plain = capture_container._EAGER_CONST_THRESHOLD
     capture_container._EAGER_CONST_THRESHOLD = -1
     try:
@@ -297,18 +298,18 @@ def _flat(call: tuple[Sequence[Any], dict[str, Any]]) -> list[Any]:
 
 
 def _shape_of_all(tensors: Sequence[tf.Tensor]) -> tf.TensorShape:
-    """The most that is known of the shapes of all of them."""
+    """Return the most specific shape that fits all of the tensors."""
     return functools.reduce(tf.TensorShape.most_specific_compatible_shape, (each.shape for each in tensors))
 
 
 def _hide_tensors(first: Any, other: Any) -> bool:
-    """Whether arguments of microbatches differ in more than tensors."""
+    """Return whether arguments of microbatches differ in more than tensors."""
     pairs = zip(_flat(first), _flat(other), strict=True)
     return any(one is not two and not isinstance(one, tf.Tensor) for one, two in pairs)
 
 
 def _lines(found: Trace) -> list[str]:
-    """A line for each operation, the same for two traces that differ only in what they capture."""
+    """Return a line for each operation, equal for two traces that differ only in captured tensors."""
     contents, ops = OpFingerprints(found.graph), found.graph.get_operations()
     numbers = {op.name: number for number, op in enumerate(ops)}
 
@@ -321,7 +322,7 @@ def _lines(found: Trace) -> list[str]:
 
 
 def _refused(_: Callable[..., Any], **options: Any) -> NoReturn:
-    """As a ``tf.function`` refuses them: each trace would have variables of its own."""
+    """Raise an error for a new variable, as a ``tf.function`` does: each trace would have its own variables."""
     raise ValueError(
         f"a `smp.step` function makes the variable `{options.get('name') or 'without a name'}` when it is traced "
         "again: as in a `tf.function`, variables are made in the first call only, or outside"
@@ -337,7 +338,7 @@ def _is_variable(value: Any) -> bool:
 
 
 def _refuse_pairs(value: Any) -> None:
-    """Gradients are known by their order, which pairs with variables do not have."""
+    """Reject pairs of gradients and variables: gradients are recognized by their position in a list."""
     if not isinstance(value, tuple | list):
         return
     for each in value:
@@ -351,7 +352,8 @@ def _refuse_pairs(value: Any) -> None:
 
 @contextmanager
 def _tapes_remember() -> Iterator[None]:
-    """Tapes inside tell which operation's gradient is being computed, as ``tf.gradients`` does by itself."""
+    """Return a context in which tapes record which operation's gradient is being computed, as ``tf.gradients``
+    does."""
     plain = backprop._gradient_function
 
     @functools.wraps(plain)
@@ -371,7 +373,7 @@ def _tapes_remember() -> Iterator[None]:
 
 
 def _made_by(graph: TraceGraph, op_type: str, inputs: Any, outputs: Any) -> tf.Operation | None:
-    """The operation of a tape's record, which leaves out what the gradient does not need."""
+    """Return the operation of a tape's record, which may omit tensors that the gradient does not need."""
     for each in outputs or ():
         if isinstance(each, tf.Tensor) and getattr(each, "graph", None) is graph:
             return each.op

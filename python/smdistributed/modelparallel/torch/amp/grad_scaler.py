@@ -1,4 +1,4 @@
-"""A scale of the loss on which all partitions agree."""
+"""A loss scale that is equal on all partitions."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class GradScaler(torch.amp.GradScaler):
         device: ``"cuda"`` or ``"cpu"``; by default the device of the partitions.
 
     Raises:
-        TypeError: ``init_scale`` is no number, as where the device comes first, which is ``torch.amp.GradScaler``'s
-            order.
+        TypeError: ``init_scale`` is not a number, such as when a device comes first, as in ``torch.amp.GradScaler``.
     """
 
     def __init__(
@@ -59,5 +58,5 @@ class GradScaler(torch.amp.GradScaler):
         if state.groups.mp_group is not None:
             with errors.translated(CLASSES):
                 dist.all_reduce(worst, ReduceOp.MAX, state.groups.mp_group)
-        # Also for a rank without parameters, which then knows that the others were asked.
+        # Also on a rank without parameters, so that it takes part in the exchange with the others.
         return {device: worst}

@@ -18,7 +18,7 @@ _OLD, _NEW = "pytorch_model.bin", "model.safetensors"
 
 
 def safetensors_instead(file: Path) -> Path | None:
-    """The file of safetensors that is there instead of ``file``, if any."""
+    """Return the safetensors file that exists instead of ``file``, if any."""
     other = file.with_name(_NEW)
     return other if file.name == _OLD and not file.is_file() and other.is_file() else None
 
