@@ -309,8 +309,7 @@ def _loss(model: Any, x: Any, y: Any, outputs: Any, sample_weight: Any, training
 
 
 def _loss_of_older(model: Any, x: Any, y: Any, outputs: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
-    """Do the same for an older Keras; metrics of single outputs are updated in each microbatch, weighted by its
-    rows."""
+    """Compute the loss with an older Keras; metrics of single outputs are updated in each microbatch, by its rows."""
     metric_updates: list[Any] = []
     container = model.compiled_loss
     tracker = container._total_loss_mean

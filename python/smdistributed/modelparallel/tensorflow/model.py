@@ -288,8 +288,7 @@ class DistributedModel(KerasLoops, _Model):
 
     @property
     def _smp_is_gathered(self) -> bool:
-        """Return whether all variables temporarily have their values here, so that the model can be called
-        normally."""
+        """Return whether this rank temporarily has all values, so that the model can be called normally."""
         return bool(self.__dict__.get("_smp_gathered"))
 
     def _smp_write(self, write: Callable[[], Any], path: Any) -> None:

@@ -1,8 +1,8 @@
 """Communication of Python objects: ``send``, ``recv_from``, ``broadcast``, ``allgather`` and barriers.
 
 Objects are pickled; receivers accept the types that :mod:`smdistributed._common.unpickling` allows. Tensors inside an
-object are not pickled: each is a message of its own, after the one with the rest. These operations use process groups
-of their own, so they have no order with the pipeline's transfers and work before the first step.
+object are not pickled: each is sent as a message of its own, after the message with the rest. These operations use
+separate process groups, so they are not ordered with the pipeline's transfers, and work before the first step.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from smdistributed.modelparallel.objects import CommGroup, Objects
 from smdistributed.modelparallel.torch.state import state
 
 _T = TypeVar("_T")
-#: Tags in the group of all ranks: what a message holds, and that it has been taken.
+#: #: Tags in the group of all ranks: for a message, and for its acknowledgement.
 _CONTENT, _TAKEN = 1, 2
 
 
-#: A tensor's place among the messages, its shape, its type, its device's kind, and whether a parameter needs its
-#: gradient. Plain data, so that a state of tensors needs no name (:mod:`smdistributed._common.unpickling`).
+#: #: A tensor's index among the messages, its shape, type and kind of device, and whether it is a parameter that
+#: requires a gradient. Plain data, which :mod:`smdistributed._common.unpickling` accepts without allowing any name.
 _Key = tuple[int, tuple[int, ...], str, str, bool | None]
-#: Types by their names.
+#: #: Element types by name.
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves tensors out, and keeps them."""
+    """Leaves tensors out of the pickle, and collects them."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -52,7 +52,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _tensor(contents: list[torch.Tensor], on_host: bool, key: _Key) -> torch.Tensor:
-    """A tensor where it was; one of a device on the device that is current here, or all ``on_host``."""
+    """Recreate a tensor: on the host, or if it was on a device and not ``on_host``, on the current device."""
     index, sizes, dtype_name, device, learns = key
     shape = torch.Size(sizes)
     dtype = _DTYPES[dtype_name]
@@ -63,7 +63,7 @@ def _tensor(contents: list[torch.Tensor], on_host: bool, key: _Key) -> torch.Ten
 
 
 def _packed(value: Any) -> list[torch.Tensor]:
-    """Messages of bytes: what was pickled, then each tensor."""
+    """Convert an object to byte messages: the pickle, then each tensor."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)
@@ -72,13 +72,13 @@ def _packed(value: Any) -> list[torch.Tensor]:
 
 
 def _unpacked(messages: list[torch.Tensor], on_host: bool, rank: int) -> Any:
-    """Unpickles the messages of global rank ``rank``."""
+    """Unpickle the messages of global rank ``rank``."""
     whole, *contents = messages
     return unpickling.loads(whole.numpy().tobytes(), f"rank {rank}", functools.partial(_tensor, contents, on_host))
 
 
 def _post(value: Any, ranks: list[int]) -> None:
-    """Sends ``value`` to other global ranks; returns when they have received it."""
+    """Send ``value`` to other global ranks; return when they have received it."""
     _send(_packed(value), ranks)
 
 
@@ -124,7 +124,7 @@ def _exchanged(messages: list[torch.Tensor], name: str, on_host: bool) -> list[A
     dist.all_gather(sizes, torch.tensor([message.numel() for message in messages]), ours)
     whole = [torch.empty(int(size.sum()), dtype=torch.uint8) for size in sizes]
     dist.all_gather(whole, torch.cat(messages), ours)
-    # Copies: a tensor's bytes begin anywhere in the whole.
+    # Copied, because a tensor's bytes may begin at an unaligned offset of the gathered buffer.
     return [
         _unpacked([part.clone() for part in content.split(size.tolist())], on_host, rank)
         for rank, content, size in zip(members, whole, sizes, strict=True)
@@ -134,15 +134,15 @@ def _exchanged(messages: list[torch.Tensor], name: str, on_host: bool) -> list[A
 def raise_on_all_ranks(
     do: Callable[[], _T], group: CommGroup, what: str, same: Callable[[_T], Any] | None = None
 ) -> _T:
-    """Returns the result of ``do`` after all ranks of ``group`` have ended it; a failure on one raises on all.
+    """Return the result of ``do`` after all ranks of ``group`` have run it; a failure on one raises on all.
 
     All ranks of the group call it. ``do`` itself may only use operations that fail on all their ranks.
 
     Args:
-        do: What every rank does.
+        do: The function, which every rank calls.
         group: The ranks that call it.
-        what: What has not happened then, as "the state could not be gathered".
-        same: Returns what of the result must be the same on all ranks.
+        what: The beginning of the error, such as "the state could not be gathered".
+        same: Returns the part of the result that must be equal on all ranks.
 
     Raises:
         SMPCheckpointError: ``do`` failed, here or on another rank, or ranks disagree.
@@ -157,9 +157,9 @@ def gather_on_host(
     first_only: bool = False,
     what: str = "the state could not be gathered",
 ) -> list[Any]:
-    """Returns the results of ``make`` of all ranks of ``group``, with tensors in host memory.
+    """Return the results of ``make`` of all ranks of ``group``, with tensors in host memory.
 
-    Every rank gets them, or the first one only, where the others get an empty list.
+    Every rank gets them, or only the first one, and the others get an empty list.
 
     Raises:
         SMPCheckpointError: ``make`` failed, here or on another rank, or its value cannot be pickled.

@@ -1,8 +1,8 @@
-"""Aliases for the wrappers that Amazon's library put around a model.
+"""Aliases for the wrapper modules of Amazon's library.
 
-- ``model.module.module`` and one further ``.module``: the original wrapped the model for data parallelism and again for
-  16-bit weights. Its scripts reach the model through as many levels as their configuration made.
-- ``super()._orig_forward()``: here the same as ``super().forward()``.
+- ``model.module.module`` and one further ``.module``: the original wrapped the model for data parallelism and again
+  for 16-bit weights. Its scripts access the model through as many levels as their configuration created.
+- ``super()._orig_forward()``: the same as ``super().forward()``.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-#: The ``_orig_forward`` of classes that got it here.
+#: #: The ``_orig_forward`` that this module added to classes.
 _given: WeakKeyDictionary[type, Any] = WeakKeyDictionary()
-#: Wrappers of the original's below ``smp.DistributedModel``.
+#: #: Wrappers of the original inside of ``smp.DistributedModel``.
 _LEVELS = 2
 
 
 class _Level:
-    """The model once more, seen from one wrapper further inside.
+    """Represents one wrapper of the original; attributes are those of the model.
 
-    Not the model itself: what unwraps until there is no ``.module`` left would never end.
+    It is a separate object, because code that unwraps until there is no ``.module`` would loop forever otherwise.
     """
 
     __slots__ = ("_depth", "_model")
@@ -50,7 +50,7 @@ class _Level:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._model(*args, **kwargs)
 
-    # What containers of modules have.
+    # Attributes of wrapper modules.
 
     def __getitem__(self, key: Any) -> Any:
         return self._model[key]
@@ -75,12 +75,12 @@ class _Level:
 
 
 def add_documented_aliases(model: nn.Module) -> None:
-    """Makes the names above work for ``model``; a ``module`` of its own stays."""
+    """Add the aliases to ``model``, unless it has an attribute ``module`` of its own."""
     if not hasattr(model, "module"):
-        # Not an entry of the module's tables: nothing that walks through modules sees it.
+        # Set in `__dict__` and not as a submodule, so that functions that iterate over modules do not see it.
         vars(model)["module"] = _Level(model, _LEVELS)
     types = {type(module) for module in model.modules()}
-    # The usual name also for what a script's own patch of a class has replaced, and calls.
+    # A script may have replaced `forward` of a class and call the original one by this name.
     taken = {cls for kind in types if any(map(_is_patched, kind.__mro__)) for cls in kind.__mro__}
     for cls in {cls for kind in types for cls in kind.__mro__} - taken - {nn.Module}:
         if "forward" in vars(cls) and "_orig_forward" not in vars(cls):
@@ -89,6 +89,6 @@ def add_documented_aliases(model: nn.Module) -> None:
 
 
 def _is_patched(cls: type) -> bool:
-    """Whether it has an ``_orig_forward`` of the script's."""
+    """Return whether the class has an ``_orig_forward`` of the script."""
     own = vars(cls).get("_orig_forward")
     return own is not None and own is not _given.get(cls)

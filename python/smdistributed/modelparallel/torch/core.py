@@ -1,4 +1,4 @@
-"""A name that clients of the original read: ``smp.core.initialized``."""
+"""``smp.core.initialized``, which users of Amazon's library read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model that is too large for one place is built."""
+"""Creation of models that are too large for one device."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def model_creation(
     """Return a context in which new modules take no memory until the model is partitioned.
 
     Args:
-        tensor_parallelism: Whether modules are marked, as by :func:`smp.tensor_parallelism`.
-        dtype: Type of parameters; PyTorch's default by default.
+        tensor_parallelism: Whether new modules are marked for tensor parallelism, as by
+        :func:`smp.tensor_parallelism`.
+        dtype: Type of new parameters; PyTorch's default type by default.
         **tensor_parallel_config: Arguments of ``smp.tensor_parallelism``.
 
     Yields:

@@ -1,4 +1,4 @@
-"""Where this rank's partition is."""
+"""The device of this rank's partition."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def current_device() -> torch.device:
-    """The device that the script has chosen, else the CPU."""
+    """Return the CUDA device that the script has chosen, or else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

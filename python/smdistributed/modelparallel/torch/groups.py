@@ -22,11 +22,11 @@ from smdistributed.modelparallel.torch.state import state
 
 
 class TorchGroups(Groups[dist.ProcessGroup]):
-    """With ``ddp``, also the process groups of ``torch.distributed``."""
+    """The groups of a PyTorch job; with ``ddp``, also the process groups of ``torch.distributed``."""
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
-        #: Of sharded data parallelism; ``None`` without.
+        #: #: The groups of sharded data parallelism; ``None`` without it.
         self.sharding: ShardingGroups | None = None
         #: Of the parameters that other ranks of a tensor-parallel group do not have, or reduce by themselves. They are
         #: sharded over as many of the ranks that hold the same ones as the degree allows.
@@ -42,11 +42,11 @@ class TorchGroups(Groups[dist.ProcessGroup]):
         self._process_groups: dict[str, Any] = _process_groups(cfg, self.topology, self.rank) if cfg.ddp else {}
 
     def new_group(self, members: list[int]) -> dist.ProcessGroup:
-        """Make a group of these ranks in the core."""
+        """Create a group of these ranks in the core."""
         return dist.new_group(members)
 
     def number(self, group: dist.ProcessGroup) -> int:
-        """Return the core's number of a group."""
+        """Return the core's id of a group."""
         assert group.id is not None, "this rank is a member"
         return group.id
 
@@ -61,7 +61,7 @@ class TorchGroups(Groups[dist.ProcessGroup]):
         """Return a process group of ``torch.distributed``.
 
         Raises:
-            SMPUsageError: there are none without ``ddp``.
+            SMPUsageError: The configuration does not have ``ddp``.
         """
         if name not in self._process_groups:
             raise SMPUsageError(f"`get_{name}_process_group()` needs the configuration's `ddp: true`")
@@ -69,8 +69,8 @@ class TorchGroups(Groups[dist.ProcessGroup]):
 
 
 def _init_torch_distributed(cfg: Config, topology: _core.ParallelTopology, rank: int) -> None:
-    """The default group: its backend is what `ddp_dist_backend` says, its store where `ddp_port` does."""
-    # Registers the backend `smddp`.
+    """Create the default group: its backend is ``ddp_dist_backend``, its store listens on ``ddp_port``."""
+    # The import registers the backend `smddp`.
     import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
 
     nccl = "nccl" if torch.cuda.is_available() else "gloo"
@@ -78,7 +78,7 @@ def _init_torch_distributed(cfg: Config, topology: _core.ParallelTopology, rank:
     if not cfg.ddp_port:
         torch.distributed.init_process_group(backend)
         return
-    # Not by an address: torchrun's processes would take its own store for the one there.
+    # Not with an address in `init_method`, for which torchrun's processes would use torchrun's own store.
     store = torch.distributed.TCPStore(os.environ["MASTER_ADDR"], cfg.ddp_port, topology.size, rank == 0)
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=topology.size)
 
@@ -93,7 +93,7 @@ def _process_groups(cfg: Config, topology: _core.ParallelTopology, rank: int) ->
         )
     groups = {"world": torch.distributed.group.WORLD}
     for name in GROUPS:
-        # Every rank makes all groups, as torch wants it.
+        # Every rank creates all groups, as torch requires.
         for members in topology.groups(name):
             group = torch.distributed.new_group(members)
             if rank in members:

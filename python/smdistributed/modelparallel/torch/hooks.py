@@ -1,4 +1,4 @@
-"""Hooks of the distributed model: functions of the script that run when it has been divided, or a step has ended."""
+"""Hooks of the distributed model: functions of the script that run after the partition or after a step."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Removable:
         self._hooks, self._hook = hooks, hook
 
     def remove(self) -> None:
-        """Undoes it; a second time does nothing."""
+        """Remove the hook; does nothing on a second call."""
         if self._hook in self._hooks:
             self._hooks.remove(self._hook)
 
 
 def call_hook(hook: Callable[..., Any], model: DistributedModel) -> None:
-    """Calls a hook with as many of the model and the optimizer as it takes."""
+    """Call a hook with the model and the optimizer, or with as many of both as it accepts."""
     arguments = (model, state.optimizer)
     try:
         parameters = inspect.signature(hook).parameters.values()

@@ -51,7 +51,8 @@ def init(config: Mapping[str, Any] | None = None) -> None:
 
 
 def _require_equal(cfg: configuration.Config) -> None:
-    """Compares the configuration of all ranks: with other degrees, they would make other groups and wait forever.
+    """Compare the configurations of all ranks: with different degrees, they would create different groups and wait
+    forever.
 
     Raises:
         SMPConfigError: A value differs; the same text on all ranks.

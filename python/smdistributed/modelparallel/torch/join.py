@@ -1,11 +1,11 @@
 """``model.join()``: replicas with different numbers of batches.
 
-- JOI-1: inside the context, each step begins with an all-gather in which the replicas say whether they have a batch. A
-  second one before the reduction says which replicas have gradients. Replicas without a batch follow the training mode
-  of the first replica that has one.
-- JOI-2: a replica that has left the context takes part in both, and adds zeros to the reduction, until no replica has a
-  batch. So gradients are divided by the number of all replicas. At the end all replicas have the parameters of one that
-  ran the last step.
+- JOI-1: inside the context, each step begins with an all-gather in which each replica reports whether it has a batch.
+  A second one before the reduction reports which replicas have gradients. Replicas without a batch follow the
+  training mode of the first replica that has one.
+  - JOI-2: a replica that has left the context takes part in both, and adds zeros to the reduction, until no replica
+    has a batch. So gradients are divided by the number of all replicas. At the end, all replicas get the parameters
+    of one that ran the last step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from smdistributed.modelparallel.exceptions import CLASSES, SMPUsageError
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.model import DistributedModel
 
-#: Of what a replica says in a round: its model is in training mode.
+#: #: The part of a replica's status that says that its model is in training mode.
 TRAINING = 2
 
 
@@ -31,7 +31,7 @@ class Join:
 
     Args:
         model: The model.
-        group: The ranks that hold the same partition; ``None`` if this is the only one.
+        group: The ranks that hold the same partition; ``None`` if there is only one.
     """
 
     def __init__(self, model: DistributedModel, group: dist.ProcessGroup | None) -> None:
@@ -78,6 +78,6 @@ class Join:
             replicas.sync_buffers_from(model, active)
             if any(self.round(False)):
                 replicas.join_shadow(model)
-        # Replicas that ended last have not shadowed another one: the others copy their state.
+        # Only replicas that ran the last step have the final state: the others copy it.
         latest = self.round(last is None)
         replicas.copy_state_from(model, latest)

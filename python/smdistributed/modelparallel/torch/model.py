@@ -1,4 +1,4 @@
-"""A model that is divided over the ranks of a pipeline."""
+"""A model that is partitioned over the ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -48,31 +48,33 @@ if TYPE_CHECKING:
 class DistributedModel(nn.Module):
     """Wraps the model of a script.
 
-    With several partitions, the first call inside of a ``smp.step`` function divides it: from then on a rank holds the
-    parameters of its partition only. With one, it does so at once. The model is called, and ``backward`` too, inside of
-    ``smp.step`` functions; with one partition also outside.
+    With several partitions, the first call inside of a ``smp.step`` function partitions the model: from then on, a
+    rank holds only the parameters of its partition. With one partition, this happens at once. The model and
+    ``backward`` are called inside of ``smp.step`` functions; with one partition also outside.
 
     Args:
         module: The model.
-        trace_device: Where the model is looked at to divide it; by default with tensors that take no memory.
-        trace_execution_times: Whether to measure its modules for that, instead of estimating.
+        trace_device: The device on which the model is traced for the partition; by default the meta device.
+        trace_execution_times: Whether the execution times of modules are measured for the partition, instead of
+        estimated.
         overlapping_allreduce: With ``ddp``, whether gradients are reduced as they become complete.
-        backward_passes_per_step: With ``ddp``, after how many steps with a backward gradients are reduced.
-        average_grads_across_microbatches: Whether gradients are those of the mean over microbatches, or of their sum.
-        bucket_cap_mb: With ``ddp``, the size of the pieces in which gradients are reduced.
-        trace_memory_usage: Accepted; what modules keep is counted from what autograd saves in any case.
-        broadcast_buffers: With ``ddp``, whether buffers follow those of the first replica before each step.
-        gradient_as_bucket_view: Accepted; gradients keep their own memory.
-        find_unused_parameters: Accepted; unused parameters are found anyway.
+        backward_passes_per_step: With ``ddp``, the number of steps with a backward after which gradients are reduced.
+        average_grads_across_microbatches: Whether gradients are averaged or summed over microbatches.
+        bucket_cap_mb: With ``ddp``, the size of the buckets in which gradients are reduced, in MiB.
+        trace_memory_usage: Ignored: the memory of activations is always counted, from the tensors that autograd
+        saves.
+        broadcast_buffers: With ``ddp``, whether the first replica's buffers are broadcast before each step.
+        gradient_as_bucket_view: Ignored; gradients keep their own memory.
+        find_unused_parameters: Ignored; unused parameters are always found.
 
     Attributes:
         module: The model.
-        pipeline: What executes it, if it is divided.
-        step_run: The call of a step function that is running, ``None`` between steps.
+        pipeline: Executes the model, if it is partitioned over several ranks.
+        step_run: The running call of a step function, ``None`` between steps.
         sharded: The shards of the parameters, under sharded data parallelism.
         replicas: The reduction of gradients over the ranks that hold the same partition.
-        rng_state: What the body and the modules of this rank draw from.
-        offloader: What moves activations to the host, if the configuration has it so.
+        rng_state: The random state of the body and of this rank's modules.
+        offloader: Moves activations to the host, if the configuration enables it.
     """
 
     def __init__(
@@ -119,9 +121,9 @@ class DistributedModel(nn.Module):
         self.pipeline: Pipeline | None = None
         self.step_run: StepRun | None = None
         self._placement: Placement | None = None
-        # The assignment of a checkpoint; it takes precedence.
+        # The partition of a checkpoint; it takes precedence.
         self._assignment: Mapping[str, int] | None = None
-        #: Each rank has the whole model again.
+        #: #: Whether each rank has the whole model again, after `cpu()`.
         self._is_whole = False
         self.sharded: ShardedModel | None = None
         self.rng_state = RngState()
@@ -143,20 +145,20 @@ class DistributedModel(nn.Module):
             if cfg.pipeline_parallel_degree == 1:
                 self._materialize(Placement(module, {"": 0}))
         except BaseException:
-            # The script may try again.
+            # The script may create a model again.
             state.model = None
             raise
 
-    # Division.
+    # Partition.
 
     @property
     def is_partitioned(self) -> bool:
-        """Whether it is known which rank has which module."""
+        """Whether the partition of every module is known."""
         return self._placement is not None
 
     @property
     def partitioned(self) -> bool:
-        """As :attr:`is_partitioned`."""
+        """The same as :attr:`is_partitioned`."""
         return self.is_partitioned
 
     def partition_of(self, module_path: str) -> int:
@@ -175,7 +177,7 @@ class DistributedModel(nn.Module):
         """The partition of every module.
 
         Raises:
-            SMPUsageError: it is not known yet.
+            SMPUsageError: The model is not partitioned yet.
         """
         if self._placement is None:
             raise SMPUsageError(
@@ -184,9 +186,9 @@ class DistributedModel(nn.Module):
         return self._placement
 
     def _partition_manually(self) -> None:
-        """Partitions the model if the script or a checkpoint assigns all modules, so that no trace is needed.
+        """Partition the model if the script or a checkpoint assigns all modules, so that no trace is needed.
 
-        Continues a partition that failed in an earlier step.
+        A partition that failed in an earlier step is continued.
         """
         cfg = state.cfg
         if self._is_whole:
@@ -224,17 +226,17 @@ class DistributedModel(nn.Module):
             finally:
                 state.tracing = False
             if self._trace_execution_times:
-                # Measured times differ between ranks: those of the first rank count.
+                # Measured times differ between ranks, so those of the first rank are used.
                 found = communication.allgather(found, CommGroup.WORLD)[0]
-            # What the script said wins, for modules inside as well.
+            # Assignments of the script take precedence, also for submodules.
             assignment = {path: index for path, index in found.items() if _nearest(path, manual) is None} | manual
         self._materialize(Placement(self.module, assignment))
 
     def _materialize(self, placement: Placement) -> None:
-        """Keeps this rank's part of the model, as ``placement`` assigns it."""
+        """Keep this rank's part of the model, as ``placement`` assigns it."""
         groups, cfg = state.groups, state.cfg
         if cfg.partition_file and not cfg.load_partition:
-            # First: a file that cannot be written leaves the model whole.
+            # Written first: if the file cannot be written, the model stays whole.
             decision = {path: placement.of_path(path) for path, _ in self.module.named_modules()}
             partition_file.write(cfg.partition_file, decision)
         device, replaced = current_device(), {}
@@ -250,10 +252,10 @@ class DistributedModel(nn.Module):
         self._finish_partitioning()
 
     def _finish_partitioning(self) -> None:
-        """Completes the partition once each rank holds its parameters.
+        """Complete the partition once each rank holds its parameters.
 
-        Loads deferred states, broadcasts the values of the first replica and makes the pipeline. The next step retries
-        a failure here, so no step runs without it.
+        Load deferred states, broadcast the values of the first replica and create the pipeline. If this fails, the
+        next step retries it, so no step runs without it.
         """
         groups, cfg, device = state.groups, state.cfg, current_device()
         self._run_deferred()
@@ -280,7 +282,7 @@ class DistributedModel(nn.Module):
             call_hook(hook, self)
 
     def _run_deferred(self) -> None:
-        """Runs the actions that waited for the partition, in order; an action that fails stays.
+        """Run the actions that waited for the partition, in order; an action that fails stays in the list.
 
         Raises:
             SMPCheckpointError: An action failed in another replica; the same text on all ranks.
@@ -297,7 +299,7 @@ class DistributedModel(nn.Module):
                 failure = error
             is_left = bool(self._deferred)
             if has_replicas:
-                # A state is of one replica, and the replicas go on together or not at all.
+                # A state is loaded by all replicas or by none.
                 answers = communication.allgather((None if failure is None else str(failure), is_left), CommGroup.WORLD)
                 texts = [text for text, _ in answers if text is not None]
                 if texts and str(failure) != texts[0]:
@@ -307,11 +309,11 @@ class DistributedModel(nn.Module):
                 raise failure
 
     def _set_assignment(self, assignment: Mapping[str, int]) -> None:
-        """Sets the partitions of a checkpoint: they are used when the model is partitioned."""
+        """Set the partitions of a checkpoint, which are used when the model is partitioned."""
         self._assignment = dict(assignment)
 
     def _when_partitioned(self, action: Callable[[], None]) -> None:
-        """Runs ``action`` after the partition; at once if the model is partitioned and no earlier action waits."""
+        """Run ``action`` after the partition; at once if the model is partitioned and no earlier action waits."""
         if self.is_partitioned and not self._deferred:
             action()
         else:
@@ -334,11 +336,11 @@ class DistributedModel(nn.Module):
     def register_post_step_hook(self, hook: Callable[..., Any]) -> Removable:
         """Run ``hook(model, optimizer)`` once, when the next call of a ``smp.step`` function has ended.
 
-        The model is divided by then and has its gradients, so the hook can load the state of the optimizer before the
-        first ``optimizer.step()``.
+        The model is partitioned by then and has its gradients, so the hook can load the state of the optimizer before
+        the first ``optimizer.step()``.
 
         Args:
-            hook: A function of as many of the two arguments as it takes.
+            hook: A function of both arguments, or of as many as it accepts.
 
         Returns:
             A handle whose ``remove()`` takes back a hook that has not run.
@@ -359,7 +361,7 @@ class DistributedModel(nn.Module):
             What the model returns.
 
         Raises:
-            SMPUsageError: The call has no meaning at this place.
+            SMPUsageError: The model must not be called here.
         """
         if self._half is not None:
             args, kwargs = half_model.cast_inputs((args, kwargs), self._half)
@@ -374,14 +376,14 @@ class DistributedModel(nn.Module):
                     self._partition(args, kwargs)
                 self.step_run.model_was_partitioned()
         elif self.replicas.are_reduced and self.step_run is None and self.training and torch.is_grad_enabled():
-            # The gradients of a backward outside of a step would not be reduced.
+            # Gradients of a backward outside of a step would not be reduced.
             raise SMPUsageError("with replicas, a model that is trained is called inside of `smp.step` functions")
         with contextlib.nullcontext() if self.sharded is None else self.sharded.running():
             output = self.module(*args, **kwargs)
         return output if self._half is None else half_model.cast_outputs(output, self._half)
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
-        """``torch.autograd.backward``, over all partitions.
+        """Run ``torch.autograd.backward`` over all partitions.
 
         Args:
             tensors: A loss, or several tensors.
@@ -419,37 +421,37 @@ class DistributedModel(nn.Module):
         for hook in hooks:
             call_hook(hook, self)
 
-    # What is here.
+    # The part on this rank.
 
     def _local_tensors(self) -> list[torch.Tensor]:
         return [*self.local_parameters(), *self.local_buffers()]
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Modules of this rank's partition, with their paths."""
+        """Yield the modules of this rank's partition, with their paths."""
         mine = state.groups.rank_in("pp")
         for path, module in self.module.named_modules():
             if self.placement.of(module) == mine:
                 yield path, module
 
     def local_modules(self) -> Iterator[nn.Module]:
-        """Modules of this rank's partition."""
+        """Yield the modules of this rank's partition."""
         for _, module in self.local_named_modules():
             yield module
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters that this rank holds, each once, with their names in the model."""
-        self.placement  # noqa: B018 - refuses before the division
+        """Yield the parameters that this rank holds, each once, with their names in the model."""
+        self.placement  # noqa: B018 - raises before the partition
         for name, parameter in self.module.named_parameters():
             if not isinstance(parameter, MetaParameter):
                 yield name, parameter
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters that this rank holds, each once."""
+        """Yield the parameters that this rank holds, each once."""
         for _, parameter in self.local_named_parameters():
             yield parameter
 
     def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parts of parameters that this rank updates, with the parameters' names.
+        """Yield the parts of parameters that this rank updates, with the parameters' names.
 
         Without ``shard_optimizer_state``, these are the parameters that this rank holds.
         """
@@ -457,32 +459,32 @@ class DistributedModel(nn.Module):
         yield from self.local_named_parameters() if shards is None else shards.named()
 
     def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Buffers that this rank holds, each once, with their names in the model."""
+        """Yield the buffers that this rank holds, each once, with their names in the model."""
         self.placement  # noqa: B018
         for name, buffer in self.module.named_buffers():
             if not isinstance(buffer, MetaParameter):
                 yield name, buffer
 
     def local_buffers(self) -> Iterator[torch.Tensor]:
-        """Buffers that this rank holds, each once."""
+        """Yield the buffers that this rank holds, each once."""
         for _, buffer in self.local_named_buffers():
             yield buffer
 
-    # State: `checkpoint/state_dicts.py` says how it is gathered, split and named.
+    # State dicts; `checkpoint/state_dicts.py` gathers, splits and names the entries.
 
     def state_dict(self, gather_to_rank0: bool = False) -> dict[str, torch.Tensor]:  # type: ignore[override]
-        """The whole model's, on every rank of one replica, all of which call it.
+        """Return the state of the whole model on every rank of one replica, all of which call it.
 
         Args:
-            gather_to_rank0: Whether only the first rank gets it; the others get an empty one.
+            gather_to_rank0: Whether only the first rank gets it; the others get an empty dict.
 
         Raises:
-            SMPCheckpointError: A rank cannot give its part; the same on all ranks of the replica.
+            SMPCheckpointError: A rank could not provide its part; raised on all ranks of the replica.
         """
         return state_dicts.full_model(self, gather_to_rank0)
 
     def local_state_dict(self) -> dict[str, Any]:
-        """What this rank holds, and ``_smp_is_partial``."""
+        """Return this rank's part of the state, marked by ``_smp_is_partial``."""
         return state_dicts.local_model(self)
 
     def load_state_dict(
@@ -493,30 +495,31 @@ class DistributedModel(nn.Module):
         Before the model is partitioned, the load waits for the partition. All ranks of one replica call it.
 
         Args:
-            state_dict: Of :meth:`state_dict` or :meth:`local_state_dict`, or of the model outside of this library.
-            strict: Whether its names must be those of the model.
-            same_partition_load: Whether a part is known to be of the same division.
+            state_dict: The result of :meth:`state_dict` or :meth:`local_state_dict`, or a state of the unwrapped
+            model.
+            strict: Whether the names must be exactly those of the model.
+            same_partition_load: Whether the part is known to be from the same partition.
 
         Raises:
-            SMPCheckpointError: The state does not fit, on any rank of the replica; the same on all of them, when all
-                has been tried.
+            SMPCheckpointError: The state does not fit on some rank of the replica; raised on all of them, after all
+            values that fit have been loaded.
         """
         found = dict(state_dict)
         self._when_partitioned(lambda: state_dicts.load_model(self, found, strict, same_partition_load))
 
     def get_module(self) -> nn.Module:
-        """The model of the script."""
+        """Return the model of the script."""
         return self.module
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """Read first by DistributedDataParallel, both PyTorch's and this package's."""
+        """The first attribute that DistributedDataParallel reads, both PyTorch's and this package's."""
         raise SMPUsageError(
             "a `smp.DistributedModel` is not wrapped in DistributedDataParallel: with `ddp: true` it reduces gradients "
             "itself"
         )
 
-    # Devices: where a partition is, is not the script's choice.
+    # Devices: a partition is on its rank's device, which the script cannot change.
 
     def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
         """Change the type of parameters and buffers before the first step.
@@ -553,7 +556,7 @@ class DistributedModel(nn.Module):
         return self
 
     def cpu(self) -> DistributedModel:
-        """Gives every rank of a pipeline the whole model, on CPUs; all of them call it. Steps are over then."""
+        """Give every rank of a pipeline the whole model, on CPUs; all of them call it. No step may follow."""
         if self.pipeline is None:
             self.module.cpu()
             return self
@@ -570,9 +573,9 @@ class DistributedModel(nn.Module):
         }
 
     def join(self) -> Join:
-        """A context, around all steps on all ranks, for replicas with different numbers of batches.
+        """Return a context, around all steps on all ranks, for replicas with different numbers of batches.
 
-        A replica without a batch contributes zeros to the reductions of the others, and has their parameters in the
+        A replica without a batch contributes zeros to the reductions of the others, and has their parameters at the
         end.
         """
         if not state.cfg.ddp:
@@ -589,7 +592,7 @@ class DistributedModel(nn.Module):
         return Join(self, state.groups.dp_group)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Register a hook by which replicas reduce gradients from now on.
+        """Register a hook with which replicas reduce gradients from now on.
 
         Args:
             state: First argument of the hook.
@@ -597,7 +600,7 @@ class DistributedModel(nn.Module):
                 and over microbatches.
 
         Raises:
-            SMPUsageError: There is nothing to reduce, or gradients are not reduced when they are ready.
+            SMPUsageError: There are no gradients to reduce, or they are reduced only after the step.
         """
         self.replicas.register_comm_hook(state, hook)
 
@@ -675,7 +678,7 @@ class DistributedModel(nn.Module):
 
 
 def _nearest(path: str, manual: dict[str, int]) -> int | None:
-    """The partition that the script chose for the module with this path, or for its nearest ancestor."""
+    """Return the partition that the script chose for the module with this path, or for its nearest ancestor."""
     while path:
         if path in manual:
             return manual[path]

@@ -1,4 +1,4 @@
-"""Functions that see every new module while a context is open."""
+"""Contexts that observe the creation of modules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _observed_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def created_modules(observe: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Call a function with every module that is created inside, at the begin of its constructor.
+    """Call a function with every module that is created in the context, at the beginning of its constructor.
 
     Args:
         observe: The function; those of outer contexts run before it.

@@ -1,9 +1,9 @@
 """Gradient norms over all partitions.
 
-``torch.nn.utils.clip_grad_norm_`` sees the gradients of one partition. Once the model is partitioned,
-:func:`follow_torch` makes it and ``get_total_norm`` count those of all partitions. They must get all gradients of the
-model; a subset is refused, because the other partitions would not add theirs. The norm of a single gradient stays
-local, since a parameter lies wholly on its partition.
+``torch.nn.utils.clip_grad_norm_`` gets the gradients of one partition only. Once the model is partitioned,
+:func:`follow_torch` makes it and ``get_total_norm`` include those of all partitions. They must get all gradients of
+the model; a subset is rejected, because the other partitions would not add theirs. The norm of a single gradient
+stays local, because a parameter is on one partition.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def clip_grad_norm_(
 
 
 def _gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients that the optimizer sees."""
+    """Return the gradients that the optimizer uses."""
     if state.optimizer is None:
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
     return state.optimizer._gradients_of(list(parameters))
 
 
 def _counted_here(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The parameters whose gradients this rank adds to a norm.
+    """Return the parameters whose gradients this rank adds to a norm.
 
     These are slices, and on the first rank of a tensor-parallel group also what all ranks of the group have. Where the
     group divides the gradients of what it has in common (OSH-2), all its ranks add theirs.
@@ -99,13 +99,13 @@ def _norm_over_partitions(gradients: Sequence[torch.Tensor], norm_type: float) -
 
 
 def follow_torch() -> None:
-    """Makes the functions of ``torch.nn.utils`` compute norms over all partitions, for the life of this process."""
+    """Make the functions of ``torch.nn.utils`` compute norms over all partitions, for the life of this process."""
     if not isinstance(clip_grad._get_total_norm, _TotalNorm):
         clip_grad._get_total_norm = torch.nn.utils.get_total_norm = _TotalNorm(clip_grad._get_total_norm)
 
 
 class _TotalNorm:
-    """In the place of ``torch.nn.utils.get_total_norm``, which ``clip_grad_norm_`` calls."""
+    """Replaces ``torch.nn.utils.get_total_norm``, which ``clip_grad_norm_`` calls."""
 
     def __init__(self, original: Callable[..., torch.Tensor]) -> None:
         self._original = original
@@ -119,13 +119,13 @@ class _TotalNorm:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        """As PyTorch's.
+        """Compute the norm as PyTorch's function does.
 
         Raises:
-            SMPUsageError: The tensors are some of the gradients of a divided model.
+            SMPUsageError: The tensors are only some of the gradients of a partitioned model.
         """
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        # PyTorch takes "inf", too.
+        # PyTorch accepts "inf" as text, too.
         norm_type = float(norm_type)
         model = state.model
         if state.loss_scale != 1.0 and model is not None and model.is_partitioned:

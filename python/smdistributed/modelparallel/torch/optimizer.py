@@ -25,10 +25,10 @@ from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParamete
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Wraps any optimizer of PyTorch's; it may have been made before or after the model was wrapped.
+    """Wraps any optimizer of PyTorch, which may have been created before or after the model was wrapped.
 
-    It is an ``Optimizer`` itself, with the wrapped one's ``param_groups``, ``state`` and ``defaults``, so schedulers
-    take it as well as ``.optimizer``. On a rank without parameters ``step`` does nothing.
+    It is an ``Optimizer`` itself, with the wrapped optimizer's ``param_groups``, ``state`` and ``defaults``, so
+    schedulers accept it as well as ``.optimizer``. On a rank without parameters, ``step`` does nothing.
 
     With the configuration's ``fp16`` or ``bf16``, the wrapped optimizer updates float32 master weights, and the model's
     parameters are these, rounded. With ``fp16``, ``model.backward`` multiplies losses by a scale, and a step whose
@@ -36,23 +36,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: The optimizer.
-        static_loss_scale: The loss scale of the configuration's ``fp16``; may be ``None`` with a dynamic one. Scales
-            have no effect without ``fp16``, and a warning says so once.
-        dynamic_loss_scale: Whether that scale is found during training.
-        dynamic_loss_args: How it is found. ``init_scale`` (2**32) is the first; an overflow divides it by
-            ``scale_factor`` (2.0), and ``scale_window`` (1000) steps without one multiply it; it stays at ``min_scale``
-            (1) or above; ``delayed_shift`` (1) is the number of overflows until it shrinks, which growing renews, and
-            with ``consecutive_hysteresis`` (``False``) each step without an overflow.
-        **more: The older names ``static_loss_scaling`` and ``dynamic_loss_scaling``, or what ``dynamic_loss_args`` may
-            hold.
+        static_loss_scale: The loss scale of the configuration's ``fp16``; may be ``None`` with a dynamic one. Without
+        ``fp16``, scales are ignored with a warning.
+        dynamic_loss_scale: Whether the scale is adapted during training.
+        dynamic_loss_args: How it is adapted. ``init_scale`` (2**32) is the first scale. An overflow divides it by
+        ``scale_factor`` (2.0), and ``scale_window`` (1000) steps without an overflow multiply it by that; it never
+        falls below ``min_scale`` (1). ``delayed_shift`` (1) is the number of overflows until it shrinks; this count
+        restarts when the scale grows, and with ``consecutive_hysteresis`` (``False``) after each step without an
+        overflow.
+        **more: The older names ``static_loss_scaling`` and ``dynamic_loss_scaling``, or keys of
+        ``dynamic_loss_args``.
 
     Attributes:
-        optimizer: The wrapped one.
-        _global_grad_norm: The norm of all gradients that ``smp.clip_grad_norm_`` or ``clip_master_grads`` found last;
-            scripts of the original print it.
+        optimizer: The wrapped optimizer.
+        _global_grad_norm: The norm of all gradients from the last ``smp.clip_grad_norm_`` or ``clip_master_grads``;
+        scripts of the original print it.
 
     Raises:
-        SMPValidationError: A loss scale's argument makes no sense.
+        SMPValidationError: An argument of the loss scale is invalid.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             loss_scale = make_loss_scale(static_loss_scale, dynamic_loss_scale, {**(dynamic_loss_args or {}), **more})
         elif static_loss_scale not in (None, 1.0) or dynamic_loss_scale or dynamic_loss_args or more:
             _warn_of_scales()
-        # Not `super().__init__`: everything that an optimizer has is the wrapped one's.
+        # Does not call `super().__init__`: all attributes of an optimizer are the wrapped one's.
         self.__dict__["optimizer"] = optimizer
         self._half, self._loss_scale = dtype, loss_scale
         self._masters: MasterWeights | None = None
@@ -88,10 +89,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._global_grad_norm: torch.Tensor | None = None
         if state.model is not None and state.model.is_partitioned:
             self._localize({})
-        # Last: an optimizer that could not be wrapped is not the job's.
+        # Registered last, so that an optimizer that could not be wrapped is not registered.
         state.optimizer = self
 
-    #: A scaler would leave the scale here, where a fused optimizer inside does not look.
+    #: #: Attributes in which a GradScaler stores its scale; they are forwarded, because the wrapped optimizer reads
+    #: them.
     _step_supports_amp_scaling = False
 
     def __getattr__(self, name: str) -> Any:
@@ -103,10 +105,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return f"DistributedOptimizer({self.optimizer!r})"
 
     def _localize(self, replaced: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Drops the parameters of other partitions.
+        """Drop the parameters of other partitions.
 
         Args:
-            replaced: By identity, parameters that others have taken the place of, and these.
+            replaced: For each replaced parameter by id: itself and its replacement.
         """
         for group in self.optimizer.param_groups:
             names = group.get("param_names")
@@ -136,7 +138,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._adopt_masters()
 
     def _check_sharded(self) -> None:
-        """Refuses what sharded parameters cannot be updated by."""
+        """Reject optimizers that cannot update sharded parameters."""
         check_elementwise(self.optimizer)
         if any(
             value.dim() > 1
@@ -177,7 +179,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._masters.adopt()
 
     def _pieces(self) -> dict[int, Piece]:
-        """Maps the identity of each parameter of the wrapped optimizer to its part of a model's parameter."""
+        """Map each parameter of the wrapped optimizer, by id, to its part of a model's parameter."""
         named = _model().module.named_parameters()
         found = {id(parameter): Piece.whole(name, parameter) for name, parameter in named}
         if self._shards is not None:
@@ -192,7 +194,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks that hold the same parameters hold different parts of the state."""
+        """Whether ranks with the same parameters hold different parts of the state."""
         return self._shards is not None or _sharded_model() is not None
 
     def _counted(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -212,12 +214,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return [each for each in gradients if id(each) not in left_out]
 
     def _parameters_changed(self) -> None:
-        """Takes over parameters of the model that were changed otherwise than by a step."""
+        """Update the master weights after parameters of the model were changed by other means than a step."""
         if self._masters is not None:
             self._masters.refresh()
 
     def _publish(self) -> None:
-        """Sets the model's parameters from the master weights; with shards, all ranks that hold them call it."""
+        """Set the model's parameters from the master weights; with shards, all ranks that hold them call it."""
         if self._masters is not None:
             self._masters.publish()
         if self._shards is not None:
@@ -232,7 +234,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped, because a gradient on some rank was not finite; of FP16."""
+        """Whether the last step was skipped, because a gradient on some rank was not finite (``fp16`` only)."""
         return self._masters is not None and self._masters.overflow
 
     @property
@@ -242,7 +244,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """The master weights of each group behind each other; empty without ``fp16`` and ``bf16``."""
+        """The concatenated master weights of each group; empty without ``fp16`` and ``bf16``."""
         return [] if self._masters is None else self._masters.flat
 
     @property
@@ -251,16 +253,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return None if state.groups.sharding is None else state.groups.process_group("sharding")
 
     def _loss_is_scaled(self) -> None:
-        """Begins a step's gradients: ``model.backward`` calls it."""
+        """Note that the loss was scaled; ``model.backward`` calls it."""
         self._has_scaled_loss = True
         if self._masters is not None:
             self._masters.forget_gradients()
 
     def update_master_grads(self) -> None:
-        """Divide gradients by the loss scale, and move them to the master weights; ``step`` does so otherwise.
+        """Divide gradients by the loss scale, and move them to the master weights; otherwise ``step`` does so.
 
         Raises:
-            SMPUsageError: A gradient was made without ``model.backward``, so without the scale.
+            SMPUsageError: A gradient was computed without ``model.backward``, so without the scale.
         """
         if self._masters is not None:
             self._check_scaled()
@@ -279,7 +281,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise SMPUsageError("with `shard_optimizer_state`, gradients are clipped all together: pass all parameters")
 
     def _gradients_of(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients of these parameters that the wrapped optimizer sees, ready to be clipped."""
+        """Return the gradients of these parameters that the wrapped optimizer uses, ready to be clipped."""
         if self._shards is not None:
             parameters = self._shards.parts_of({id(each) for each in parameters})
         if self._masters is None:
@@ -360,21 +362,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         norm = norms.clip_grad_norm_(_model().local_parameters(), max_norm)
         return -1.0 if self._masters.overflow else float(norm)
 
-    # State: `checkpoint/optimizer_state.py` says how it is gathered, split and named.
+    # State dicts; `checkpoint/optimizer_state.py` gathers, splits and names the entries.
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole optimizer's, on every rank of one replica, all of which call it."""
+        """Return the state of the whole optimizer, on every rank of one replica, all of which call it."""
         return optimizer_state.full_optimizer(_model(), self)
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
         """Return the part of the state that this rank holds.
 
         Args:
-            gather_if_shard: Accepted; a shard's state is loaded on any number of ranks as it is.
+            gather_if_shard: Ignored; the state of a shard can be loaded on any number of ranks.
 
         Returns:
-            The state by names of parameters, with ``_smp_is_partial``; ``master_weights`` and ``loss_scale`` with
-            ``fp16`` or ``bf16``.
+            The state by parameter name, with ``_smp_is_partial``; with ``fp16`` or ``bf16`` also ``master_weights``
+            and ``loss_scale``.
         """
         del gather_if_shard
         return optimizer_state.local_optimizer(_model(), self)
@@ -390,7 +392,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped one's."""
+        """The parameter groups of the wrapped optimizer."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -399,7 +401,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The wrapped one's."""
+        """The state of the wrapped optimizer."""
         return self.optimizer.state
 
     @state.setter
@@ -408,14 +410,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped one's."""
+        """The defaults of the wrapped optimizer."""
         return self.optimizer.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters to the wrapped optimizer; parameters of other partitions are dropped.
 
         Args:
-            param_group: The group, as PyTorch's optimizers take it.
+            param_group: The group, as for PyTorch's optimizers.
         """
         self.optimizer.add_param_group(param_group)
         if state.model is not None and state.model.is_partitioned:

@@ -1,6 +1,6 @@
-"""Optimizers that the original took from Apex: ``smp.optimizers``.
+"""Optimizers of Apex that the original provides: ``smp.optimizers``.
 
-Adam is PyTorch's, in its fused form where there is one. LAMB and NovoGrad follow their papers:
+Adam is PyTorch's, in its fused form where available. LAMB and NovoGrad follow their papers:
 
 - LAMB: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", Algorithm 2.
 - NovoGrad: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training of Deep
@@ -38,7 +38,7 @@ class FusedAdam(torch.optim.Adam):
         adam_w_mode: Whether weight decay is decoupled, as in AdamW, instead of added to gradients.
         weight_decay: Weight decay.
         amsgrad: Must be ``False``.
-        set_grad_none: Accepted; PyTorch's ``zero_grad(set_to_none)`` decides.
+        set_grad_none: Ignored; the argument of PyTorch's ``zero_grad(set_to_none)`` applies.
 
     Raises:
         SMPUnsupportedError: ``bias_correction`` is ``False`` or ``amsgrad`` is ``True``.
@@ -63,7 +63,8 @@ class FusedAdam(torch.optim.Adam):
         super().__init__(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled_weight_decay=adam_w_mode
         )
-        # No argument: PyTorch would want a device, which parameters without memory get when they are partitioned.
+        # The fused form is selected later: PyTorch requires a CUDA device for it, which parameters without memory
+        # lack.
         for group in self.param_groups:
             group["fused"] = True
         self.defaults["fused"] = True
@@ -75,14 +76,14 @@ class FusedLAMB(Optimizer):
     Args:
         params: Parameters, or groups of them.
         lr: Learning rate.
-        bias_correction: Whether running averages are divided by what they lack at the beginning.
+        bias_correction: Whether the bias of running averages towards zero at the beginning is corrected.
         betas: Decay of the running averages of gradients and of their squares.
         eps: Added to denominators.
         weight_decay: Decoupled weight decay; with ``adam_w_mode=False`` it is added to gradients.
         amsgrad: Must be ``False``.
         adam_w_mode: See ``weight_decay``.
         grad_averaging: Whether gradients are multiplied by ``1 - beta1`` when they are added to their average.
-        set_grad_none: Accepted; PyTorch's ``zero_grad(set_to_none)`` decides.
+        set_grad_none: Ignored; the argument of PyTorch's ``zero_grad(set_to_none)`` applies.
         max_grad_norm: Gradients of all parameters of this optimizer are first clipped to this norm; 0 for no clipping.
         use_nvlamb: Whether parameters without weight decay are scaled by their norms as well.
 
@@ -119,10 +120,10 @@ class FusedLAMB(Optimizer):
         """Update the parameters.
 
         Args:
-            closure: Computes the loss and gradients anew.
+            closure: Computes the loss and the gradients.
 
         Returns:
-            What ``closure`` returns.
+            The result of ``closure``.
         """
         loss = _loss_of(closure)
         norms = [
@@ -167,26 +168,27 @@ class FusedLAMB(Optimizer):
         return loss
 
 
-#: The name in Apex's older releases, which published scripts use.
+#: #: The name in older releases of Apex, which published scripts use.
 FusedLamb = FusedLAMB
 
 
 class FusedNovoGrad(Optimizer):
-    """NovoGrad: gradients are normalised by a running average of the norm of each parameter's gradient.
+    """NovoGrad: gradients are normalized by a running average of the norm of each parameter's gradient.
 
     Args:
         params: Parameters, or groups of them.
         lr: Learning rate.
-        bias_correction: Whether running averages are divided by what they lack at the beginning.
+        bias_correction: Whether the bias of running averages towards zero at the beginning is corrected.
         betas: Decay of the running averages of gradients and of their norms.
         eps: Added to denominators.
         weight_decay: Weight decay.
         amsgrad: Must be ``False``.
-        reg_inside_moment: Whether weight decay is part of the running average, as in the paper, or of the update.
+        reg_inside_moment: Whether weight decay is added inside of the running average, as in the paper, or to the
+        update.
         grad_averaging: Whether gradients are multiplied by ``1 - beta1`` when they are added to their average.
         norm_type: Order of the norm: 2, or 0 for the largest element.
-        init_zero: Whether the average of norms begins at zero instead of at the first norm, as in the paper.
-        set_grad_none: Accepted; PyTorch's ``zero_grad(set_to_none)`` decides.
+        init_zero: Whether the average of norms starts at zero, or at the first norm as in the paper.
+        set_grad_none: Ignored; the argument of PyTorch's ``zero_grad(set_to_none)`` applies.
 
     Raises:
         SMPUnsupportedError: ``amsgrad`` is ``True``.
@@ -223,10 +225,10 @@ class FusedNovoGrad(Optimizer):
         """Update the parameters.
 
         Args:
-            closure: Computes the loss and gradients anew.
+            closure: Computes the loss and the gradients.
 
         Returns:
-            What ``closure`` returns.
+            The result of ``closure``.
         """
         loss = _loss_of(closure)
         for group in self.param_groups:
@@ -251,7 +253,7 @@ class FusedNovoGrad(Optimizer):
                 if group["bias_correction"]:
                     count = float(state["step"])
                     first = 1 - beta1**count
-                    # An average that begins at the first norm lacks nothing.
+                    # An average that starts at the first norm has no bias.
                     second = math.sqrt(1 - beta2**count) if group["init_zero"] else 1.0
                 normal = gradient / (state["norm"] / second + group["eps"])
                 decay = group["weight_decay"]
@@ -267,7 +269,7 @@ class FusedNovoGrad(Optimizer):
 
 
 def _trust_ratio(weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-    """The factor of an update, by the norms of the parameter and of the update; 1 where either is zero."""
+    """Return the factor of an update: the parameter's norm over the update's; 1 if either is zero."""
     of_weights, of_update = torch.linalg.vector_norm(weights), torch.linalg.vector_norm(update)
     ratio = of_weights / of_update
     return torch.where((of_weights > 0) & (of_update > 0), ratio, torch.ones_like(ratio))

@@ -1,4 +1,4 @@
-"""What a step returns: the tensors of all microbatches."""
+"""The output of a step: the tensors of all microbatches."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ class StepOutput(MicrobatchOutputs[torch.Tensor]):
         """Return the tensors stacked along a new dimension 0, that of the microbatches."""
         return torch.stack(self.outputs)
 
-    #: TensorFlow's name of the same.
+    #: #: The name of the same method for TensorFlow.
     accumulate = reduce_mean

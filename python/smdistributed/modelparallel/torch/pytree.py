@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-#: What is never a container, for a quick answer.
+#: #: Types that are never containers, for a fast check.
 ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
 
 
 def transform(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Returns ``value`` with ``leaf(tensor)`` in the place of every tensor.
+    """Return ``value`` with every tensor replaced by ``leaf(tensor)``.
 
-    Objects whose class says ``_smp_leaf = True`` count as tensors. Containers are made anew, of the same classes; other
-    objects stay.
+    Objects whose class sets ``_smp_leaf = True`` count as tensors. Containers are recreated with the same classes;
+    other objects are kept.
     """
     kind = type(value)
     if kind in ATOMS:
@@ -52,14 +52,14 @@ def transform(value: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def _mapping(value: dict[Any, Any], leaf: Callable[[Any], Any]) -> Any:
-    """A mapping of the same class, if its items determine it, else a plain dictionary."""
+    """Transform a mapping; the result has the same class if its items determine it, else it is a plain dictionary."""
     return rebuilt_mapping(value, {key: transform(item, leaf) for key, item in value.items()})
 
 
 def rebuilt_mapping(value: dict[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of the class of ``value`` with these items, or a plain dictionary."""
+    """Return a mapping of the class of ``value`` with these items, or a plain dictionary."""
     try:
-        # Hugging Face's outputs are dataclasses as well: absent fields keep their defaults.
+        # Outputs of Hugging Face's models are dataclasses as well: absent fields keep their defaults.
         new = type(value)(**items) if dataclasses.is_dataclass(value) else type(value)(items)
     except (TypeError, ValueError):
         return items
@@ -67,7 +67,7 @@ def rebuilt_mapping(value: dict[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def tensors_of(value: Any) -> list[Any]:
-    """The leaves, in the order in which :func:`transform` meets them."""
+    """Return the leaves, in the order of :func:`transform`."""
     found: list[Any] = []
 
     def leaf(tensor: Any) -> Any:
@@ -79,7 +79,7 @@ def tensors_of(value: Any) -> list[Any]:
 
 
 class Slot:
-    """The place of a tensor in a template."""
+    """The position of a tensor in a template."""
 
     _smp_leaf = True
     __slots__ = ("index",)
@@ -92,7 +92,7 @@ class Slot:
 
 
 def template(value: Any) -> tuple[Any, list[Any]]:
-    """``value`` with slots instead of tensors, and the tensors."""
+    """Return ``value`` with slots instead of tensors, and the tensors."""
     found: list[Any] = []
 
     def leaf(tensor: Any) -> Slot:
@@ -103,5 +103,5 @@ def template(value: Any) -> tuple[Any, list[Any]]:
 
 
 def filled(shape: Any, leaves: list[Any]) -> Any:
-    """A template with these tensors in its slots."""
+    """Return a template with these tensors in its slots."""
     return transform(shape, lambda slot: leaves[slot.index] if isinstance(slot, Slot) else slot)

@@ -1,4 +1,4 @@
-"""The split of a step's arguments into those of its microbatches."""
+"""Splits a step's arguments into those of its microbatches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def split(value: Any, name: str, microbatches: int, axis: int, keep: bool) -> li
 
     Args:
         value: An argument of the step, or a part of one.
-        name: What errors call it.
+        name: Its name in errors.
         microbatches: The number of pieces.
         axis: The batch's axis.
         keep: Whether every microbatch gets the whole value.

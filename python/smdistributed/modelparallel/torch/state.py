@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class ModuleManager:
-    """Modules that tensor parallelism has replaced by some with other names of weights.
+    """Translations for modules whose replacements under tensor parallelism have different weight names.
 
     Attributes:
-        translate_functions: For each of their classes two functions, which translate a whole state of a model to the
-            names of its own modules, and back.
+        translate_functions: For each class two functions, which translate a whole state of a model to the names of
+        the original modules, and back.
     """
 
     def __init__(self) -> None:
@@ -35,34 +35,34 @@ class ModuleManager:
         module_cls: type,
         functions: tuple[Callable[[dict[str, Any]], dict[str, Any]], Callable[[dict[str, Any]], dict[str, Any]]],
     ) -> None:
-        """Adds the functions of a class that was replaced, once."""
+        """Add the functions of a class that was replaced, once."""
         if module_cls not in self._classes:
             self._classes.add(module_cls)
             self.translate_functions.append(functions)
 
     def to_own_names(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Translates a whole state to the names of the modules that were replaced."""
+        """Translate a whole state to the names of the original modules."""
         for to_own, _ in self.translate_functions:
             state_dict = to_own(state_dict)
         return state_dict
 
     def from_own_names(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Translates a whole state with the names of the modules that were replaced."""
+        """Translate a whole state with the names of the original modules."""
         for _, from_own in reversed(self.translate_functions):
             state_dict = from_own(state_dict)
         return state_dict
 
 
 class State:
-    """See the module's text; ``smp.state`` is the only one.
+    """The state of this process; ``smp.state`` is the only object.
 
     Attributes:
         initialized: Whether ``smp.init`` has been called.
         model: The wrapped model, if there is one.
         optimizer: The wrapped optimizer, if there is one.
-        module_manager: What tensor parallelism has replaced.
-        tracing: Whether the model is being looked at to divide it.
-        delay: Undoes what delays parameters until there is a model, if the configuration has it so.
+        module_manager: Translations for modules that tensor parallelism has replaced.
+        tracing: Whether the model is being traced for its partition.
+        delay: Ends the delay of parameters, if the configuration delays them until there is a model.
     """
 
     def __init__(self) -> None:
@@ -76,23 +76,23 @@ class State:
         self._groups: TorchGroups | None = None
 
     def enter(self, cfg: Config, groups: TorchGroups) -> None:
-        """Sets the configuration and groups of the job."""
+        """Set the configuration and groups of the job."""
         self._cfg, self._groups, self.initialized = cfg, groups, True
 
     def leave(self) -> None:
-        """Forgets the job."""
+        """Reset the state."""
         self.end_delay()
         self.__init__()  # type: ignore[misc]
 
     def end_delay(self) -> None:
-        """Ends the delay of parameters."""
+        """End the delay of parameters."""
         if self.delay is not None:
             self.delay.remove()
             self.delay = None
 
     @property
     def loss_scale(self) -> float:
-        """The factor of losses that the optimizer's 16-bit training asks for."""
+        """The loss scale of the optimizer's 16-bit training."""
         return 1.0 if self.optimizer is None else self.optimizer.loss_scale
 
     @property
@@ -126,12 +126,12 @@ class State:
 
     @property
     def cfg(self) -> Config:
-        """The configuration in force."""
+        """The configuration of the job."""
         return self._cfg if self._cfg is not None else _refuse()
 
     @property
     def groups(self) -> TorchGroups:
-        """Ranks and groups."""
+        """The ranks and groups of the job."""
         return self._groups if self._groups is not None else _refuse()
 
 

@@ -24,14 +24,14 @@ from smdistributed.modelparallel.torch.state import state
 
 
 class StepFunction:
-    """A decorated function; as a class attribute, it gets the object if its body takes one.
+    """A decorated function; as a class attribute, it passes the object if its body accepts one.
 
     Args:
         function: The body.
-        non_split_inputs: Names of parameters that every microbatch gets whole.
+        non_split_inputs: Names of parameters that are not split.
         input_split_axes: The batch's axis, by name of the parameter; 0 for others.
-        detach_outputs: Whether what is returned leaves autograd's graph. Without, only the partition where a tensor
-            was made has its graph.
+        detach_outputs: Whether results are detached from autograd's graph. Otherwise, only the partition that
+        computed a tensor has its graph.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class StepFunction:
         return self if instance is None else _BoundStepFunction(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the body for each microbatch of the batch; on all ranks of the job."""
+        """Run the body for each microbatch of the batch; all ranks of the job call it."""
         cfg = state.cfg
         if state.model is None:
             raise SMPUsageError("a `smp.step` function needs a model: wrap it in `smp.DistributedModel` first")
@@ -73,7 +73,7 @@ class StepFunction:
         return _merged(outputs)
 
     def _run(self, model: DistributedModel, calls: Sequence[Call], expectation: Expectation | None) -> list[Any]:
-        """What the body returns for each microbatch, with tensors in the place of remote ones."""
+        """Return the body's result for each microbatch, with remote tensors replaced by tensors."""
         run = model.step_run = StepRun(model, self, self._function, len(calls), self._detach, expectation)
         try:
             if state.cfg.pipeline_parallel_degree == 1:
@@ -93,7 +93,7 @@ class StepFunction:
     def _calls(
         self, model: DistributedModel, args: Any, kwargs: Any, microbatches: int
     ) -> tuple[list[Call], Expectation | None]:
-        """The arguments of each microbatch, and what the ranks of the pipeline expect it to record."""
+        """Return the arguments of each microbatch, and the expected recording, equal on all ranks of the pipeline."""
         expectation = None
         if state.cfg.pipeline_parallel_degree == 1:
             arguments = self._signature.bind(*args, **kwargs).arguments
@@ -132,7 +132,7 @@ class _BoundStepFunction:
 
 
 def _merged(outputs: Sequence[Any]) -> Any:
-    """Merges the return values of the microbatches, in the same structure.
+    """Merge the results of the microbatches, in the same structure.
 
     Each tensor of the body becomes a :class:`StepOutput`, and other values become a list.
     """
@@ -161,8 +161,8 @@ def step(
 ) -> Any:
     """Make a function run once for each microbatch, over all partitions: ``@smp.step`` or ``@smp.step(..)``.
 
-    Inside, the model is called and ``model.backward(loss)`` instead of ``loss.backward()``. Tensors that the function
-    returns become :class:`StepOutput` on every rank.
+    Inside, the script calls the model, and ``model.backward(loss)`` instead of ``loss.backward()``. Tensors that the
+    function returns become :class:`StepOutput` on every rank.
 
     Args:
         non_split_inputs: Names of parameters that are not split, which tensors without a batch axis need; as

@@ -24,7 +24,8 @@ def safetensors_instead(file: Path) -> Path | None:
 
 
 def read_safetensors(file: Path, model: DistributedModel) -> dict[str, Any]:
-    """Read a whole model's state. Shared tensors, which the file has under one of their names, get the others as well.
+    """Read a whole model's state. Shared tensors, which the file has under one name, are added under their other
+    names.
 
     Args:
         file: The file.

@@ -1,4 +1,4 @@
-"""JSON encoding of the user content of a checkpoint. Reading it executes nothing.
+"""JSON encoding of the user content of a checkpoint. Decoding executes no code.
 
 Supported are numbers, strings, bytes, ``None``, lists, tuples, sets, dicts with keys of these types, tensors, and
 torch's dtypes and sizes. A type without a JSON form becomes an object with one key that begins with ``$``.
@@ -17,21 +17,21 @@ from smdistributed.modelparallel.exceptions import SMPCheckpointError
 
 
 def encode(value: Any, keep: Callable[[torch.Tensor], str], where: str = "user_content") -> str:
-    """The text of a value.
+    """Encode a value as JSON.
 
     Args:
-        value: of numbers, strings, tensors, and lists, tuples and dicts of them.
-        keep: saves a tensor elsewhere, and returns its name there.
-        where: what errors call it.
+        value: Numbers, strings, bytes, tensors, and lists, tuples, sets and dicts of them.
+        keep: Saves a tensor elsewhere, and returns its name there.
+        where: The name of the value in errors.
 
     Raises:
-        SMPCheckpointError: naming what has no form that could be read without executing it.
+        SMPCheckpointError: The value contains a type that cannot be decoded without executing code.
     """
     return json.dumps(_plain(value, where, keep), allow_nan=False)
 
 
 def decode(text: str, find: Callable[[str], torch.Tensor]) -> Any:
-    """The value of a text; ``find`` returns the tensor of a name."""
+    """Decode a value; ``find`` returns the tensor with a name."""
     return _value(json.loads(text), find)
 
 
@@ -40,7 +40,7 @@ def _plain(value: Any, where: str, keep: Callable[[torch.Tensor], str]) -> Any:
     if value is None or kind in (bool, str):
         return value
     if kind is int:
-        # Beyond that, other readers of JSON would round it.
+        # Larger integers are stored as text, because other JSON readers would round them.
         return value if abs(value) < 1 << 53 else {"$int": str(value)}
     if kind is float:
         return {"$float": value.hex()}
@@ -63,7 +63,7 @@ def _plain(value: Any, where: str, keep: Callable[[torch.Tensor], str]) -> Any:
         pairs = value.items()
         return {"$dict": [[_plain(k, where, keep), _plain(v, f"{where}[{k!r}]", keep)] for k, v in pairs]}
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
-        # A number of NumPy's.
+        # A scalar of NumPy.
         return _plain(value.item(), where, keep)
     raise SMPCheckpointError(
         f"`{where}` is a {kind.__module__}.{kind.__qualname__}: a checkpoint takes numbers, texts, bytes, tensors, "

@@ -34,9 +34,9 @@ from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
 
 _MODEL, _OPTIMIZER, _USER, _EXTRA = "model/", "optimizer/", "user/", "extra/"
-#: Of the tensors of a parameter's optimizer state, its master weight.
+#: #: The name of the master weight among the tensors of a parameter's optimizer state.
 _MASTER = "#master_weight"
-#: Python's numbers in an optimizer's state: tensors with these endings of their names.
+#: #: Suffixes of tensors that hold Python's numbers in an optimizer's state.
 _NUMBERS = {int: ("#int", torch.int64), float: ("#float", torch.float64), bool: ("#bool", torch.bool)}
 _ELEMENTS = {getattr(torch, name): element for name, element in shares.ELEMENTS.items()}
 _DTYPES = {name: dtype for dtype, name in _ELEMENTS.items()}
@@ -44,16 +44,17 @@ _CLASSES = {**CLASSES, "io": SMPCheckpointError, "invalid_argument": SMPCheckpoi
 
 
 class CheckpointManager:
-    """Saves and loads the wrapped model and optimizer. All ranks make one, and call its methods together.
+    """Saves and loads the wrapped model and optimizer. All ranks create one, and call its methods together.
 
     Args:
-        path: a folder that all ranks see.
-        keep: how many checkpoints are kept, the newest; ``None``: all.
-        asynchronous: whether ``save`` returns when the state has been copied, and the rest is done meanwhile.
-        durable: whether a checkpoint is on the disk before it counts as complete. Without, it survives the death of
-            every process, but not of the machine.
-        threads: files that this rank writes at once; by default its share of the cores.
-        timeout_seconds: how long a rank waits for others.
+        path: A directory on a file system that all ranks share.
+        keep: Number of newest checkpoints to keep; ``None`` for all.
+        asynchronous: Whether ``save`` returns when the state has been copied, and files are written in the
+        background.
+        durable: Whether a checkpoint is synced to the disk before it counts as complete. Otherwise it survives the
+        death of every process, but not a power failure.
+        threads: Number of files that this rank writes in parallel; by default its share of the cores.
+        timeout_seconds: How long a rank waits for others.
 
     Example:
         with smp.CheckpointManager("checkpoints", keep=3) as manager:
@@ -77,7 +78,7 @@ class CheckpointManager:
         self.path, self.asynchronous = os.fspath(path), asynchronous
         cores = len(os.sched_getaffinity(0)) // _core.local_size()
         self.threads = threads or max(1, min(8, cores))
-        # Memory of copies from devices, kept from one save to the next.
+        # Buffers for copies from devices, which the next save reuses.
         self._pinned: dict[str, torch.Tensor] = {}
         self._saver = Saver(
             self.path,
@@ -96,21 +97,21 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After a failure others may never come.
+        # After a failure, other ranks may never call the method.
         if kind is None:
             self.wait()
 
     def save(self, step: int, user_content: Any = None, *, tag: str | None = None) -> None:
-        """Saves model and optimizer, and what ``user_content`` is on rank 0.
+        """Save model and optimizer, and rank 0's ``user_content``.
 
         Args:
-            step: the number of the training step, which orders checkpoints.
-            user_content: numbers, texts, tensors, and lists, tuples and dicts of them.
-            tag: the checkpoint's name; by default from the step.
+            step: The number of the training step, which orders checkpoints.
+            user_content: Numbers, strings, bytes, tensors, and lists, tuples, sets and dicts of them.
+            tag: The checkpoint's name; by default derived from the step.
 
         Raises:
-            SMPCheckpointError: it could not be written, here or on another rank; the same on all ranks. Or the save
-                before it could not; or what has the checkpoint's name is not a checkpoint of this format.
+            SMPCheckpointError: This save or the previous one failed, here or on another rank, or the path is in use
+            by something that is not a checkpoint of this format; raised on all ranks.
         """
         model = _model()
         if not model.is_partitioned:
@@ -131,7 +132,7 @@ class CheckpointManager:
             tensors |= _extras(model)
         divided = _divided(model, tensors)
         if state.groups.rank_in("tp") > 0:
-            # What all ranks of a tensor-parallel group have, the first one writes.
+            # The first rank of a tensor-parallel group writes the tensors that all its ranks have.
             tensors = {name: tensor for name, tensor in tensors.items() if name in divided}
         parts = {name: _without_padding(tensor, divided.get(name)) for name, tensor in tensors.items()}
         copies, owned = self._on_host({name: part for name, part in parts.items() if part is not None})
@@ -152,18 +153,18 @@ class CheckpointManager:
         return Content(places, json.dumps(layout), text, copies)
 
     def wait(self) -> None:
-        """Waits for the save that is under way; all ranks call it.
+        """Wait for the running save; all ranks call it.
 
         Raises:
-            SMPCheckpointError: it could not be written, here or on another rank; the same on all ranks.
+            SMPCheckpointError: It could not be written, here or on another rank; raised on all ranks.
         """
         self._saver.wait()
 
     def latest(self) -> str | None:
-        """The name of the newest complete checkpoint, if there is one; all ranks call it.
+        """Return the name of the newest complete checkpoint, if there is one; all ranks call it.
 
         Raises:
-            SMPCheckpointError: the folder cannot be read; the same on all ranks.
+            SMPCheckpointError: The directory cannot be read; raised on all ranks.
         """
         self.wait()
 
@@ -182,24 +183,24 @@ class CheckpointManager:
         load_optimizer: bool = True,
         load_sharded_optimizer_state: bool = True,
     ) -> Any:
-        """Load model and optimizer; each rank reads what it holds.
+        """Load model and optimizer; each rank reads the tensors that it holds.
 
         Before the model is partitioned, the load waits for the partition. The saved partition is used if there are as
         many partitions now.
 
         Args:
-            tag: which checkpoint; by default the newest.
-            strict: whether every parameter must be there.
-            load_optimizer: whether the optimizer is loaded.
-            load_sharded_optimizer_state: under sharded data parallelism, ``False`` loads of the optimizer only master
-                weights and loss scale.
+            tag: The checkpoint; by default the newest.
+            strict: Whether the checkpoint must contain every parameter.
+            load_optimizer: Whether the optimizer is loaded.
+            load_sharded_optimizer_state: With sharded data parallelism, ``False`` loads only master weights and loss
+                scale of the optimizer.
 
         Returns:
             The user content.
 
         Raises:
-            SMPCheckpointError: there is none, it does not fit the model, or a file is missing or damaged; the same on
-                all ranks.
+            SMPCheckpointError: There is no checkpoint, it does not fit the model, or a file is missing or damaged;
+            raised on all ranks.
         """
         self.wait()
         model = _model()
@@ -250,7 +251,7 @@ class CheckpointManager:
         entries = state_dicts.model_entries(model)
         local = {name: tensor for name, tensor in entries.items() if not isinstance(tensor, MetaParameter)}
         stored = {name: aliases.get(_MODEL + name, _MODEL + name) for name in entries}
-        # Of all partitions, so that all ranks come to the same verdict.
+        # Checks the names of all partitions, so that all ranks get the same result.
         extras = state_dicts.extra_entries(model)
         missing = sorted(name for name in entries if stored[name] not in found)
         missing += sorted(name for name in extras if _EXTRA + name not in found)
@@ -360,7 +361,7 @@ class CheckpointManager:
         into: Mapping[str, torch.Tensor] | None = None,
         divided: Mapping[str, Shard] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Reads tensors into those that are there, if they can be read into, or into new ones."""
+        """Read tensors in place where possible, otherwise into new ones."""
         tensors, copies, targets = {}, {}, []
         results: dict[str, torch.Tensor] = {}
         for name in names:
@@ -371,7 +372,7 @@ class CheckpointManager:
             if shard is not None:
                 start[shard.dim], end = shard.bounds(state.groups.rank_in("tp"))
                 local = shard.local_shape(shape)
-                # Padding is zero.
+                # Padding is filled with zeros.
                 whole = into[name] if into is not None else torch.zeros(local, dtype=dtype)
                 expected = shard.whole_shape(whole.shape)
                 tensor = whole.narrow(shard.dim, 0, end - start[shard.dim])
@@ -418,10 +419,10 @@ class CheckpointManager:
         return json.dumps({"user": user, "groups": groups, "loss_scale": scale})
 
     def _on_host(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], set[str]]:
-        """Returns dense tensors in host memory, and the names of those that are copies.
+        """Return dense tensors in host memory, and the names of those that are copies.
 
-        Tensors on a device or not dense are copied here. The core, which copies whatever the training may change, does
-        not copy them again. Host memory thus holds one copy of each during the write.
+        Tensors that are on a device or not dense are copied here. The core copies only tensors that training may
+        change, so it does not copy them again. Host memory thus holds one copy of each tensor during the write.
         """
         copies, owned, waits = {}, set(), False
         for name, tensor in tensors.items():
@@ -450,7 +451,7 @@ def _model() -> Any:
 
 
 def _aliases(model: Any) -> dict[str, str]:
-    """Further names of shared tensors, with the first."""
+    """Return the further names of shared tensors, with the first one."""
     first: dict[int, str] = {}
     aliases = {}
     for name, tensor in state_dicts.model_entries(model).items():
@@ -537,7 +538,7 @@ def _numbered(name: str, key: str, value: Any, parameter: str) -> tuple[str, tor
 
 
 def _extras(model: Any) -> dict[str, torch.Tensor]:
-    """Extra state of this rank's modules: for each, a JSON text as bytes, and the tensors in it."""
+    """Return the extra state of this rank's modules: for each, a JSON text as bytes, and the tensors in it."""
     tensors: dict[str, torch.Tensor] = {}
     for name, module in state_dicts.local_extras(model).items():
 
@@ -552,11 +553,11 @@ def _extras(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _divided(model: Any, tensors: Mapping[str, torch.Tensor], are_whole: bool = False) -> dict[str, Shard]:
-    """Returns how tensors of the model and of the optimizer are divided over the tensor-parallel group.
+    """Return how tensors of the model and of the optimizer are divided over the tensor-parallel group.
 
     Args:
         model: The model.
-        tensors: By name in the checkpoint.
+        tensors: The tensors, by name in the checkpoint.
         are_whole: Whether they have the shapes of whole tensors.
     """
     shards = slices.named_shards(model.module)
@@ -576,7 +577,7 @@ def _divided(model: Any, tensors: Mapping[str, torch.Tensor], are_whole: bool = 
 
 
 def _without_padding(tensor: torch.Tensor, shard: Shard | None) -> torch.Tensor | None:
-    """What is written of a tensor; ``None`` of a slice that is padding."""
+    """Return the part of a tensor to write; ``None`` for a slice that is padding."""
     if shard is None:
         return tensor
     begin, end = shard.bounds(state.groups.rank_in("tp"))
@@ -584,8 +585,7 @@ def _without_padding(tensor: torch.Tensor, shard: Shard | None) -> torch.Tensor 
 
 
 def _block(name: str, tensor: torch.Tensor, is_owned: bool, shard: Shard | None) -> shares.Block:
-    # What the user gave, only the first rank has; and what modules hold beside tensors, replicas may have in other
-    # sizes.
+    # Only the first rank has user content, and the extra state of modules may differ in size between replicas.
     is_shared = not name.startswith((_USER, _EXTRA))
     shape, element = list(tensor.shape), _ELEMENTS[tensor.dtype]
     origin = whole = None

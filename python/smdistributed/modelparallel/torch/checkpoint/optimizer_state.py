@@ -1,7 +1,7 @@
-"""States of optimizers: of one rank, gathered from all partitions and shards, and loaded back.
+"""States of optimizers: those of one rank, gathered from all partitions and shards, and loaded back.
 
-A state identifies parameters by their names in the model, and a whole one has tensors of the parameters' shapes. So it
-depends neither on the partition nor on the sharding.
+A state identifies parameters by their names in the model, and a whole state has tensors of the parameters' shapes. So
+it depends neither on the partition nor on the sharding.
 
 - ``shards`` of a partial state say which elements of a flattened parameter its tensors are: start, end, shape. Under
   tensor parallelism the parameter is this rank's slice, of ``_smp_tensor_parallel_rank``.
@@ -32,12 +32,12 @@ _Shard = tuple[int, int, tuple[int, ...]]
 
 
 def group_of(optimizer: DistributedOptimizer) -> CommGroup:
-    """The ranks that hold the whole state together."""
+    """Return the group whose ranks together hold the whole state."""
     return CommGroup.WORLD if optimizer.is_sharded else CommGroup.MP_GROUP
 
 
 def local_optimizer(model: DistributedModel, optimizer: DistributedOptimizer) -> dict[str, Any]:
-    """State and groups of this rank's parameters, by name."""
+    """Return state and groups of this rank's parameters, by name."""
     del model
     pieces, inner, masters = optimizer._pieces(), optimizer.optimizer, optimizer._masters
     parameters = list(itertools.chain.from_iterable(group["params"] for group in inner.param_groups))
@@ -70,7 +70,7 @@ def local_optimizer(model: DistributedModel, optimizer: DistributedOptimizer) ->
 def merge_optimizers(
     model: DistributedModel, parts: Sequence[Mapping[str, Any]], degree: int | None = None
 ) -> dict[str, Any]:
-    """The whole state of partial ones, which are of a tensor-parallel ``degree``; by default of this job's.
+    """Merge partial states, saved with tensor-parallel ``degree`` (by default this job's), into the whole state.
 
     Raises:
         SMPCheckpointError: Parts of a parameter's state are missing.
@@ -79,7 +79,7 @@ def merge_optimizers(
     entries = _joined(model, parts, "state", degree)
     groups = []
     for index, group in enumerate(parts[0]["param_groups"]):
-        # By the names here, those that the script gave its optimizer, if it did.
+        # Under the names of this optimizer, if the script has named its parameters.
         given: dict[str, str] = {}
         for part in parts:
             theirs = part["param_groups"][index]
@@ -103,9 +103,9 @@ def merge_optimizers(
 def _joined(
     model: DistributedModel, parts: Sequence[Mapping[str, Any]], key: str, degree: int | None
 ) -> dict[str, dict[str, Any]]:
-    """The entries of all parts by parameter.
+    """Return the entries of all parts by parameter.
 
-    Those of shards come behind each other, in the parameter's shape; tensor-parallel slices are put together.
+    Shards are concatenated and get the parameter's shape; tensor-parallel slices are merged.
     """
     plain: dict[int, dict[str, dict[str, Any]]] = {}
     divided = slices.named_shards(model.module, degree)
@@ -135,7 +135,7 @@ def _joined(
 
 def _concatenated(row: Sequence[tuple[int, Any]], first: Any, shape: tuple[int, ...]) -> Any:
     if not all(isinstance(value, torch.Tensor) and value.shape == (elems,) for elems, value in row):
-        # One number for the parameter, as the count of its steps.
+        # A single number for the parameter, such as its step count.
         return first
     return torch.cat([value for _, value in row]).view(shape)
 
@@ -148,7 +148,7 @@ def _elems(shape: tuple[int, ...]) -> int:
 
 
 def full_optimizer(model: DistributedModel, optimizer: DistributedOptimizer) -> dict[str, Any]:
-    """Gathers the whole optimizer's state in host memory.
+    """Gather the whole optimizer's state in host memory.
 
     It comes from all ranks of a pipeline, or of the job if the state is sharded.
     """
@@ -158,12 +158,12 @@ def full_optimizer(model: DistributedModel, optimizer: DistributedOptimizer) -> 
 def load_optimizer(
     model: DistributedModel, optimizer: DistributedOptimizer, found: Mapping[str, Any], precision_only: bool = False
 ) -> None:
-    """Loads the state of this rank's parameters from a full state, or from the partial ones of all ranks.
+    """Load the state of this rank's parameters from a full state, or from the partial states of all ranks.
 
     All ranks of a pipeline call it, or of the job if the state is sharded, and reach the same result.
 
     Raises:
-        SMPCheckpointError: The state does not fit the optimizer, on any of them.
+        SMPCheckpointError: The state does not fit the optimizer on some rank; raised on all of them.
     """
     what, group = "the state of the optimizer could not be loaded", group_of(optimizer)
     if found.get(PARTIAL):
@@ -182,7 +182,7 @@ def load_optimizer(
 
     counted = None
     if raise_on_all_ranks(are_counted, group, what, lambda result: result):
-        # One of torch's own, which counts parameters in the order of its groups.
+        # A state of torch's own format, which numbers parameters in the order of its groups.
         parts = gather_on_host(lambda: _without_tensors(local_optimizer(model, optimizer)), group)
         counted = merge_optimizers(model, parts)["param_groups"]
     raise_on_all_ranks(lambda: _load_optimizer(model, optimizer, whole, counted, precision_only), group, what)
@@ -192,9 +192,9 @@ def load_optimizer(
 def load_own_part(
     model: DistributedModel, optimizer: DistributedOptimizer, found: Mapping[str, Any], precision_only: bool = False
 ) -> None:
-    """Loads a state that has all of this rank's parameters, without asking other ranks.
+    """Load a state that contains all of this rank's parameters, without communication.
 
-    When all ranks have done so, the caller has the optimizer publish its master weights.
+    When all ranks have done so, the caller lets the optimizer publish its master weights.
     """
     _load_optimizer(model, optimizer, found, None, precision_only)
 
@@ -210,9 +210,9 @@ def _load_optimizer(
     counted: list[dict[str, Any]] | None,
     precision_only: bool,
 ) -> None:
-    """Loads the state of this rank's parameters; with ``precision_only``, master weights and loss scale alone.
+    """Load the state of this rank's parameters; with ``precision_only``, only master weights and loss scale.
 
-    ``counted`` are the groups of all ranks, if the state identifies parameters by index.
+    ``counted`` are the parameter groups of all ranks, if the state identifies parameters by index.
     """
     ids = list(itertools.chain.from_iterable(group["params"] for group in found["param_groups"]))
     names = {name: name for name in ids}
@@ -240,7 +240,7 @@ def _load_optimizer(
         if not isinstance(value, torch.Tensor):
             return value
         value = slices.cut(name, value, divided.get(name), piece.shape)
-        # The count of steps is one number, which the parameter may be as well.
+        # Compared by name: the step count is a number, and a parameter may have one element, too.
         if name not in shards and tuple(value.shape) == piece.shape and not (value.dim() == 0 and key == "step"):
             value = piece.cut(value)
         return piece.padded(value, parameter.numel())

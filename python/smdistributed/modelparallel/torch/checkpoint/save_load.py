@@ -1,9 +1,9 @@
 """``smp.save``, ``smp.load``, ``smp.save_checkpoint`` and ``smp.resume_from_checkpoint``.
 
-They write the documented files, which plain ``torch.load`` reads without executing anything, or the sharded format of
+They write the documented files, which plain ``torch.load`` reads without executing code, or the sharded format of
 :class:`CheckpointManager`. All ranks write into a hidden staging folder of the core (``rust-core/src/checkpoint``),
-which is renamed when it is complete. So a checkpoint that has a name is complete, and only checkpoints of this library
-are replaced.
+which is renamed when it is complete. So a named checkpoint is complete, and only checkpoints of this library are
+replaced.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from smdistributed.modelparallel.torch.state import state
 
 _NEWEST = "newest"
 _PARTIAL = "_partial"
-#: How long a rank waits for the folder of rank 0, which is there when all ranks begin to look for it.
+#: #: How long a rank waits for the folder of rank 0, which exists before the other ranks look for it.
 _FOLDER_SECONDS = 60.0
 _CLASSES = {**CLASSES, "io": SMPCheckpointError, "invalid_argument": SMPCheckpointError}
 
@@ -47,16 +47,16 @@ def save(
     v3: bool = False,
     pickel_module: Any = None,
 ) -> None:
-    """``torch.save``, to a file of this rank or, with ``partial=False``, to ``f`` itself.
+    """Save an object as ``torch.save``, to a file of this rank or, with ``partial=False``, to ``f`` itself.
 
     Args:
-        obj: what is saved.
-        f: path; a partial file has the rank in its name.
-        partial: whether each rank writes a file of its own.
-        pickle_module: as that of ``torch.save``.
-        pickle_protocol: as that of ``torch.save``.
-        v3: whether the replica is in the name as well, for sharded states.
-        pickel_module: the original's spelling of ``pickle_module``.
+        obj: The object to save.
+        f: The path; the name of a partial file also contains the rank.
+        partial: Whether each rank writes a file of its own.
+        pickle_module: As in ``torch.save``.
+        pickle_protocol: As in ``torch.save``.
+        v3: Whether the name also contains the replica, for sharded states.
+        pickel_module: The original's spelling of ``pickle_module``.
     """
     if not isinstance(f, str):
         raise SMPValidationError(f"the file is a {type(f).__name__}: expected a path as str")
@@ -69,7 +69,7 @@ def load(
 ) -> Any:
     """Load a file that ``smp.save`` has written, as ``torch.load`` does.
 
-    Nothing in the file is executed, unless ``weights_only=False`` is given.
+    No code from the file is executed, unless ``weights_only=False`` is given.
 
     Args:
         f: The file's name.
@@ -89,7 +89,7 @@ def load(
         pickle_load_args["pickle_module"] = pickle_module
     if not partial:
         return torch_files.get(Path(f), map_location, **pickle_load_args)
-    # Then earlier names, and those of sharded states.
+    # Names of earlier versions, and of sharded states, are tried as well.
     names = [_own_file(f, False), f"{f}_{_rank_info(False)}", f"{f}_{_rank('mp')}", _own_file(f, True)]
     for name in dict.fromkeys(names):
         if Path(name).exists():
@@ -108,32 +108,32 @@ def save_checkpoint(
     num_kept_partial_checkpoints: int | None = None,
     format: str = "torch",
 ) -> None:
-    """Saves a checkpoint; all ranks call it.
+    """Save a checkpoint; all ranks call it.
 
     Args:
-        path: a folder that all ranks see; made if it is not there.
-        tag: name; of a partial checkpoint ``path/{tag}_partial``, of a full one ``path/{tag}``.
-        partial: a file of each rank, or one of the whole model, without the optimizer.
-        model: the wrapped model; by default the one of the process.
-        optimizer: the wrapped optimizer; by default the one of the process.
-        user_content: anything that can be pickled. A warning names classes that :func:`resume_from_checkpoint` reads
-            only where the caller allows them; the sharded format refuses them.
-        translate_if_full: whether a full checkpoint has Hugging Face's names, where tensor parallelism has replaced
-            modules of Hugging Face's.
-        num_kept_partial_checkpoints: remove the oldest partial ones beyond that.
-        format: ``"torch"``, or ``"sharded"``: that of :class:`CheckpointManager`, at ``path/{tag}``.
+        path: A directory on a file system that all ranks share; created if necessary.
+        tag: The name: a partial checkpoint is ``path/{tag}_partial``, a full one ``path/{tag}``.
+        partial: Whether each rank writes a file, or one file has the whole model, without the optimizer.
+        model: The wrapped model; by default that of this process.
+        optimizer: The wrapped optimizer; by default that of this process.
+        user_content: Any object that can be pickled. A warning names classes that :func:`resume_from_checkpoint`
+        reads only with the caller's permission; the sharded format rejects them.
+        translate_if_full: Whether a full checkpoint uses Hugging Face's names if tensor parallelism has replaced
+        modules of Hugging Face.
+        num_kept_partial_checkpoints: Number of partial checkpoints to keep; the oldest ones are removed.
+        format: ``"torch"``, or ``"sharded"`` for that of :class:`CheckpointManager`, at ``path/{tag}``.
 
     Raises:
-        SMPCheckpointError: it could not be written, here or on another rank; the same on all ranks. ``tag`` is no name,
-            or something that is not a checkpoint of the same kind, written by this library, has it: nothing is changed
-            then.
+        SMPCheckpointError: It could not be written, here or on another rank; ``tag`` is not a valid name; or the path
+        is in use by something that is not a checkpoint of the same kind, which then stays unchanged. Raised on all
+        ranks.
     """
     if format not in ("torch", "sharded"):
         raise SMPValidationError(f"`format` is {format!r}: expected 'torch' or 'sharded'")
     root = Path(path)
     if format == "sharded":
         manager = CheckpointManager(root, keep=num_kept_partial_checkpoints, asynchronous=False)
-        # Steps order checkpoints; these have names only.
+        # Checkpoints of the core are ordered by step; these have only names.
         manager.save(_next_step(root), user_content, tag=tag)
         return
     if partial:
@@ -183,7 +183,7 @@ def _save_full(root: Path, tag: str, model: Any, user_content: Any, translate: b
     groups = state.groups
 
     def write(folder: Path) -> list[str]:
-        # A replica gathers its state, and all of its ranks succeed or fail in that.
+        # A replica gathers its state together, so all of its ranks succeed or fail.
         takes_part = model is not None and (groups.rank_in("rdp") == 0 or model.sharded is not None)
         whole = model.state_dict(gather_to_rank0=True) if takes_part else None
         if groups.rank == 0:
@@ -199,17 +199,17 @@ def _save_full(root: Path, tag: str, model: Any, user_content: Any, translate: b
 
 
 def _save_files(root: Path, tag: str, kind: str, write: Callable[[Path], list[str]], keep: int | None) -> None:
-    """Writes a checkpoint's files into one staging folder, on all ranks, and renames it when it is complete.
+    """Write a checkpoint's files on all ranks into one staging folder, and rename it when it is complete.
 
     Args:
-        root: The folder of checkpoints.
+        root: The directory of checkpoints.
         tag: The checkpoint's name.
-        kind: What it is, as ``full``.
+        kind: The kind of the checkpoint, such as ``full``.
         write: Writes this rank's files into a folder, and returns their names.
-        keep: Of this kind, so many checkpoints stay; ``None`` for all.
+        keep: Number of checkpoints of this kind to keep; ``None`` for all.
 
     Raises:
-        SMPCheckpointError: It could not be written, here or on another rank; the same on all ranks.
+        SMPCheckpointError: It could not be written, here or on another rank; raised on all ranks.
     """
     rank, world = state.groups.rank, state.groups.topology.size
     what = f"checkpoint {tag!r} could not be written to `{root}`"
@@ -246,7 +246,7 @@ def _save_files(root: Path, tag: str, kind: str, write: Callable[[Path], list[st
         for do in (join, fill, commit):
             raise_on_all_ranks(do, CommGroup.WORLD, what)
     except SMPCheckpointError:
-        # All ranks have ended what they did. What cannot be taken away now, the next save takes away.
+        # All ranks have finished. Files that cannot be removed now are removed by the next save.
         for attempt in attempts:
             with contextlib.suppress(errors.SmdistributedError):
                 attempt.discard()
@@ -277,32 +277,32 @@ def resume_from_checkpoint(
     safe_globals: Sequence[Any] = (),
     weights_only: bool = True,
 ) -> Any:
-    """Loads what :func:`save_checkpoint` saved, in either format, into the wrapped model and optimizer.
+    """Load a checkpoint of :func:`save_checkpoint`, in either format, into the wrapped model and optimizer.
 
-    All ranks call it. Before the model is partitioned, the load waits for the partition, which is that of the
-    checkpoint if there are as many partitions. With another number, each rank reads what it holds from the files of
-    all.
+    All ranks call it. Before the model is partitioned, the load waits for the partition. The checkpoint's partition
+    is used if it has the same number of partitions. Otherwise each rank reads its tensors from the files of all
+    ranks.
 
     Args:
-        path: the folder of checkpoints.
-        tag: which, with or without ``_partial``; by default the newest partial or sharded one.
-        partial: whether a partial or a full one is meant, where both have the name.
-        strict: whether every parameter must be there.
-        load_optimizer: whether the optimizer is loaded; full checkpoints have none.
-        load_sharded_optimizer_state: under sharded data parallelism, ``False`` loads of the optimizer only what 16-bit
-            training adds: master weights and loss scale. Otherwise it is ignored with a warning.
-        translate_function: applied to the dict of a full checkpoint.
-        load_optimizer_states: an earlier name of ``load_optimizer``.
-        safe_globals: classes and functions that the user content may hold beside those that ``torch.load`` takes by
-            itself, as ``torch.serialization.safe_globals`` takes them.
-        weights_only: ``False`` executes whatever the user content holds: for files that the caller trusts.
+        path: The directory of checkpoints.
+        tag: The checkpoint, with or without ``_partial``; by default the newest partial or sharded one.
+        partial: Whether to load the partial or the full checkpoint, if both have the name.
+        strict: Whether the checkpoint must contain every parameter.
+        load_optimizer: Whether the optimizer is loaded; full checkpoints contain none.
+        load_sharded_optimizer_state: With sharded data parallelism, ``False`` loads only master weights and loss scale
+            of the optimizer. Otherwise it is ignored with a warning.
+        translate_function: Applied to the dict of a full checkpoint.
+        load_optimizer_states: An earlier name of ``load_optimizer``.
+        safe_globals: Classes and functions that the user content may contain in addition to those that ``torch.load``
+            allows, as for ``torch.serialization.safe_globals``.
+        weights_only: ``False`` executes any code in the user content: only for files that the caller trusts.
 
     Returns:
         The user content; ``{}`` if there is none.
 
     Raises:
-        SMPCheckpointError: files are missing or damaged, do not fit the model, or hold what would have to be executed;
-            the same on all ranks.
+        SMPCheckpointError: Files are missing or damaged, do not fit the model, or contain objects whose loading would
+        execute code; raised on all ranks.
     """
     if not load_sharded_optimizer_state and state.groups.sharding is None:
         warnings.warn(
@@ -362,7 +362,7 @@ def resume_from_checkpoint(
 
 
 def _find(root: Path, tag: str | None, partial: bool) -> tuple[str, str, str]:
-    """The name of the checkpoint that is meant, what it consists of, and its folder."""
+    """Return the name of the checkpoint, its kind, and its folder."""
     if tag is None:
         newest = root / _NEWEST
         if not newest.exists():
@@ -420,7 +420,7 @@ def _resume_partial(
     elif sharded > 1:
         models = _names_of_ranks(folder, "model", mine)
     else:
-        # All slices: a rank takes its own of the whole, whatever its degree is.
+        # Loads all slices: a rank takes its own from the whole tensor, whatever the saved degree is.
         models = [f"model_{pp}_{tp}.pt" for pp in mine for tp in range(degree)]
 
     def read() -> tuple[dict[str, Any], list[str]]:
@@ -440,7 +440,7 @@ def _resume_partial(
     entries, optimizers = raise_on_all_ranks(read, CommGroup.WORLD, what, lambda found: bool(found[1]))
 
     def load() -> None:
-        # Strict about the whole; of one partition's file nothing can be said of the others.
+        # Strict only for the whole model: one partition's file does not show which names the others have.
         state_dicts.load_model(model, entries, strict, True)
 
     def load_part(part: Mapping[str, Any]) -> None:
@@ -470,7 +470,7 @@ def _resume_partial(
 
         parts = raise_on_all_ranks(read_parts, CommGroup.WORLD, what)
         if optimizer.is_sharded and alike:
-            # A rank holds the whole of its own partition, and others hold theirs.
+            # Each rank has its whole partition, and the other ranks have theirs.
             load_part(optimizer_state.merge_optimizers(model, parts, degree))
         else:
             merged = optimizer_state.merge_optimizers(model, parts, degree)
@@ -482,12 +482,12 @@ def _resume_partial(
     return content
 
 
-#: Of an optimizer's state, what has a file of its own.
+#: #: Entries of an optimizer's state that have a file of their own.
 _FP16_STATES = (optimizer_state.MASTER_WEIGHTS, optimizer_state.LOSS_SCALE)
 
 
 def _optimizer_files(optimizer: Any, info: str) -> dict[str, Any]:
-    """The optimizer's files of this rank: its state, and master weights and loss scale."""
+    """Return the optimizer's files of this rank: its state, and master weights and loss scale."""
     found = optimizer.local_state_dict()
     precision = {key: found.pop(key) for key in _FP16_STATES if key in found}
     files = {f"optimizer_{info}.pt": found}
@@ -497,7 +497,7 @@ def _optimizer_files(optimizer: Any, info: str) -> dict[str, Any]:
 
 
 def _optimizer_part(folder: Path, name: str) -> dict[str, Any]:
-    """An optimizer's partial state from its files."""
+    """Read an optimizer's partial state from its files."""
     _check_files(folder, [name])
     found = dict(torch_files.get(folder / name))
     precision = name.replace("optimizer_", "fp16_states_", 1)
@@ -508,9 +508,9 @@ def _optimizer_part(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _sharded_files(model: Any, optimizer: Any, sharding: Any) -> dict[str, Any]:
-    """The files of this rank's shards.
+    """Return the files of this rank's shards.
 
-    Scripts that merge them look for ``module``, ``partition_count`` and, of master weights, ``fp32_flat_groups``.
+    Scripts that merge them read ``module``, ``partition_count`` and, for master weights, ``fp32_flat_groups``.
     """
     part = model.local_state_dict()
     marks = {key: part.pop(key) for key in state_dicts.MARKS if key in part}
@@ -519,7 +519,7 @@ def _sharded_files(model: Any, optimizer: Any, sharding: Any) -> dict[str, Any]:
     if optimizer is not None:
         found = {**optimizer.local_state_dict(), "partition_count": sharding.degree}
         if optimizer.fp32_partitioned_groups_flat:
-            # The master weights of the state are views of them, so that the file has them once.
+            # The state's master weights are views of these tensors, so the file contains them once.
             found["fp32_flat_groups"] = optimizer.fp32_partitioned_groups_flat
         files[f"optimizer_{info}.pt"] = found
     return files
@@ -550,9 +550,9 @@ def _names_of_ranks(folder: Path, what: str, partitions: Sequence[int]) -> list[
 
 
 def _optimizer_names(folder: Path, partitions: int, degree: int, sharded: int) -> list[str]:
-    """The files of the optimizer's states of all partitions, and of all shards if they are sharded.
+    """Return the files of the optimizer's states of all partitions, and of all shards if they are sharded.
 
-    None if the optimizer was not saved.
+    The list is empty if the optimizer was not saved.
 
     Raises:
         SMPCheckpointError: The file of a partition is missing.
@@ -569,7 +569,7 @@ def _optimizer_names(folder: Path, partitions: int, degree: int, sharded: int) -
 
 
 def _listed(folder: Path) -> list[str]:
-    """The files that a checkpoint's manifest lists; none if another program wrote it."""
+    """Return the files in a checkpoint's manifest; none if another program wrote it."""
     with contextlib.suppress(FileNotFoundError):
         manifest = json.loads((folder / "manifest.json").read_bytes())
         return [file["name"] for file in manifest["manifest"]["files"]]
@@ -577,7 +577,7 @@ def _listed(folder: Path) -> list[str]:
 
 
 def _check_files(folder: Path, names: list[str]) -> None:
-    """Compares files with their checksums, as far as there are any."""
+    """Verify the checksums of files that have one."""
     listed = _listed(folder)
     with errors.translated(_CLASSES):
         if listed:
@@ -590,13 +590,13 @@ def _rank(group: str) -> int:
 
 
 def _own_file(f: str, replica: bool) -> str:
-    """The partial file of this rank."""
+    """Return the name of this rank's partial file."""
     without_tensor_parallelism = len(state.groups.members["tp"]) == 1 and not replica
     return f"{f}_{_rank('mp')}" if without_tensor_parallelism else f"{f}_{_rank_info(replica)}"
 
 
 def _rank_info(replica: bool) -> str:
-    """The rank in the name of a partial file."""
+    """Return the rank as it appears in the name of a partial file."""
     if replica:
         return f"{_rank('pp')}_{_rank('tp')}_{_rank('rdp')}"
     return f"{_rank('pp')}_{_rank('tp')}"

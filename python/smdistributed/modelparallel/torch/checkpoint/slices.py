@@ -1,7 +1,7 @@
-"""States of parameters that tensor parallelism divides: slices of ranks put together, and cut again.
+"""States of parameters that tensor parallelism divides: merges the slices of ranks, and cuts them again.
 
-States hold whole tensors, so they do not depend on the degree. The states of an optimizer are divided like their
-parameter where they have its shape.
+Saved states contain whole tensors, so they do not depend on the degree. Optimizer states of the parameter's shape are
+divided like the parameter.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def named_shards(root: nn.Module, count: int | None = None) -> dict[str, Shard]:
 
     Args:
         root: The model.
-        count: The degree that a state was saved with; by default that of this job.
+        count: The degree with which a state was saved; by default that of this job.
 
     Returns:
-        By name in its state, shared parameters under each of their names; nothing at degree 1.
+        The division by the parameter's name, for each name of a shared parameter; empty at degree 1.
     """
     count = count or collectives.tp_size()
     if count == 1:
@@ -45,10 +45,10 @@ def local_shapes(root: nn.Module, shards: Mapping[str, Shard]) -> dict[str, tupl
 
     Args:
         root: The model.
-        shards: Of :func:`named_shards`.
+        shards: The result of :func:`named_shards`.
 
     Returns:
-        By name.
+        The shapes by name.
     """
     # A shard of sharded data parallelism has the shape of the slice that it is a part of.
     shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in root.named_parameters()}
@@ -61,17 +61,17 @@ def local_shapes(root: nn.Module, shards: Mapping[str, Shard]) -> dict[str, tupl
 
 
 def merge(parts: Sequence[Mapping[str, Any]], shards: Mapping[str, Shard]) -> dict[str, Any]:
-    """Put the parts of ranks together.
+    """Merge the parts of ranks.
 
     Args:
-        parts: By name what each rank has, in the order of the ranks of one model.
-        shards: Of :func:`named_shards`.
+        parts: The tensors of each rank by name, in the order of the ranks of one model.
+        shards: The result of :func:`named_shards`.
 
     Returns:
-        By name, the whole.
+        The whole tensors by name.
 
     Raises:
-        SMPCheckpointError: There are slices of some ranks only.
+        SMPCheckpointError: The slices of some ranks are missing.
     """
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: _merged(name, [part[name] for part in parts if name in part], shards.get(name)) for name in names}
@@ -79,7 +79,7 @@ def merge(parts: Sequence[Mapping[str, Any]], shards: Mapping[str, Shard]) -> di
 
 def _merged(name: str, values: list[Any], shard: Shard | None) -> Any:
     if shard is None:
-        # What all ranks of a group have is that of the last one, as without tensor parallelism.
+        # Tensors that all ranks of a group have are those of the last rank, as without tensor parallelism.
         return values[-1]
     if len(values) != shard.count:
         raise SMPCheckpointError(f"`{name}` is divided into {shard.count} slices, and the state has {len(values)}")
@@ -89,15 +89,15 @@ def _merged(name: str, values: list[Any], shard: Shard | None) -> Any:
 def merge_optimizer(
     parts: Sequence[Mapping[str, Mapping[str, Any]]], shards: Mapping[str, Shard], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, dict[str, Any]]:
-    """Put the states of optimizers together.
+    """Merge the optimizer states of ranks.
 
     Args:
-        parts: Of each rank, by name of a parameter, its state.
-        shards: Of :func:`named_shards`.
-        shapes: Of the parameters, as ranks hold them.
+        parts: For each rank, the states by parameter name.
+        shards: The result of :func:`named_shards`.
+        shapes: The shapes of the ranks' parameters.
 
     Returns:
-        By name, the state of the whole parameter.
+        The states of whole parameters by name.
 
     Raises:
         SMPCheckpointError: A divided parameter has a state of another shape.
@@ -116,12 +116,12 @@ def merge_optimizer(
 
 
 def is_like(value: Any, shape: Sequence[int], name: str) -> bool:
-    """Return whether a state of an optimizer is divided like its parameter.
+    """Return whether an optimizer's state is divided like its parameter.
 
     Args:
         value: The state.
-        shape: Of the parameter.
-        name: Of the state, for the error.
+        shape: The shape of the parameter.
+        name: The name of the state, for errors.
 
     Returns:
         Whether it has the parameter's shape; otherwise it is one number.
@@ -143,9 +143,9 @@ def cut(name: str, value: Any, shard: Shard | None, local: Iterable[int]) -> Any
     """Cut the slice of this rank.
 
     Args:
-        name: Of the parameter or state.
-        value: The whole; numbers stay as they are.
-        shard: How it is divided; ``None`` if it is not.
+        name: The name of the parameter or state.
+        value: The whole tensor; numbers are returned unchanged.
+        shard: How the parameter is divided; ``None`` if it is not.
         local: The shape of a slice.
 
     Returns:

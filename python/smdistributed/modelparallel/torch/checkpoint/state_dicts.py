@@ -1,4 +1,4 @@
-"""State dicts of models: of one rank, gathered from all partitions, and loaded back."""
+"""State dicts of models: those of one rank, gathered from all partitions, and loaded back."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.model import DistributedModel
     from smdistributed.modelparallel.torch.sharding.sharded_model import ShardedModel
 
-#: Whether a dict is of one rank, or of the whole model.
+#: #: Marks a dict of one rank, in contrast to one of the whole model.
 PARTIAL = "_smp_is_partial"
-#: Of a part under sharded data parallelism: elements of flattened parameters, start, end and shape.
+#: #: In a dict of one rank under sharded data parallelism: start, end and shape of flattened parameters' elements.
 SHARDS = "_smp_shards"
 #: Of a part with shards, the rank whose slices they are shards of.
 TENSOR_PARALLEL_RANK = "_smp_tensor_parallel_rank"
@@ -32,7 +32,7 @@ MARKS = (PARTIAL, SHARDS, TENSOR_PARALLEL_RANK)
 
 
 def _entries(model: DistributedModel) -> Iterator[tuple[str, torch.Tensor | nn.Module]]:
-    """Every name of ``state_dict`` with its tensor, or with the module that has a state beside its tensors."""
+    """Yield every name of ``state_dict`` with its tensor, or with the module that has extra state."""
     for path, module in model.module.named_modules(remove_duplicate=False):
         _refuse_own_ways(path, module)
         prefix = f"{path}." if path else ""
@@ -47,13 +47,13 @@ def _entries(model: DistributedModel) -> Iterator[tuple[str, torch.Tensor | nn.M
 
 
 def _refuse_own_ways(path: str, module: nn.Module) -> None:
-    """Refuses modules that override the hooks of ``state_dict``: the override would not run."""
+    """Reject modules that override the hooks of ``state_dict``: the override would not run."""
     ways = [
         way
         for way in ("state_dict", "_save_to_state_dict")
         if getattr(type(module), way) is not getattr(nn.Module, way)
     ]
-    # PyTorch's own hooks only mark versions.
+    # PyTorch's own overrides only store versions.
     hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())
     ways += ["a hook" for hook in hooks if not getattr(hook, "__module__", "").startswith("torch.")]
     if ways:
@@ -64,26 +64,27 @@ def _refuse_own_ways(path: str, module: nn.Module) -> None:
 
 
 def model_entries(model: DistributedModel) -> dict[str, torch.Tensor]:
-    """Returns every tensor of ``state_dict`` by its name.
+    """Return every tensor of ``state_dict`` by its name.
 
-    Tensors of other ranks are a :class:`MetaParameter`. Shared tensors appear under each of their names.
+    Tensors of other ranks are represented by a :class:`MetaParameter`. Shared tensors appear under each of their
+    names.
     """
     return {name: entry for name, entry in _entries(model) if isinstance(entry, torch.Tensor)}
 
 
 def extra_entries(model: DistributedModel) -> dict[str, nn.Module]:
-    """Every module with a state beside its tensors, by that state's name in ``state_dict``."""
+    """Return every module with extra state, by that state's name in ``state_dict``."""
     return {name: entry for name, entry in _entries(model) if isinstance(entry, nn.Module)}
 
 
 def local_extras(model: DistributedModel) -> dict[str, nn.Module]:
-    """The extra state of the modules of this rank."""
+    """Return the modules of this rank with extra state."""
     here = state.groups.rank_in("pp")
     return {name: module for name, module in extra_entries(model).items() if model.placement.of(module) == here}
 
 
 def local_model(model: DistributedModel) -> dict[str, Any]:
-    """The part of the model that this rank holds."""
+    """Return the part of the model that this rank holds."""
     if not model.is_partitioned:
         return {**_own(model), PARTIAL: True}
     found: dict[str, Any] = {
@@ -136,7 +137,7 @@ def join_models(parts: Sequence[Mapping[str, Any]], divided: Mapping[str, Shard]
 
 
 def _own(model: DistributedModel) -> dict[str, Any]:
-    """Before the division, when every rank has all."""
+    """Return the state before the partition, when every rank has the whole model."""
     return {
         name: entry.detach() if isinstance(entry, torch.Tensor) else entry.get_extra_state()
         for name, entry in _entries(model)
@@ -144,7 +145,7 @@ def _own(model: DistributedModel) -> dict[str, Any]:
 
 
 def full_model(model: DistributedModel, gather_to_rank0: bool) -> dict[str, Any]:
-    """Gathers the whole model in host memory, on all ranks that hold it or on the first one only."""
+    """Gather the whole model in host memory, on all ranks of the pipeline or on the first one only."""
     shards = slices.named_shards(model.module)
     if not model.is_partitioned and not shards:
         return _own(model)
@@ -191,7 +192,7 @@ def _gathered(
 class _Report(NamedTuple):
     """The result of a load on one rank.
 
-    It holds the missing and the unexpected names, each before and after hooks saw them, and other mismatches.
+    It contains the missing and the unexpected names, each before and after hooks have changed them, and other errors.
     """
 
     missing_before: list[str]
@@ -202,13 +203,13 @@ class _Report(NamedTuple):
 
 
 def load_model(model: DistributedModel, found: Mapping[str, Any], strict: bool, same_partition_load: bool) -> None:
-    """Loads this rank's part from a full state dict, or from the partial ones of all ranks.
+    """Load this rank's part from a full state dict, or from the partial ones of all ranks.
 
     All ranks of a pipeline call it, and reach the same result.
 
     Raises:
-        SMPCheckpointError: a shape does not fit, something is missing or unknown and ``strict``, or a hook or
-            ``set_extra_state`` failed; on any of them.
+        SMPCheckpointError: On some rank, a shape does not fit, a name is missing or unknown and ``strict``, or a hook
+        or ``set_extra_state`` failed; raised on all ranks.
     """
     found = dict(found)
     what = "the state could not be loaded"
@@ -218,7 +219,7 @@ def load_model(model: DistributedModel, found: Mapping[str, Any], strict: bool, 
         # Each rank has what it needs.
         same_partition_load = True
     if not same_partition_load and PARTIAL not in found and found.keys() - model_entries(model).keys():
-        # The names may be those of modules that tensor parallelism has replaced.
+        # The names may be those of the original modules, which tensor parallelism has replaced.
         found = state.module_manager.from_own_names(found)
     if found.pop(PARTIAL, False) and not same_partition_load:
         parts = gather_on_host(lambda: found, CommGroup.MP_GROUP, what=what)
@@ -236,7 +237,7 @@ def load_model(model: DistributedModel, found: Mapping[str, Any], strict: bool, 
 
 
 def _own_shards(model: DistributedModel, found: Mapping[str, Any]) -> dict[str, Any]:
-    """A part of the model with exactly the shards of this rank."""
+    """Return this rank's shards from a dict of one rank, which must contain exactly these."""
     if found[SHARDS] != _shards(model).get(SHARDS):
         raise SMPCheckpointError(
             "the state holds other shards than this rank does: load a whole state, or a checkpoint by "
@@ -246,9 +247,9 @@ def _own_shards(model: DistributedModel, found: Mapping[str, Any]) -> dict[str, 
 
 
 def _left(reports: list[tuple[list[str], list[str]]]) -> list[str]:
-    """Returns the names that hooks have left on any rank.
+    """Return the names that remain after hooks on all ranks.
 
-    A module's hooks run on the rank that holds it, so that rank's answer counts.
+    A module's hooks run on the rank that holds it, so that rank's result counts.
     """
     excused = {name for before, after in reports for name in set(before) - set(after)}
     return sorted({name for _, after in reports for name in after} - excused)
@@ -256,7 +257,7 @@ def _left(reports: list[tuple[list[str], list[str]]]) -> list[str]:
 
 @torch.no_grad()
 def _load_local(model: DistributedModel, found: dict[str, Any], strict: bool, same_partition_load: bool) -> _Report:
-    """Loads in torch's order: hooks before, values, hooks after, which may change what is missing."""
+    """Load in torch's order: pre-hooks, values, post-hooks, which may change the list of missing names."""
     entries, extras = model_entries(model), local_extras(model)
     local = {name: tensor for name, tensor in entries.items() if not isinstance(tensor, MetaParameter)}
     here = state.groups.rank_in("pp")
@@ -264,7 +265,7 @@ def _load_local(model: DistributedModel, found: dict[str, Any], strict: bool, sa
     missing: list[str] = []
     unexpected: list[str] = []
     troubles: list[str] = []
-    # Modules may know other names for what they hold.
+    # Pre-hooks may rename entries of older versions.
     for path, module in model.module.named_modules(remove_duplicate=False):
         if model.placement.of(module) == here or not same_partition_load:
             for hook in module._load_state_dict_pre_hooks.values():
@@ -309,5 +310,5 @@ def _some(names: list[str]) -> str:
 
 
 def parameter_names(model: DistributedModel) -> list[str]:
-    """Names of all parameters, each once, in the model's order."""
+    """Return the names of all parameters, each once, in the model's order."""
     return [name for name, _ in model.module.named_parameters()]

@@ -15,7 +15,7 @@ from smdistributed.modelparallel.exceptions import SMPCheckpointError
 
 
 def put(obj: Any, path: Path, **options: Any) -> None:
-    """Writes a file that is there completely or not at all."""
+    """Write a file that appears complete or not at all."""
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with beside.open("xb") as file:
@@ -29,7 +29,7 @@ def put(obj: Any, path: Path, **options: Any) -> None:
 
 
 def get(path: Path, map_location: Any = "cpu", **options: Any) -> Any:
-    """Loads a file with ``torch.load``; nothing in it is executed unless ``weights_only=False`` is given."""
+    """Load a file with ``torch.load``; no code from it is executed unless ``weights_only=False`` is given."""
     if not path.exists():
         raise SMPCheckpointError(f"`{path}` is missing")
     options.setdefault("weights_only", True)
@@ -49,13 +49,13 @@ def _classes(path: Path) -> str:
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except (RuntimeError, ValueError, pickle.UnpicklingError):
-        # Not of today's format.
+        # A file of torch's older format, which is not a zip archive.
         names = []
     return ", ".join(sorted(names)) or "code"
 
 
 def warn_of_classes(path: Path) -> None:
-    """Warns of classes in a user content that cannot be read back without an explicit permission."""
+    """Warn of classes in user content that can be read back only with explicit permission."""
     names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     if names:
         warnings.warn(

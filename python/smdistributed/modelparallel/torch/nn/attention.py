@@ -25,11 +25,11 @@ class DistributedAttentionLayer(DistributedModule):
         layernorm_epsilon: Epsilon of the norms.
         initializer_range: Standard deviation of initial weights.
         use_normal_initialization: Whether initial weights are normal; otherwise as in ``torch.nn.Linear``.
-        cross_attention: Whether keys and values are those of other states.
+        cross_attention: Whether keys and values are computed from other states.
         causal_mask_size: Longest sequence of causal attention; ``None`` for attention to all tokens.
-        pre_layernorm: Whether the input is normed.
-        post_layernorm: Whether the sum of output and residual is normed.
-        options: What published architectures have beside that.
+        pre_layernorm: Whether the input is normalized.
+        post_layernorm: Whether the sum of output and residual is normalized.
+        options: Further properties of published architectures.
         layer_idx: The number of the layer, from 0.
 
     Raises:
@@ -76,7 +76,7 @@ class DistributedAttentionLayer(DistributedModule):
         self.num_local_heads = num_attention_heads // size
         own = range(rank * self.num_local_heads, (rank + 1) * self.num_local_heads)
         needed = [head // (num_attention_heads // key_heads) for head in own]
-        # With fewer key heads than ranks, every rank has all of them and uses those that its queries need.
+        # With fewer key heads than ranks, every rank has all of them and uses those of its queries.
         is_divided = key_heads % size == 0
         first = needed[0]
         self._key_rows = (
@@ -138,15 +138,15 @@ class DistributedAttentionLayer(DistributedModule):
         """Attend inside of a block; see :mod:`layout` for the shapes.
 
         Args:
-            hidden: As between products.
-            mask: Of the group.
+            hidden: Activations in the layout between products.
+            mask: The mask of the group.
             batch: ``N``.
             length: ``S``.
-            positions: Of the group.
-            cross: States of cross attention, as between products.
+            positions: Position numbers of the group.
+            cross: States of cross attention, in the layout between products.
             cross_length: Their number of tokens.
             has_residual: Whether the input is added.
-            normed: The input after the first norm, if the caller has it.
+            normed: The input after the first norm, if the caller has computed it.
 
         Returns:
             As ``hidden``.
@@ -188,7 +188,7 @@ class DistributedAttentionLayer(DistributedModule):
         return self.layernorm(output) if self.has_post_layernorm else output
 
     def _split(self, features: torch.Tensor) -> torch.Tensor:
-        """From ``[N, S, heads * size]`` to ``[N, heads, S, size]``."""
+        """Reshape ``[N, S, heads * size]`` to ``[N, heads, S, size]``."""
         heads = features.shape[-1] // self.head_size
         return features.view(*features.shape[:2], heads, self.head_size).transpose(1, 2)
 

@@ -1,17 +1,17 @@
 """Differentiable collectives over the tensor-parallel group.
 
-Activations are in one of two regions, and gradients of each region have a scale of their own:
+Activations are in one of two regions, and the gradients of each region have a different scale:
 
-- *own*: each rank has tokens of its own, as outside of distributed modules, or as a share of the group's tokens. The
-  gradient of a parameter is a part, and the whole is the sum over the group. Such gradients are averaged over
+- *own*: each rank has different tokens, as outside of distributed modules, or as a share of the group's tokens. The
+  gradient of a parameter is partial; the whole gradient is the sum over the group. Such gradients are averaged over
   ``DP_GROUP``.
-- *group*: every rank works on the tokens of the whole group, with a slice of the weights. Its gradients are whole, and
-  are averaged over ``RDP_GROUP``.
+- *group*: every rank processes the tokens of the whole group, with a slice of the weights. Its gradients are
+  complete, and are averaged over ``RDP_GROUP``.
 
-A loss is the mean over the tokens of one rank, and training follows the mean of these losses. So gradients of the own
-region are ``tp_size`` times those of the group region (TP-1). The functions that cross the boundary multiply or divide
-by it, and parameters need no scale of their own, whether the batch is prescaled or not. The factor is a power of two in
-practice, so it does not round.
+A loss is the mean over the tokens of one rank, and training uses the mean of these losses. So gradients of the own
+region are ``tp_size`` times those of the group region (TP-1). The functions that cross the boundary multiply or
+divide gradients by this factor, so parameters need no scale of their own, with or without a prescaled batch. In
+practice the factor is a power of two, so it does not round.
 
 With one rank in the group, every function returns its input.
 """
@@ -48,7 +48,7 @@ def tp_rank() -> int:
     return state.groups.rank_in("tp") if state.initialized else 0
 
 
-# Between ranks, without gradients.
+# Collectives without gradients.
 
 
 def all_gather(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
@@ -56,7 +56,7 @@ def all_gather(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
     Args:
         tensor: Same shape and type on all ranks.
-        dim: Where they are concatenated.
+        dim: The dimension along which they are concatenated.
 
     Returns:
         The whole.
@@ -99,7 +99,7 @@ def _reduce_scatter(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _all_to_all(tensor: torch.Tensor, split_dim: int, cat_dim: int) -> torch.Tensor:
-    """Part i along ``split_dim`` goes to rank i; what comes is concatenated along ``cat_dim``."""
+    """Send part i along ``split_dim`` to rank i, and concatenate the received parts along ``cat_dim``."""
     size = tp_size()
     parts = torch.stack(tensor.chunk(size, split_dim))
     received = torch.empty_like(parts)
@@ -112,9 +112,9 @@ def _slice(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
     return tensor.chunk(tp_size(), dim)[tp_rank()].contiguous()
 
 
-# With gradients.
+# Collectives with gradients.
 
-#: By name: what the forward does, and what the backward does with the gradient. TP-1 explains the factors.
+#: #: For each exchange, the operation of the forward and that of the backward. TP-1 explains the factors.
 _EXCHANGES: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
     "copy": (lambda x: x.view_as(x), lambda g: all_reduce(g)),
     "reduce": (lambda x: all_reduce(x), lambda g: g),
@@ -131,7 +131,7 @@ _EXCHANGES: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Ten
 
 
 class _Exchange(torch.autograd.Function):
-    """One row of the table."""
+    """Runs one row of the table."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -151,10 +151,10 @@ def copy_to_group(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that all ranks have; the backward sums its gradients (Megatron's f).
 
     Args:
-        tensor: Of the group region.
+        tensor: A tensor of the group region.
 
     Returns:
-        It, as the input of layers with sliced weights.
+        The same values, as the input of layers with sliced weights.
     """
     return _exchange(tensor, "copy")
 
@@ -172,7 +172,7 @@ def reduce_from_group(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gather_tokens(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather tokens along dimension 0: from the own to the group region, where all ranks compute the same with them.
+    """Gather tokens along dimension 0: from the own to the group region, where all ranks compute the same.
 
     Args:
         tensor: ``[tokens, ..]``, own region.
@@ -184,7 +184,7 @@ def gather_tokens(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gather_constant(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather what has no gradient along dimension 0, such as masks and token numbers.
+    """Gather a tensor without gradients along dimension 0, such as masks and token ids.
 
     Args:
         tensor: ``[batch, ..]``.
@@ -196,7 +196,7 @@ def gather_constant(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def split_tokens(tensor: torch.Tensor) -> torch.Tensor:
-    """Take this rank's share of tokens along dimension 0: from the group to the own region.
+    """Return this rank's share of tokens along dimension 0: from the group to the own region.
 
     Args:
         tensor: ``[tp_size * tokens, ..]``, the same on all ranks.
@@ -244,7 +244,7 @@ def gather_features(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def split_features(tensor: torch.Tensor) -> torch.Tensor:
-    """Take this rank's slice of the last dimension of a tensor that all ranks have, group region.
+    """Return this rank's slice of the last dimension of a tensor that all ranks have, group region.
 
     Args:
         tensor: ``[.., features]``.
@@ -291,14 +291,14 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def partial_in_group(parameter: torch.Tensor) -> torch.Tensor:
-    """Mark the use of a whole parameter of which each rank of the group uses a part (TP-1).
+    """Mark a whole parameter of which each rank of the group uses a part (TP-1).
 
-    Its gradients are parts of a sum as in the own region, so they get the scale of that region.
+    Its gradients are partial as in the own region, so they get the scale of that region.
 
     Args:
         parameter: A parameter whose gradients are averaged over ``DP_GROUP``.
 
     Returns:
-        Its values.
+        The same values.
     """
     return parameter if tp_size() == 1 else _ScaleGradient.apply(parameter, float(tp_size()))

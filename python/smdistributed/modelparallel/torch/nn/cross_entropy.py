@@ -1,4 +1,4 @@
-"""Cross entropy of logits that are divided by vocabulary, which are never gathered."""
+"""Cross entropy of logits that are divided by vocabulary and never gathered."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smdistributed.modelparallel.torch.nn import collectives
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Losses of tokens that all ranks have, from slices of their logits.
+    """Computes the losses of tokens from slices of their logits; all ranks have all tokens.
 
     The scheme of Megatron-LM (Shoeybi et al., 2019, section 3), with three all-reduces of one number a token.
     """
@@ -19,7 +19,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, begin: int) -> torch.Tensor:
         tokens, width = logits.shape
-        # A rank of a small vocabulary may have padding only.
+        # In a small vocabulary, the slice of the last ranks may be padding only.
         largest = logits.amax(1) if width else logits.new_full((tokens,), -torch.inf)
         shifted = logits - collectives.all_reduce(largest, ReduceOp.MAX)[:, None]
         powers = shifted.exp()
@@ -46,9 +46,9 @@ def vocab_parallel_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, be
 
     Args:
         logits: ``[tokens, local vocabulary]``, group region; columns from ``end - begin`` on are padding.
-        targets: ``[tokens]``, numbers in the whole vocabulary; for a negative one the loss has no meaning.
-        begin: The first number of this rank's slice.
-        end: The number after the last one.
+        targets: ``[tokens]``, token ids in the whole vocabulary; for a negative id the loss is undefined.
+        begin: The first id of this rank's slice.
+        end: One past the last id.
 
     Returns:
         ``[tokens]``, the same on all ranks.

@@ -14,17 +14,17 @@ class DistributedEmbedding(DistributedModule):
     """An embedding whose features are divided over the tensor-parallel group.
 
     Args:
-        num_embeddings: Rows.
-        embedding_dim: Features of the whole; a multiple of the degree.
+        num_embeddings: Number of rows.
+        embedding_dim: Features of a whole row; a multiple of the degree.
         padding_idx: A row that gets no gradient.
         max_norm: Rows with a larger norm are scaled down to it when they are used.
         norm_type: Order of that norm.
-        scale_grad_by_freq: Whether gradients are divided by how often a row is used in the batch of the group.
+        scale_grad_by_freq: Whether gradients are divided by the number of uses of a row in the group's batch.
         sparse: Must be ``False`` with several ranks: sparse gradients are not reduced.
-        _weight: The whole weight; by default normal with ``initializer_range``.
+        _weight: The whole weight; by default it is drawn from a normal distribution with ``initializer_range``.
         initializer_range: Standard deviation of initial values.
-        _skip_allgather: Whether the input is that of the group already.
-        _skip_scatter_and_merge: Whether the output is left as ``[N, .., embedding_dim / tp_size]``.
+        _skip_allgather: Whether the input is the group's batch already.
+        _skip_scatter_and_merge: Whether the output stays ``[N, .., embedding_dim / tp_size]``.
 
     Raises:
         SMPValidationError: ``embedding_dim`` is not divisible, or ``sparse`` is set with several ranks.
@@ -66,13 +66,13 @@ class DistributedEmbedding(DistributedModule):
             self.load_whole("weight", _weight)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Look rows up.
+        """Look up rows.
 
         Args:
-            input: ``[batch, ..]``, numbers of rows.
+            input: ``[batch, ..]``, row numbers.
 
         Returns:
-            ``[batch, .., embedding_dim]``, or what ``_skip_scatter_and_merge`` leaves.
+            ``[batch, .., embedding_dim]``, or the shape of ``_skip_scatter_and_merge``.
         """
         is_whole_batch = layout.is_prescaled() or self._skip_allgather
         ids = input if is_whole_batch else collectives.gather_constant(input)
@@ -89,8 +89,8 @@ class DistributedEmbedding(DistributedModule):
 
     @torch.no_grad()
     def _renormalize(self, ids: torch.Tensor) -> None:
-        """As PyTorch's, with the norm over all slices of a row."""
-        # All rows: those that are used would be found by a `unique`, whose shape follows from numbers.
+        """Renormalize rows as PyTorch does, with the norm over all slices of a row."""
+        # All rows are scaled: finding the used ones with `unique` would give a shape that depends on values.
         used = torch.zeros(self.num_embeddings, dtype=torch.bool, device=ids.device).index_fill_(0, ids.flatten(), True)
         powers = self.weight.abs().pow(self.norm_type).sum(1)
         norms = collectives.all_reduce(powers).pow(1.0 / self.norm_type)
@@ -101,7 +101,7 @@ class DistributedEmbedding(DistributedModule):
         """Return the sizes of the whole embedding.
 
         Returns:
-            As of ``torch.nn.Embedding``.
+            The same text as ``torch.nn.Embedding``.
         """
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
@@ -110,8 +110,8 @@ class VocabParallelEmbedding(DistributedModule):
     """An embedding whose rows are divided; the last ranks may hold rows of padding.
 
     Args:
-        num_embeddings: Rows of the whole.
-        embedding_dim: Features.
+        num_embeddings: Rows of the whole embedding.
+        embedding_dim: Number of features.
         initializer_range: Standard deviation of initial values.
     """
 
@@ -122,10 +122,10 @@ class VocabParallelEmbedding(DistributedModule):
         self.add_parameter("weight", (num_embeddings, embedding_dim), initial, shard_dim=0, padded=True)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Look up the rows that this rank has.
+        """Look up the rows that this rank holds.
 
         Args:
-            ids: ``[N, S]``, of the group.
+            ids: ``[N, S]``, the ids of the group's tokens.
 
         Returns:
             ``[N, S, embedding_dim]``, with zeros for rows of other ranks: a partial result.

@@ -1,4 +1,4 @@
-"""The output layer of a transformer block, with its inner features divided over the tensor-parallel group."""
+"""The feed-forward layer of a transformer block, with its inner features divided over the tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class DistributedTransformerOutputLayer(DistributedModule):
         layernorm_epsilon: Epsilon of the norms.
         initializer_range: Standard deviation of initial weights.
         use_normal_initialization: Whether initial weights are normal; otherwise as in ``torch.nn.Linear``.
-        pre_layernorm: Whether the input is normed.
-        post_layernorm: Whether the sum of output and residual is normed.
+        pre_layernorm: Whether the input is normalized.
+        post_layernorm: Whether the sum of output and residual is normalized.
         fp32_residual_addition: Whether the residual is added in float32.
-        options: What published architectures have beside that.
+        options: Further properties of published architectures.
 
     Raises:
         SMPValidationError: ``intermediate_size`` is not divisible, or the activation is unknown.
@@ -98,7 +98,7 @@ class DistributedTransformerOutputLayer(DistributedModule):
         """Apply the layer inside of a block; see :mod:`layout` for the shapes.
 
         Args:
-            hidden: As between products.
+            hidden: Activations in the layout between products.
             batch: ``N``.
             length: ``S``.
             has_residual: Whether the input is added.

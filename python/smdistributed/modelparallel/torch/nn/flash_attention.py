@@ -1,4 +1,4 @@
-"""Attention of packed queries, keys and values."""
+"""Attention with packed queries, keys and values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from smdistributed.modelparallel.torch.nn.scores import attend
 
 
 class FlashAttentionLayer(nn.Module):
-    """Attention without a matrix of scores, by PyTorch's scaled dot product.
+    """Attention without a matrix of scores, by PyTorch's scaled dot-product attention.
 
     Args:
         attention_dropout_prob: Probability with which a weight is dropped in training.
@@ -20,12 +20,12 @@ class FlashAttentionLayer(nn.Module):
         scale_attention_scores: Whether scores are divided by the root of the head size.
         scale_attn_by_layer_idx: Whether they are divided by ``layer_idx + 1``.
         layer_idx: The number of the layer, from 0.
-        scale: The factor of scores itself.
+        scale: The factor of scores, if it is given directly.
         triton_flash_attention: Whether masks are allowed, as in the original's Triton kernel, which has no dropout.
-        use_alibi: The same; both are needed for a mask.
+        use_alibi: As above; a mask requires both options.
 
     Raises:
-        SMPValidationError: A value that the scale needs is missing, or Triton's kernel is asked for with dropout.
+        SMPValidationError: A value that the scale needs is missing, or Triton's kernel is requested with dropout.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class FlashAttentionLayer(nn.Module):
             qkv: ``[B, S, 3, heads, size]``.
             attn_mask: Added to scores, broadcastable to ``[B, heads, S, S]``; needs ``triton_flash_attention`` and
                 ``use_alibi``.
-            causal: Whether a token sees itself and earlier ones only.
+            causal: Whether a token attends only to itself and earlier tokens.
 
         Returns:
             ``[B, heads, S, size]``.
 
         Raises:
-            SMPValidationError: A mask is given without both, or the shape of ``qkv`` is another one.
+            SMPValidationError: A mask is given without both options, or ``qkv`` has another shape.
         """
         if qkv.dim() != 5 or qkv.shape[2] != 3:
             raise SMPValidationError(f"`qkv` has the shape {list(qkv.shape)}: expected [B, S, 3, heads, size]")

@@ -1,4 +1,4 @@
-"""Where the activations of a distributed block are, by ``optimize`` and ``prescaled_batch``.
+"""The layouts of activations in a distributed block, for each ``optimize`` and ``prescaled_batch``.
 
 ====================  ==========================================  =====================================================
 ..                    ``optimize: speed``                         ``optimize: memory``
@@ -46,20 +46,20 @@ def group_batch(batch: int) -> int:
     """Return the batch of the group.
 
     Args:
-        batch: The batch that enters a distributed module on this rank.
+        batch: The batch of this rank at the input of a distributed module.
 
     Returns:
-        ``N`` of the table.
+        ``N`` in the table.
     """
     return batch if is_prescaled() else batch * collectives.tp_size()
 
 
 def gather_batch(tensor: torch.Tensor | None, batch: int) -> torch.Tensor | None:
-    """Gather what belongs to samples and has no gradient: masks, token numbers, positions.
+    """Gather tensors that belong to samples and have no gradient: masks, token ids, positions.
 
     Args:
-        tensor: ``[batch, ..]``, or ``[1, ..]`` for all samples, which stays.
-        batch: The batch that enters the module on this rank.
+        tensor: ``[batch, ..]``, or ``[1, ..]`` for all samples, which is returned unchanged.
+        batch: The batch of this rank at the input of the module.
 
     Returns:
         ``[N, ..]``.
@@ -70,13 +70,13 @@ def gather_batch(tensor: torch.Tensor | None, batch: int) -> torch.Tensor | None
 
 
 def enter_block(hidden: torch.Tensor) -> torch.Tensor:
-    """Bring activations into a distributed block.
+    """Convert activations to the layout of a distributed block.
 
     Args:
-        hidden: ``[batch, S, H]``, as outside.
+        hidden: ``[batch, S, H]``, in the layout outside.
 
     Returns:
-        As between products.
+        Activations in the layout between products.
     """
     if collectives.tp_size() == 1:
         return hidden
@@ -87,15 +87,15 @@ def enter_block(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def leave_block(hidden: torch.Tensor, batch: int, length: int) -> torch.Tensor:
-    """Bring activations out of a distributed block.
+    """Convert activations from the layout of a distributed block.
 
     Args:
-        hidden: As between products.
+        hidden: Activations in the layout between products.
         batch: ``N``.
         length: ``S``.
 
     Returns:
-        ``[batch of this rank, S, H]``, as outside.
+        ``[batch of this rank, S, H]``, in the layout outside.
     """
     if collectives.tp_size() == 1:
         return hidden
@@ -107,10 +107,10 @@ def leave_block(hidden: torch.Tensor, batch: int, length: int) -> torch.Tensor:
 
 
 def enter_product(hidden: torch.Tensor, batch: int, length: int) -> torch.Tensor:
-    """Bring activations to layers with sliced weights.
+    """Convert activations to the input of layers with sliced weights.
 
     Args:
-        hidden: As between products.
+        hidden: Activations in the layout between products.
         batch: ``N``.
         length: ``S``.
 
@@ -124,13 +124,13 @@ def enter_product(hidden: torch.Tensor, batch: int, length: int) -> torch.Tensor
 
 
 def leave_product(partial: torch.Tensor) -> torch.Tensor:
-    """Sum the partial results of sliced layers.
+    """Sum the partial results of layers with sliced weights.
 
     Args:
         partial: ``[N, S, H]``, group region.
 
     Returns:
-        As between products.
+        Activations in the layout between products.
     """
     if not has_token_shares():
         return collectives.reduce_from_group(partial)
@@ -138,7 +138,7 @@ def leave_product(partial: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(tokens: torch.Tensor) -> torch.Tensor:
-    """With rows of zeros, so that the number of tokens is divisible."""
+    """Append rows of zeros, so that the number of tokens is divisible."""
     missing = -tokens.shape[0] % collectives.tp_size()
     return functional.pad(tokens, (0, 0, 0, missing)) if missing else tokens
 
@@ -147,14 +147,14 @@ def with_shape(mask: torch.Tensor | None, hidden: torch.Tensor, batch: int, leng
     """Return a mask from which :func:`shape_of` finds the batch and the length of the group.
 
     Args:
-        mask: Of the group, or ``None``.
-        hidden: Gives the device and the type.
+        mask: The mask of the group, or ``None``.
+        hidden: A tensor of the device and the type.
         batch: ``N``.
         length: ``S``.
 
     Returns:
-        The mask, with a row for each sample; without a mask, where activations do not show the shape, one without
-        elements.
+        The mask, expanded to a row for each sample. Without a mask, if the shape of activations does not show the
+        batch and the length, a mask without elements.
     """
     if not has_token_shares():
         return mask
@@ -168,7 +168,7 @@ def shape_of(hidden: torch.Tensor, mask: torch.Tensor | None) -> tuple[int, int]
 
     Args:
         hidden: The activations.
-        mask: Of :func:`with_shape`.
+        mask: The result of :func:`with_shape`.
 
     Returns:
         ``N`` and ``S``.
@@ -180,12 +180,12 @@ def shape_of(hidden: torch.Tensor, mask: torch.Tensor | None) -> tuple[int, int]
 
 
 def without_shape(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a mask for scores.
+    """Return the mask to add to scores.
 
     Args:
-        mask: Of :func:`with_shape`.
+        mask: The result of :func:`with_shape`.
 
     Returns:
-        The mask; ``None`` if it only has a shape.
+        The mask; ``None`` if it only represents a shape.
     """
     return None if mask is None or mask.shape[-2] == 0 else mask

@@ -12,8 +12,8 @@ from smdistributed.modelparallel.torch.nn.module import DistributedModule, betwe
 class DistributedLinear(DistributedModule):
     """A linear layer whose input features are divided over the tensor-parallel group.
 
-    The input is cut by features, each rank multiplies its slice, and the sum of the products is reduce-scattered, or
-    with ``prescaled_batch`` all-reduced. The bias is added once.
+    The input is split by features, each rank multiplies its slice, and the sum of the products is reduce-scattered,
+    or with ``prescaled_batch`` all-reduced. The bias is added once.
 
     Args:
         in_features: Input features of the whole layer; a multiple of the degree.
@@ -30,14 +30,14 @@ class DistributedLinear(DistributedModule):
         self.in_features, self.out_features = in_features, out_features
         self.add_parameter("weight", (out_features, in_features), initializers.weight(0.0, False), shard_dim=1)
         if bias:
-            # Without `prescaled_batch` it is added to the rank's own tokens.
+            # Without `prescaled_batch`, the bias is added to the rank's own tokens.
             in_group = layout.is_prescaled() or collectives.tp_size() == 1
             self.add_parameter("bias", (out_features,), initializers.bias(in_features, False), in_group=in_group)
         else:
             self.register_parameter("bias", None)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Multiply.
+        """Apply the layer.
 
         Args:
             input: ``[batch, .., in_features]``.
@@ -59,13 +59,13 @@ class DistributedLinear(DistributedModule):
         """Return the sizes of the whole layer.
 
         Returns:
-            As of ``torch.nn.Linear``.
+            The same text as ``torch.nn.Linear``.
         """
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 class ColumnParallelLinear(DistributedModule):
-    """The first product of a block: output features are divided, and the input is that of the group.
+    """The first product of a block: output features are divided, and the input is the group's batch.
 
     Args:
         in_features: Input features.
@@ -73,7 +73,7 @@ class ColumnParallelLinear(DistributedModule):
         bias: Whether there is a bias.
         std: Standard deviation of initial weights.
         use_normal: Whether initial weights are normal; otherwise as in ``torch.nn.Linear``.
-        is_divided: ``False`` if every rank has the whole weight and uses rows of it, as for few heads of keys.
+        is_divided: ``False`` if every rank has the whole weight and uses rows of it, as with few key heads.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class ColumnParallelLinear(DistributedModule):
             self.register_parameter("bias", None)
 
     def forward(self, input: torch.Tensor, rows: slice | None = None) -> torch.Tensor:
-        """Multiply.
+        """Apply the layer.
 
         Args:
             input: ``[N, S, in_features]``, from :func:`layout.enter_product`.
-            rows: Output features that this rank uses of a weight that is not divided.
+            rows: The output features that this rank uses, if the weight is not divided.
 
         Returns:
             ``[N, S, local features]``.
@@ -142,7 +142,7 @@ class RowParallelLinear(DistributedModule):
             input: ``[N, S, local features]``.
 
         Returns:
-            As between products (:mod:`layout`).
+            Activations in the layout between products (:mod:`layout`).
         """
         if collectives.tp_size() == 1:
             return functional.linear(input, self.weight, self.bias)

@@ -19,7 +19,7 @@ IGNORED_LABEL = -100
 
 
 class TransformerEmbeddings(DistributedModule):
-    """Word, position and token type embeddings, divided by rows; brings their sum into the block.
+    """Word, position and token type embeddings, divided by rows, and the transition of their sum into the block.
 
     Args:
         vocab_size: Words.
@@ -72,7 +72,8 @@ class TransformerEmbeddings(DistributedModule):
             position_ids: ``[batch, S]``; 0, 1, ... by default.
 
         Returns:
-            States as between products (:mod:`layout`), the additive mask of the group, and its positions.
+            Activations in the layout between products (:mod:`layout`), the additive mask of the group, and its
+            positions.
 
         Raises:
             SMPValidationError: The sequence is longer than there are positions.
@@ -84,7 +85,7 @@ class TransformerEmbeddings(DistributedModule):
             )
         ids = layout.gather_batch(input_ids, batch)
         positions = layout.gather_batch(position_ids, batch)
-        # The sum over the ranks adds all embeddings at once.
+        # One all-reduce adds up the partial results of all embeddings.
         partial = self.word_embedding(ids)
         if self.num_positions:
             places = positions
@@ -114,7 +115,7 @@ class LanguageModelHead(DistributedModule):
         has_projection: Whether there is a projection.
         tied: The embedding whose weight the projection uses; ``None`` for a weight of its own.
         bias: Whether the projection has a bias.
-        is_causal: Whether the label of a token is the next one.
+        is_causal: Whether the label of a token is the next token.
     """
 
     def __init__(
@@ -149,17 +150,17 @@ class LanguageModelHead(DistributedModule):
     def forward(
         self, hidden: torch.Tensor, mask: torch.Tensor | None, labels: torch.Tensor | None, wants_logits: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Predict.
+        """Compute losses or logits.
 
         Args:
-            hidden: As between products (:mod:`layout`).
-            mask: Of the group, from :func:`layout.with_shape`.
+            hidden: Activations in the layout between products (:mod:`layout`).
+            mask: The mask of the group, from :func:`layout.with_shape`.
             labels: ``[batch, S]``; -100 for tokens without a loss.
-            wants_logits: Whether the logits of all words are gathered.
+            wants_logits: Whether the logits of the whole vocabulary are gathered.
 
         Returns:
-            The mean loss of this rank's tokens, if there are labels; and ``[batch, S, vocab_size]``, if wanted. Without
-            a projection, the states instead.
+            The mean loss of this rank's tokens, if there are labels; and ``[batch, S, vocab_size]``, if requested.
+            Without a projection, the hidden states instead.
         """
         if self.has_norm:
             hidden = self.layernorm(hidden)
@@ -190,8 +191,8 @@ class LanguageModelHead(DistributedModule):
 class DistributedTransformerLMHead(DistributedModule):
     """Embeddings, a :class:`DistributedTransformer`, and a head that shares the weight of the word embedding.
 
-    While it is trained with labels, logits are not gathered: the cross entropy is computed from the slices of the
-    ranks. With ``causal_mask_size`` the label of a token is the next one, as in Hugging Face's causal models.
+    In training with labels, logits are not gathered: the cross entropy is computed from the slices of the ranks. With
+    ``causal_mask_size``, the label of a token is the next token, as in Hugging Face's causal models.
 
     Args:
         num_layers: Layers.
@@ -203,18 +204,19 @@ class DistributedTransformerLMHead(DistributedModule):
         num_positions: Positions of the position embedding; 0 for none.
         attention_dropout_prob: Probability with which an attention weight is dropped.
         hidden_dropout_prob: Probability with which an output is dropped, and an embedding.
-        activation: That of the output layers.
+        activation: The activation of the feed-forward layers.
         layernorm_epsilon: Epsilon of the norms.
         num_token_types: Token types; 0 for none.
         causal_mask_size: Longest sequence of causal attention; ``None`` for attention to all tokens.
         add_cross_attention: Whether there is cross attention.
-        add_lm_head: Whether there is a head; otherwise the output are states.
+        add_lm_head: Whether there is a head; otherwise the output is the hidden states.
         initializer_range: Standard deviation of initial weights.
         use_normal_initialization: Whether initial weights of products are normal.
-        pre_layernorm: Whether inputs of parts are normed, and the output of the last layer.
-        post_layernorm: Whether outputs of parts are normed; without ``pre_layernorm`` also the sum of the embeddings.
-        options: What published architectures have beside that.
-        embedding_dropout_prob: Probability for embeddings, if it is another one.
+        pre_layernorm: Whether the inputs of sublayers, and the output of the last layer, are normalized.
+        post_layernorm: Whether the outputs of sublayers are normalized; without ``pre_layernorm`` also the
+        embeddings' sum.
+        options: Further properties of published architectures.
+        embedding_dropout_prob: The probability for embeddings, if it differs.
         tie_word_embedding: Whether the head uses the weight of the word embedding.
         lm_head_bias: Whether the head has a bias.
         first_position: The position of the first token.
@@ -315,7 +317,7 @@ class DistributedTransformerLMHead(DistributedModule):
         """
         expected = 7 if self.has_cross_attention else 5
         if self.has_cross_attention and len(inputs) == 8:
-            # The original's pages list the cross states twice.
+            # The original's documentation lists the cross states twice.
             inputs = (*inputs[:6], inputs[7])
         if not isinstance(inputs, tuple) or not 1 <= len(inputs) <= expected:
             raise SMPValidationError(
@@ -346,7 +348,7 @@ def additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor
 
     Args:
         mask: ``[batch, S]``, 1 where a token is masked; or an additive one, ``[batch, 1, ..]``.
-        dtype: Of the result.
+        dtype: Type of the result.
 
     Returns:
         ``[batch, 1, 1, S]``.

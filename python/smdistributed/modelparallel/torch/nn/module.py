@@ -15,18 +15,19 @@ Initializer = Callable[[torch.Tensor], object]
 
 
 class NotDivisibleError(SMPValidationError):
-    """A size is no multiple of the degree."""
+    """A size is not a multiple of the tensor-parallel degree."""
 
 
 class DistributedModule(nn.Module):
-    """A module that computes with the ranks of its tensor-parallel group, which all call it.
+    """A module whose computation involves all ranks of its tensor-parallel group, which all call it.
 
-    Subclasses make their parameters with :meth:`add_parameter`. Each is initialized as a whole, with the same random
-    numbers as in a group of one rank, and a rank keeps its slice. So the initial model does not depend on the degree.
+    Subclasses create their parameters with :meth:`add_parameter`. Each parameter is initialized as a whole, with the
+    same random numbers as in a group of one rank, and each rank keeps its slice. So the initial model does not depend
+    on the degree.
 
     Attributes:
-        is_unit: Whether the module and all modules in it are on one partition of a pipeline.
-        shards: By name of a parameter that is divided, how.
+        is_unit: Whether the module and all its submodules must be on one partition of a pipeline.
+        shards: For each divided parameter by name, how it is divided.
     """
 
     is_unit = True
@@ -36,7 +37,7 @@ class DistributedModule(nn.Module):
         self.shards: dict[str, Shard] = {}
         self._whole_shapes: dict[str, tuple[int, ...]] = {}
         self._initializers: dict[str, Initializer] = {}
-        #: Names of parameters whose gradients are whole on this rank (``collectives``: the group region).
+        #: #: Names of parameters whose gradients are complete on this rank (``collectives``: the group region).
         self._group_parameters: set[str] = set()
 
     def add_parameter(
@@ -49,14 +50,14 @@ class DistributedModule(nn.Module):
         in_group: bool = True,
         padded: bool = False,
     ) -> None:
-        """Make a parameter.
+        """Create a parameter.
 
         Args:
             name: Its name.
-            shape: The shape of the whole.
+            shape: The shape of the whole parameter.
             initializer: Sets the values of a whole tensor in place.
-            shard_dim: The dimension that is divided; ``None`` if every rank has the whole.
-            in_group: Whether its gradient is whole on this rank, so that it is averaged over ``RDP_GROUP``.
+            shard_dim: The dimension that is divided; ``None`` if every rank has the whole parameter.
+            in_group: Whether its gradient is complete on this rank, so that it is averaged over ``RDP_GROUP``.
             padded: Whether slices may end with padding.
 
         Raises:
@@ -75,12 +76,12 @@ class DistributedModule(nn.Module):
         self._initialize(name)
 
     def share_parameter(self, name: str, owner: DistributedModule, of_owner: str) -> None:
-        """Use the parameter of another distributed module, which initializes it.
+        """Use a parameter of another distributed module, which initializes it.
 
         Args:
-            name: Its name here.
+            name: Its name in this module.
             owner: The other module.
-            of_owner: Its name there.
+            of_owner: Its name in the other module.
         """
         self.register_parameter(name, owner._parameters[of_owner])
         if of_owner in owner.shards:
@@ -88,7 +89,7 @@ class DistributedModule(nn.Module):
         self._whole_shapes[name] = owner._whole_shapes[of_owner]
 
     def reset_parameters(self) -> None:
-        """Initialize the parameters of this module itself."""
+        """Initialize this module's own parameters."""
         for name in self._initializers:
             self._initialize(name)
 
@@ -96,7 +97,7 @@ class DistributedModule(nn.Module):
     def _initialize(self, name: str) -> None:
         parameter = self._parameters[name]
         if parameter is None or parameter.is_meta:
-            # It gets its values with its memory.
+            # Parameters without memory are initialized when they get memory.
             return
         whole = torch.empty(self._whole_shapes[name], dtype=parameter.dtype, device=parameter.device)
         self._initializers[name](whole)
@@ -148,22 +149,22 @@ def check_divisible(value: int, what: str) -> None:
 
 
 def between_products_in_group() -> bool:
-    """Return whether gradients of norms and biases between products are whole on each rank.
+    """Return whether gradients of norms and biases between products are complete on each rank.
 
     Returns:
-        ``False`` under ``optimize: memory``, where they see a share of the tokens.
+        ``False`` under ``optimize: memory``, where these layers process a share of the tokens.
     """
     return not layout.has_token_shares()
 
 
 def units(model: nn.Module) -> list[list[nn.Module]]:
-    """Return modules that must be on one partition, because they are one unit.
+    """Return the groups of modules that must be on one partition, because they form one unit.
 
     Args:
         model: The model.
 
     Returns:
-        For each outermost unit, all modules in it.
+        For each outermost unit, the modules that it contains.
     """
     found: list[list[nn.Module]] = []
     seen: set[int] = set()
@@ -183,7 +184,7 @@ def shards(model: nn.Module) -> dict[int, Shard]:
         model: The model.
 
     Returns:
-        By identity of each parameter of which this rank holds a slice, how it is divided.
+        For each parameter of which this rank holds a slice, by id, how it is divided.
     """
     return {
         id(module._parameters[name]): shard
@@ -195,13 +196,13 @@ def shards(model: nn.Module) -> dict[int, Shard]:
 
 
 def reduced_over_rdp(model: nn.Module) -> set[int]:
-    """Return the parameters whose gradients are whole on each rank of a tensor-parallel group.
+    """Return the parameters whose gradients are complete on each rank of a tensor-parallel group.
 
     Args:
         model: The model.
 
     Returns:
-        Their identities; none in groups of one rank.
+        Their ids; none in groups of one rank.
     """
     if collectives.tp_size() == 1:
         return set()

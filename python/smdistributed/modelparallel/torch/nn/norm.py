@@ -14,10 +14,10 @@ class FusedLayerNorm(nn.LayerNorm):
     """A layer norm with the arguments of Apex's; PyTorch's kernel is fused.
 
     Args:
-        normalized_shape: Shape of what is normalized.
+        normalized_shape: Shape of the normalized dimensions.
         eps: Added to the variance.
         elementwise_affine: Whether there are a weight and a bias.
-        memory_efficient: Accepted for Apex; PyTorch keeps the input in any case.
+        memory_efficient: Ignored; accepted for compatibility with Apex.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class FusedLayerNorm(nn.LayerNorm):
 class DistributedLayerNorm(DistributedModule):
     """A layer norm over the last dimension inside of distributed blocks.
 
-    Every rank has its parameters. Under ``optimize: memory`` it normalizes a share of the tokens of the group.
+    Every rank has its parameters. Under ``optimize: memory``, each rank normalizes its share of the group's tokens.
 
     Args:
         normalized_shape: Size of the last dimension.
@@ -78,7 +78,7 @@ class DistributedRMSNorm(DistributedModule):
         self.add_parameter("weight", (normalized_shape,), initializers.ones, in_group=between_products_in_group())
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normalize, in float32 where the input is narrower.
+        """Normalize; inputs of narrower types are converted to float32.
 
         Args:
             hidden: ``[.., size]``.
@@ -93,7 +93,7 @@ class DistributedRMSNorm(DistributedModule):
 
 
 def make_norm(kind: str, size: int, eps: float) -> DistributedModule:
-    """Make a norm.
+    """Create a norm.
 
     Args:
         kind: ``layernorm`` or ``rmsnorm``.

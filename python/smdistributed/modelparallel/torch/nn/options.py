@@ -1,4 +1,4 @@
-"""What blocks of published architectures have beyond those of the original library."""
+"""Properties of blocks in published architectures that the original library does not support."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ class BlockOptions:
         num_key_value_heads: Heads of keys and values; fewer than query heads for grouped-query attention.
         qkv_bias: Whether query, key and value have biases.
         dense_bias: Whether the output projection of the attention has a bias.
-        mlp_bias: Whether the products of the output layer have biases.
+        mlp_bias: Whether the products of the feed-forward layer have biases.
         normalization: ``layernorm`` or ``rmsnorm``.
         rotary: Rotary position embedding, if any.
         attention_scale: Factor of scores; ``None`` for ``1 / sqrt(attention_head_size)``.
         scale_by_layer: Whether scores are also divided by the number of the layer, from 1.
         attention_in_fp32: Whether scores of narrow types are computed in float32.
-        windows: By layer, how many tokens a token sees, itself included; ``None`` for all. One entry counts for all
-            layers.
-        gated: Whether the activation of one product gates another: SwiGLU with ``activation="silu"``.
-        parallel_residual: Whether attention and output layer have the same input, and both are added to it.
-        shared_norm: With ``parallel_residual``, whether both use the norm of the attention.
+        windows: By layer, the number of tokens to which a token attends, including itself; ``None`` for all. A single
+        entry applies to all layers.
+        gated: Whether one product's activation is multiplied by another product: SwiGLU with ``activation="silu"``.
+        parallel_residual: Whether attention and feed-forward layer have the same input, and both outputs are added to
+        it.
+        shared_norm: With ``parallel_residual``, whether both use the attention's norm.
         use_alibi: Whether scores get a bias that is linear in the distance (Press et al., 2022).
         alibi_bias_max: Exponent of the last head's slope.
         fp32_residual_addition: Whether residuals are added in float32.
@@ -55,7 +56,7 @@ class BlockOptions:
             raise SMPValidationError(f"`normalization` is {self.normalization!r}: expected 'layernorm' or 'rmsnorm'")
 
     def window(self, layer: int) -> int | None:
-        """Return how many tokens a token of a layer sees.
+        """Return the number of tokens to which a token of a layer attends.
 
         Args:
             layer: The number of the layer, from 0.

@@ -1,11 +1,11 @@
 """Random numbers of distributed modules.
 
-Ranks of a group that compute the same must drop the same, and ranks with other tokens or other heads must not. So each
-process has two streams of seeds beside PyTorch's generators: one that is the same over the group, one of its own. Each
-dropout runs with PyTorch's generator set to the next seed, and restores it. In a group of one rank, dropout is
-PyTorch's own.
+In dropout, ranks of a group that compute the same values must drop the same elements, and ranks with different tokens
+or heads must not. So each process has two sequences of seeds in addition to PyTorch's generators: one that is equal
+on all ranks of the group, and one of its own. Each dropout sets PyTorch's generator to the next seed, and restores it
+afterwards. In a group of one rank, dropout is PyTorch's own.
 
-- TP-2: recomputed activations drop the same again: :func:`recomputation` restores both streams.
+- TP-2: recomputed activations use the same dropout masks: :func:`recomputation` restores both sequences.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SEED_BITS = 62
 
 
 class Streams:
-    """The two streams of this process, and the topology that they were made for."""
+    """The two sequences of seeds of this process, and the topology for which they were created."""
 
     def __init__(self) -> None:
         self._shared: torch.Generator | None = None
@@ -34,7 +34,7 @@ class Streams:
         self._groups: object = None
 
     def start(self) -> None:
-        """Begin the streams with the seed of the group's first rank. All ranks of the group call it."""
+        """Start the sequences with the seed of the group's first rank. All ranks of the group call it."""
         groups = state.groups
         if self._groups is groups:
             return
@@ -46,7 +46,7 @@ class Streams:
         self._groups = groups
 
     def next_seed(self, *, same_on_group: bool) -> int:
-        """Return the next seed of a stream."""
+        """Return the next seed of a sequence."""
         if self._groups is not state.groups:
             self.start()
         generator = self._shared if same_on_group else self._own
@@ -54,13 +54,13 @@ class Streams:
         return int(torch.randint(1 << _SEED_BITS, (), generator=generator, device="cpu"))
 
     def states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The states of both streams."""
+        """Return the states of both sequences."""
         if self._shared is None or self._own is None or self._groups is not state.groups:
             return None
         return self._shared.get_state(), self._own.get_state()
 
     def restore(self, states: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-        """Goes on from earlier states."""
+        """Restore earlier states."""
         if states is not None and self._shared is not None and self._own is not None:
             self._shared.set_state(states[0])
             self._own.set_state(states[1])
@@ -71,11 +71,11 @@ streams = Streams()
 
 @contextlib.contextmanager
 def seeded(tensor: torch.Tensor, *, same_on_group: bool) -> Iterator[None]:
-    """Run with PyTorch's generator at the next seed of a stream, and restore it.
+    """Run with PyTorch's generator at the next seed of a sequence, and restore it.
 
     Args:
-        tensor: Its device is where random numbers are drawn.
-        same_on_group: Whether all ranks of the group draw the same.
+        tensor: Random numbers are drawn on its device.
+        same_on_group: Whether all ranks of the group draw the same numbers.
 
     Yields:
         Nothing.
@@ -99,9 +99,9 @@ def dropout(tensor: torch.Tensor, probability: float, training: bool, *, same_on
 
     Args:
         tensor: The input.
-        probability: Of an element to become zero.
-        training: Whether anything is dropped.
-        same_on_group: Whether all ranks of the group have this input, so that they must drop the same.
+        probability: Probability of an element to become zero.
+        training: Whether elements are dropped.
+        same_on_group: Whether all ranks of the group have this input, so that they must drop the same elements.
 
     Returns:
         The result.

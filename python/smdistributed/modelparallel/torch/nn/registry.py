@@ -1,4 +1,4 @@
-"""Which classes tensor parallelism replaces, and by which."""
+"""The classes of modules that tensor parallelism replaces, and their replacements."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from smdistributed.modelparallel.torch.nn.module import DistributedModule
 
 _Class = TypeVar("_Class", bound=type)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-#: From the state of a module, and the module, to the state of the module in its place, with whole parameters.
+#: #: Converts the state of a module, given the module, to that of its replacement, with whole parameters.
 Translation = Callable[[Mapping[str, torch.Tensor], nn.Module], Mapping[str, torch.Tensor]]
 
 StateTranslations = tuple[Callable[[dict[str, Any]], dict[str, Any]], Callable[[dict[str, Any]], dict[str, Any]]]
 
-#: In a module's `__dict__`: the arguments of its constructor.
+#: #: The key in a module's `__dict__` of its constructor's arguments.
 _ARGUMENTS = "_smp_arguments"
 
 
@@ -32,13 +32,13 @@ class Registration:
     """How modules of one class are replaced.
 
     Attributes:
-        dist_module: The class in its place.
-        arguments: The arguments of that class, for a module.
-        forward_hook: The arguments of its ``forward``, for those of the module's.
-        return_hook: What the module's ``forward`` would return, for what its own returns.
-        translate: The state of the new module, from that of the module; ``None``: it gets initial values of its own.
-        model_translations: For a module, two functions that translate the state of a whole model with the new module to
-            the names of the model without, and back; ``None`` if the names are the same.
+        dist_module: The class of the replacement.
+        arguments: Returns the replacement's constructor arguments for a module.
+        forward_hook: Converts the arguments of the module's ``forward`` to those of the replacement's.
+        return_hook: Converts the result of the replacement's ``forward`` to that of the module's.
+        translate: Converts the module's state to the replacement's; ``None``: the replacement is initialized anew.
+        model_translations: For a module, two functions that convert the names in a whole model's state from the
+        replacement's to the module's, and back; ``None`` if the names are the same.
     """
 
     dist_module: type[DistributedModule]
@@ -50,7 +50,7 @@ class Registration:
 
     @functools.cached_property
     def adapted(self) -> type[DistributedModule]:
-        """The class in its place, called as the module's."""
+        """The replacement's class, with the calling convention of the module's class."""
         if self.forward_hook is None and self.return_hook is None:
             return self.dist_module
         before, after, dist_module = self.forward_hook, self.return_hook, self.dist_module
@@ -84,7 +84,7 @@ _registered: dict[type, Registration] = {
     nn.Linear: Registration(DistributedLinear, _linear, translate=_as_it_is),
     nn.Embedding: Registration(DistributedEmbedding, _embedding, translate=_as_it_is),
 }
-#: Asked for classes that are not registered, such as those of a library that may be imported later.
+#: #: Functions that provide registrations of further classes, such as those of a library that may be imported later.
 _finders: list[Callable[[type], Registration | None]] = []
 
 
@@ -92,7 +92,7 @@ def find(module_cls: type) -> Registration | None:
     """Return how modules of a class are replaced.
 
     Args:
-        module_cls: The class itself, not one that inherits from it.
+        module_cls: The class itself; registrations are not inherited.
 
     Returns:
         The registration, if there is one.
@@ -102,7 +102,7 @@ def find(module_cls: type) -> Registration | None:
 
 
 def add_finder(finder: Callable[[type], Registration | None]) -> None:
-    """Ask a function for classes that are not registered.
+    """Add a function that provides registrations of further classes.
 
     Args:
         finder: The function.
@@ -116,15 +116,15 @@ def tp_register(
     forward_hook: Callable[..., Arguments] | None = None,
     return_hook: Callable[[Any], Any] | None = None,
 ) -> Callable[[_Class], _Class]:
-    """Name the class that replaces the decorated one under tensor parallelism.
+    """Register the class that replaces the decorated one under tensor parallelism.
 
     Args:
-        dist_module: A class that inherits from ``smp.nn.DistributedModule``.
-        init_hook: From the arguments of the decorated constructor, ``(args, kwargs)`` of that of ``dist_module``; by
-            default the same.
-        forward_hook: From the arguments of the decorated ``forward``, ``(args, kwargs)`` of that of ``dist_module``; by
-            default the same.
-        return_hook: From what ``dist_module`` returns, what the decorated ``forward`` would.
+        dist_module: A subclass of ``smp.nn.DistributedModule``.
+        init_hook: Converts the arguments of the decorated constructor to ``(args, kwargs)`` of that of
+        ``dist_module``; by default they are unchanged.
+        forward_hook: Converts the arguments of the decorated ``forward`` to ``(args, kwargs)`` of that of
+        ``dist_module``; by default they are unchanged.
+        return_hook: Converts the result of ``dist_module`` to that of the decorated ``forward``.
 
     Returns:
         A decorator that returns the class.
@@ -148,17 +148,17 @@ def tp_register_with_module(
     forward_hook: Callable[..., Arguments] | None = None,
     return_hook: Callable[[Any], Any] | None = None,
 ) -> None:
-    """Name the class that replaces another one, as :func:`tp_register` does.
+    """Register the class that replaces another one, as :func:`tp_register` does.
 
     Args:
-        module_cls: The class that is replaced. Modules of it that are created from now on can be.
-        dist_module: As of :func:`tp_register`.
-        init_hook: As of :func:`tp_register`.
-        forward_hook: As of :func:`tp_register`.
-        return_hook: As of :func:`tp_register`.
+        module_cls: The class to replace. Only modules that are created from now on are replaced.
+        dist_module: As for :func:`tp_register`.
+        init_hook: As for :func:`tp_register`.
+        forward_hook: As for :func:`tp_register`.
+        return_hook: As for :func:`tp_register`.
 
     Raises:
-        SMPValidationError: A class is none of modules.
+        SMPValidationError: A class is not a class of modules.
     """
     if not (isinstance(module_cls, type) and issubclass(module_cls, nn.Module)):
         raise SMPValidationError(f"`{module_cls!r}` is no class of modules")
@@ -179,7 +179,7 @@ def tp_register_with_module(
 
 
 def _keep_arguments(module_cls: type) -> None:
-    """Modules of this class keep the arguments of their constructor."""
+    """Make modules of this class store the arguments of their constructor."""
     original = module_cls.__init__
     if hasattr(original, "_smp_keeps_arguments"):
         return

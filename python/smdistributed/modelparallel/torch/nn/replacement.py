@@ -22,11 +22,11 @@ from smdistributed.modelparallel.torch.nn.options import OPTION_NAMES, BlockOpti
 from smdistributed.modelparallel.torch.partitioning.materialize import broadcast
 from smdistributed.modelparallel.torch.state import state
 
-#: In a module's `__dict__`: whether it is marked, and the keyword arguments for the module in its place.
+#: #: The key in a module's `__dict__` of its mark: whether it is marked, and arguments for its replacement.
 _MARK = "_smp_tensor_parallelism"
 
-#: Keyword arguments of the original that choose between implementations with the same result, or that belong to what is
-#: not there; a warning says so.
+#: #: Keyword arguments of the original that select equivalent implementations, or belong to features that do not
+#: exist here. They are ignored with a warning.
 _WITHOUT_EFFECT = {
     "fused_softmax": "PyTorch chooses the kernel of the attention",
     "fused_dropout": "PyTorch chooses the kernel of dropout",
@@ -39,14 +39,15 @@ _WITHOUT_EFFECT = {
 
 @contextmanager
 def tensor_parallelism(enabled: bool = True, **kwargs: Any) -> Iterator[None]:
-    """Mark modules that are created inside, so that ``smp.DistributedModel`` replaces them by distributed ones.
+    """Mark modules that are created in the context, so that ``smp.DistributedModel`` replaces them by distributed
+    ones.
 
-    Of marked modules inside of each other, only the outermost one with a supported class is replaced. The innermost
-    context wins.
+    If marked modules contain each other, only the outermost one with a supported class is replaced. The innermost
+    context takes precedence.
 
     Args:
-        enabled: Whether they are marked.
-        **kwargs: Arguments of the distributed module, which take precedence over those that follow from the module.
+        enabled: Whether modules are marked.
+        **kwargs: Arguments of the distributed module, which take precedence over those derived from the module.
 
     Yields:
         Nothing.
@@ -60,10 +61,10 @@ def tensor_parallelism(enabled: bool = True, **kwargs: Any) -> Iterator[None]:
 
 
 def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **kwargs: Any) -> None:
-    """Mark a module that exists, or take the marks of it and of all modules in it away.
+    """Mark an existing module, or remove the marks of it and of all its submodules.
 
     Args:
-        module: The module. It is not wrapped yet.
+        module: The module, which must not be wrapped yet.
         enabled: Whether it is marked; the outermost supported modules in it are replaced.
         **kwargs: Arguments of the distributed modules.
     """
@@ -74,13 +75,13 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **kwargs: An
 def replace_marked(root: nn.Module) -> nn.Module:
     """Replace the outermost marked modules with a supported class. All ranks of a tensor-parallel group call it.
 
-    A module is left as it is where a size is not divisible, or where it shares parameters with others.
+    A module is not replaced if a size is not divisible, or if it shares parameters with other modules.
 
     Args:
-        root: The model; modules in it are replaced in place.
+        root: The model; its submodules are replaced in place.
 
     Returns:
-        The model, or the module in its place.
+        The model, or its replacement.
     """
     owners: dict[int, int] = {}
     for module in root.modules():
@@ -102,7 +103,7 @@ def _replaced(module: nn.Module, path: str, owners: Mapping[int, int], made: dic
         new = _distributed(module, path, registration, kwargs, owners)
         if new is not None:
             made[id(module)] = new
-            # It is found once more where it has several parents.
+            # A module with several parents is found once for each of them.
             made[id(new)] = new
             return new
     if isinstance(module, DistributedModule):
@@ -120,7 +121,7 @@ def _distributed(
     kwargs: Mapping[str, Any],
     owners: Mapping[int, int],
 ) -> nn.Module | None:
-    """The module in the place of another one; ``None`` if that one stays."""
+    """Return the replacement of a module; ``None`` if it is not replaced."""
     inside: dict[int, int] = {}
     for each in module.modules():
         for parameter in each._parameters.values():
@@ -146,7 +147,7 @@ def _distributed(
     if hasattr(module, "config"):
         new.config = module.config
     for parameter in new.parameters():
-        # As of the whole module: a frozen one stays frozen.
+        # The replacement's parameters require gradients only if the module's did.
         parameter.requires_grad_(any(each.requires_grad for each in module.parameters()) or not inside)
     return new
 
@@ -154,7 +155,7 @@ def _distributed(
 def _make(
     kind: type[DistributedModule], args: Any, own_kwargs: Mapping[str, Any], given: Mapping[str, Any], old: nn.Module
 ) -> nn.Module:
-    """Make a distributed module with the arguments of the marks in place of its own."""
+    """Create a distributed module; arguments of the mark take precedence over those derived from the module."""
     signature = inspect.signature(kind.__init__)
     bound = signature.bind(None, *args, **own_kwargs)
     options: dict[str, Any] = {}
@@ -191,7 +192,7 @@ def _is_argument_of_any(name: str) -> bool:
 
 
 def _state_of_first(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The state of a module on the first rank of the group, so that slices are those of one whole."""
+    """Return the module's state on the first rank of the group, so that all slices are parts of the same tensors."""
     found = {name: tensor.detach() for name, tensor in module.state_dict().items()}
     if state.groups.tp_group is not None:
         with errors.translated(CLASSES):

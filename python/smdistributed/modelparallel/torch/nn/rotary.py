@@ -9,11 +9,12 @@ import torch
 
 @dataclass(frozen=True)
 class Rotary:
-    """Turns pairs of features of queries and keys by angles that grow with the position.
+    """Rotates pairs of features of queries and keys by angles that are proportional to the position.
 
     Attributes:
-        inverse_frequencies: Angle of each pair for one position; features beyond the pairs are left alone.
-        interleaved: Whether a pair is two neighbours, as in GPT-J; otherwise features ``i`` and ``i + pairs``.
+        inverse_frequencies: Angle of each pair for one position; features beyond the pairs are not rotated.
+        interleaved: Whether a pair consists of adjacent features, as in GPT-J; otherwise of features ``i`` and ``i +
+        pairs``.
         scaling: Factor of sines and cosines.
     """
 
@@ -26,14 +27,14 @@ class Rotary:
         """Return the embedding of the paper.
 
         Args:
-            size: How many features are turned.
+            size: Number of features that are rotated.
             base: The base of the frequencies.
-            interleaved: As the attribute.
+            interleaved: As for the attribute.
 
         Returns:
-            It.
+            The rotary embedding.
         """
-        # On the CPU also where modules are created on another device.
+        # On the CPU, even if modules are created on another device.
         exponents = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
         return Rotary(tuple((1.0 / base**exponents).tolist()), interleaved)
 
@@ -45,7 +46,7 @@ class Rotary:
         Args:
             positions: ``[N, S]`` or ``[1, S]``; ``None`` for 0, 1, ...
             length: ``S``.
-            like: Gives the device and the type of the result.
+            like: A tensor of the device and the type of the result.
 
         Returns:
             Each ``[N or 1, 1, S, pairs]``.
@@ -57,11 +58,11 @@ class Rotary:
         return (angles.cos() * self.scaling).to(like.dtype), (angles.sin() * self.scaling).to(like.dtype)
 
     def rotate(self, heads: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Turn queries or keys.
+        """Rotate queries or keys.
 
         Args:
             heads: ``[N, heads, S, size]``.
-            angles: Of :meth:`angles`.
+            angles: The result of :meth:`angles`.
 
         Returns:
             The same shape.

@@ -1,4 +1,4 @@
-"""Attention of the heads of one rank: masks, biases, and PyTorch's scaled dot product."""
+"""Attention of one rank's heads: masks, biases, and PyTorch's scaled dot-product attention."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ def attend(
         key: ``[N, heads, S2, size]``.
         value: ``[N, heads, S2, size]``.
         mask: Added to scores, broadcastable to ``[N, heads, S, S2]``.
-        causal: Whether a token sees itself and earlier ones only.
+        causal: Whether a token attends only to itself and earlier tokens.
         scale: Factor of scores.
-        dropout: Probability with which a weight is dropped; other ranks have other heads, and drop others.
-        window: How many tokens a token sees, itself included.
-        slopes: ``[heads]``, of ALiBi.
-        in_fp32: Whether narrow types are widened.
+        dropout: Probability with which a weight is dropped, independently on each rank, because ranks have different
+        heads.
+        window: Number of tokens to which a token attends, including itself.
+        slopes: ``[heads]``, the slopes of ALiBi.
+        in_fp32: Whether scores of narrow types are computed in float32.
 
     Returns:
         ``[N, heads, S, size]``.
@@ -44,7 +45,7 @@ def attend(
     bias = None if mask is None else mask.to(query.dtype)
     rows, columns = query.shape[-2], key.shape[-2]
     if slopes is not None:
-        # A softmax does not change with a row's offset, so the column alone stands for the distance.
+        # A softmax does not depend on an offset of a row, so the column's index can replace the distance.
         places = torch.arange(columns, device=query.device, dtype=query.dtype)
         alibi = (slopes.to(query)[:, None, None] * places)[None]
         bias = alibi if bias is None else bias + alibi
@@ -71,8 +72,8 @@ def alibi_slopes(heads: int, bias_max: int = 8) -> list[float]:
     """Return the slopes of ALiBi.
 
     Args:
-        heads: Heads of the whole layer.
-        bias_max: Exponent of the last head.
+        heads: Number of heads of the whole layer.
+        bias_max: Exponent of the last head's slope.
 
     Returns:
         ``2 ** (-bias_max * k / heads)`` for ``k`` from 1.
@@ -81,11 +82,11 @@ def alibi_slopes(heads: int, bias_max: int = 8) -> list[float]:
 
 
 def pick_heads(heads: torch.Tensor, indices: list[int]) -> torch.Tensor:
-    """Give every query head its head of keys or values.
+    """Return the head of keys or values for every query head.
 
     Args:
         heads: ``[N, key heads, S, size]``.
-        indices: By query head, the number of its key head.
+        indices: For each query head, the index of its key head.
 
     Returns:
         ``[N, query heads, S, size]``.

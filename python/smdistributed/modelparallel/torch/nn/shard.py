@@ -1,4 +1,4 @@
-"""Which slice of a parameter a rank of the tensor-parallel group holds."""
+"""The slice of a parameter that a rank of the tensor-parallel group holds."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 class Shard:
     """A parameter that is divided along one dimension into equal slices.
 
-    Where the size is not divisible, the last slices end with rows of padding that no computation uses: slices of one
-    shape cost the same on all ranks, so all ranks plan the same pipeline.
+    If the size is not divisible, the last slices end with rows of padding that no computation uses. Slices of equal
+    shape cost the same on all ranks, so all ranks compute the same pipeline schedule.
 
     Attributes:
         dim: The dimension.
-        size: The size of the whole there, without padding.
+        size: The size of the whole parameter in this dimension, without padding.
         count: The number of slices.
     """
 
@@ -31,19 +31,19 @@ class Shard:
         return -(-self.size // self.count)
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """Return where a rank's slice begins and ends, without padding.
+        """Return the bounds of a rank's slice, without padding.
 
         Args:
             rank: Rank in the group.
 
         Returns:
-            Begin and end in the whole.
+            First index, and one past the last index.
         """
         begin = min(rank * self.local_size, self.size)
         return begin, min(begin + self.local_size, self.size)
 
     def take(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """Cut the slice of a rank, with padding of zeros.
+        """Return the slice of a rank, with padding of zeros.
 
         Args:
             whole: The whole tensor.
@@ -61,7 +61,7 @@ class Shard:
         return part
 
     def merge(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Put slices together, without padding.
+        """Merge slices, without padding.
 
         Args:
             parts: The slices of all ranks, in order.
@@ -72,7 +72,7 @@ class Shard:
         return torch.cat(list(parts), self.dim).narrow(self.dim, 0, self.size)
 
     def whole_shape(self, local: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the whole.
+        """Return the shape of the whole tensor.
 
         Args:
             local: The shape of a slice.

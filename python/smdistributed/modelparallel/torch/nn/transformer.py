@@ -13,12 +13,12 @@ from smdistributed.modelparallel.torch.nn.module import DistributedModule
 from smdistributed.modelparallel.torch.nn.norm import make_norm
 from smdistributed.modelparallel.torch.nn.options import BlockOptions
 
-#: What goes through a stack: states, states of cross attention if there is any, masks, position numbers.
+#: #: The data between layers: states, states of cross attention if there is any, masks, position numbers.
 States = tuple[torch.Tensor | None, ...]
 
 
 class DistributedTransformerLayer(DistributedModule):
-    """Attention, cross attention if asked for, and an output layer.
+    """Attention, optional cross attention, and a feed-forward layer.
 
     Args:
         num_attention_heads: Heads of the whole layer; a multiple of the degree.
@@ -27,20 +27,20 @@ class DistributedTransformerLayer(DistributedModule):
         intermediate_size: Features between the products of the output layer; a multiple of the degree.
         attention_dropout_prob: Probability with which an attention weight is dropped.
         hidden_dropout_prob: Probability with which an output is dropped, before the residual.
-        activation: That of the output layer.
+        activation: The activation of the feed-forward layer.
         layernorm_epsilon: Epsilon of the norms.
         initializer_range: Standard deviation of initial weights.
         use_normal_initialization: Whether initial weights are normal; otherwise as in ``torch.nn.Linear``.
         causal_mask_size: Longest sequence of causal attention; ``None`` for attention to all tokens.
         add_cross_attention: Whether there is cross attention after the attention.
-        pre_layernorm: Whether inputs of parts are normed.
-        post_layernorm: Whether outputs of parts are normed.
+        pre_layernorm: Whether the inputs of sublayers are normalized.
+        post_layernorm: Whether the outputs of sublayers are normalized.
         use_alibi: Whether scores get ALiBi's bias.
         alibi_bias_max: Exponent of the last head's slope.
-        options: What published architectures have beside that.
+        options: Further properties of published architectures.
         layer_idx: The number of the layer, from 0.
-        is_inside: Whether states come and go as between products, and masks are those of the group, as in a
-            :class:`DistributedTransformer`.
+        is_inside: Whether inputs and outputs are in the layout between products, with masks of the group, as in a
+        :class:`DistributedTransformer`.
 
     Raises:
         SMPValidationError: A size is not divisible, or there is no norm at all.
@@ -127,7 +127,7 @@ class DistributedTransformerLayer(DistributedModule):
         shape = layout.shape_of(hidden, mask)
         attention_mask = layout.without_shape(mask)
         if self.options.parallel_residual:
-            # Only the attention has it where the norm is shared.
+            # If the norm is shared, only the attention has its parameters.
             normed = self.attention.pre_layernorm(hidden)
             attended = self.attention.compute(
                 hidden, attention_mask, *shape, positions, has_residual=False, normed=normed
@@ -146,25 +146,25 @@ class DistributedTransformerLayer(DistributedModule):
 class DistributedTransformer(DistributedModule):
     """A stack of layers. In a pipeline, its layers may be on several partitions.
 
-    With both norms, the input of the stack and its output are normed as well.
+    With both norms, the input of the stack and its output are normalized as well.
 
     Args:
-        num_layers: Layers.
-        num_attention_heads: As for :class:`DistributedTransformerLayer`, like all that follow.
+        num_layers: Number of layers.
+        num_attention_heads: As for :class:`DistributedTransformerLayer`, like all following arguments.
         attention_head_size: Size of a head.
         hidden_size: Features of the input and output.
         intermediate_size: Features between the products of the output layer.
         attention_dropout_prob: Probability with which an attention weight is dropped.
         hidden_dropout_prob: Probability with which an output is dropped.
-        activation: That of the output layers.
+        activation: The activation of the feed-forward layers.
         layernorm_epsilon: Epsilon of the norms.
         initializer_range: Standard deviation of initial weights.
         use_normal_initialization: Whether initial weights are normal.
         causal_mask_size: Longest sequence of causal attention; ``None`` for attention to all tokens.
         add_cross_attention: Whether there is cross attention.
-        pre_layernorm: Whether inputs of parts are normed.
-        post_layernorm: Whether outputs of parts are normed.
-        options: What published architectures have beside that.
+        pre_layernorm: Whether the inputs of sublayers are normalized.
+        post_layernorm: Whether the outputs of sublayers are normalized.
+        options: Further properties of published architectures.
 
     Attributes:
         seq_layers: The layers.
@@ -228,7 +228,7 @@ class DistributedTransformer(DistributedModule):
         """Apply all layers.
 
         Args:
-            inputs: As of :class:`DistributedTransformerLayer`.
+            inputs: As for :class:`DistributedTransformerLayer`.
 
         Returns:
             The same tuple, with new ``hidden_states``.
@@ -249,11 +249,11 @@ class DistributedTransformer(DistributedModule):
         """Apply all layers inside of a block.
 
         Args:
-            hidden: As between products (:mod:`layout`).
-            cross: States of cross attention, likewise.
-            mask: Of the group, from :func:`layout.with_shape`.
-            cross_mask: Likewise, for cross attention.
-            positions: Of the group.
+            hidden: Activations in the layout between products (:mod:`layout`).
+            cross: States of cross attention, in the same layout.
+            mask: The mask of the group, from :func:`layout.with_shape`.
+            cross_mask: The same for cross attention.
+            positions: Position numbers of the group.
 
         Returns:
             As ``hidden``.
@@ -272,7 +272,7 @@ def enter(
     cross_mask: torch.Tensor | None,
     positions: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Bring what a block gets into it.
+    """Convert the inputs to the layout of the block.
 
     Args:
         hidden: ``[batch, S, H]``.
@@ -282,7 +282,7 @@ def enter(
         positions: ``[batch, S]``.
 
     Returns:
-        The same, of the group; activations as between products (:mod:`layout`).
+        The same for the group; activations in the layout between products (:mod:`layout`).
     """
     batch, length = hidden.shape[:2]
     whole = layout.group_batch(batch)
@@ -297,7 +297,7 @@ def enter(
 def _parts(
     inputs: States, has_cross: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """``hidden, cross, mask, cross_mask, positions`` of a tuple."""
+    """Return ``hidden, cross, mask, cross_mask, positions`` of a tuple."""
     expected = 4 if has_cross else 2
     if not isinstance(inputs, tuple) or len(inputs) not in (expected, expected + 1):
         raise SMPValidationError(

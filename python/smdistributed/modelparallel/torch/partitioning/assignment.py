@@ -27,25 +27,25 @@ def auto_partition(
     measure_times: bool = False,
     memory_bytes: int | None = None,
 ) -> dict[str, int]:
-    """The partition of every module.
+    """Return the partition of every module.
 
-    All ranks come to the same result if they call with the same model and the same shapes, unless times are measured:
-    then one rank must decide for all.
+    All ranks get the same result if they pass the same model and the same shapes, unless times are measured: then one
+    rank must decide for all.
 
     Args:
-        module: the model.
-        args: the positional arguments of one microbatch, as `module` is called in the step.
-        kwargs: its keyword arguments.
-        config: the active configuration (`partitions`, `memory_weight`, `auto_partition`, ...).
-        manual: partitions that the script chose, by module path. They count if `auto_partition` is off.
-        measure_times: balance measured times instead of estimates.
-        memory_bytes: what each rank's device has for the model; where every partition fits, time alone is balanced.
+        module: The model.
+        args: The positional arguments of one microbatch.
+        kwargs: The keyword arguments of one microbatch.
+        config: The configuration.
+        manual: Partitions that the script chose, by module path. They apply if `auto_partition` is off.
+        measure_times: Whether measured times are balanced instead of estimates.
+        memory_bytes: The memory of each rank's device for the model; if every partition fits, only time is balanced.
 
     Returns:
-        Module path (empty for the model itself) to partition.
+        The partition by module path (empty for the model itself).
 
     Raises:
-        ValueError: if modules that share a parameter were put on different partitions, or a partition does not exist.
+        ValueError: Modules that share a parameter are on different partitions, or a partition does not exist.
     """
     partitions = config.partitions
     if getattr(config, "load_partition", None) and getattr(config, "partition_file", None):
@@ -58,20 +58,22 @@ def auto_partition(
 
 
 def device_memory() -> int | None:
-    """The bytes that every rank's device has for its partition. Collective.
+    """Return the number of bytes that every rank's device has for its partition. Collective.
 
-    It is ``None`` where the configuration says what memory weighs, and on CPUs, whose memory the ranks of a host share.
+    It is ``None`` if the configuration sets the weight of memory, and on CPUs, whose memory the ranks of a host
+    share.
     """
     device, cfg = current_device(), state.cfg
     if device.type != "cuda" or cfg.is_given("memory_weight") or cfg.is_given("optimize"):
         return None
     total = torch.cuda.get_device_properties(device).total_memory
-    # The rest is for what no trace sees: workspaces of kernels, the allocator's fragments, errors of the estimate.
+    # A reserve for memory that the trace does not count: kernel workspaces, fragmentation, errors of the estimate.
     return int(min(communication.allgather(total, CommGroup.WORLD)) * 0.6)
 
 
 def by_hand(module: nn.Module, manual: dict[str, int], default: int, partitions: int) -> dict[str, int]:
-    """The script's partitions: a module without one has that of its nearest ancestor with one, else the default."""
+    """Return the script's partitions; a module without one has that of its nearest ancestor with one, or the
+    default."""
     found: dict[str, int] = {}
     for path, _ in module.named_modules():
         above = path.rpartition(".")[0]
@@ -123,7 +125,7 @@ def _automatic(
 
 
 def load(module: nn.Module, file: str, partitions: int) -> dict[str, int]:
-    """Reads a partition file; modules that it does not name are where the module above them is."""
+    """Read a partition file; modules that it does not contain are on the partition of their parent."""
     listed = partition_file.read(file, partitions)
     paths = {path for path, _ in module.named_modules()}
     unknown = sorted(set(listed) - paths)

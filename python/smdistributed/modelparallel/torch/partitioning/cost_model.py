@@ -24,13 +24,13 @@ _aten = torch.ops.aten
 
 
 def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> int:
-    """Two products for each query head; groups of query heads may share heads of keys and values."""
+    """Return the FLOPs of two products for each query head; groups of query heads may share key and value heads."""
     del args, kwargs
     return 2 * query.numel() * key.shape[-2] + 2 * math.prod(query.shape[:-1]) * key.shape[-2] * value.shape[-1]
 
 
 def _grouped_product_flops(rows: torch.Tensor, weights: torch.Tensor, *args: Any, **kwargs: Any) -> int:
-    """Each row meets the matrix of one group."""
+    """Return the FLOPs of a grouped product, in which each row is multiplied by the matrix of one group."""
     del args, kwargs
     return 2 * rows.numel() * weights.shape[-1]
 
@@ -49,15 +49,15 @@ if hasattr(_aten, "_grouped_mm"):
     _FLOPS[_aten._grouped_mm] = _grouped_product_flops
 
 
-#: With operands of several types, fake tensors give these another type than real ones.
+#: #: Operations for which fake tensors report another result type than real ones, if operands have different types.
 _PROMOTED_OTHERWISE = {_aten.binary_cross_entropy_with_logits, _aten.huber_loss, _aten.soft_margin_loss}
 
 
 class OpCost(NamedTuple):
     """The cost of a task for one microbatch.
 
-    Nanoseconds of its forward and of the two parts of its backward; bytes saved for the first part beside inputs and
-    outputs, and bytes kept from there for the second one.
+    Nanoseconds of its forward and of the two parts of its backward; bytes saved for the first part in addition to
+    inputs and outputs, and bytes kept from there for the second part.
     """
 
     forward: int
@@ -72,9 +72,9 @@ UNKNOWN_COST = OpCost(*(int(_core.operation_nanoseconds(0.0, 0)),) * 3, kept_byt
 
 
 def nanoseconds(func: Any, args: Any, kwargs: Any, out: Any, moved_bytes: int) -> float:
-    """Estimates the time of an operation that reads and writes ``moved_bytes``."""
+    """Estimate the time of an operation that reads and writes ``moved_bytes``."""
     if func._schema.name.startswith("aten::empty"):
-        # Memory without numbers.
+        # Allocations without computation.
         return 0.0
     formula = _FLOPS.get(func._overloadpacket)
     return _core.operation_nanoseconds(_flops(formula, args, kwargs, out) if formula else 0.0, moved_bytes)
@@ -88,7 +88,7 @@ def _flops(formula: Any, args: Any, kwargs: Any, out: Any) -> float:
 
 
 def _product_flops(args: Any, kwargs: Any, out: Any) -> float:
-    """A product whose formula does not know these shapes: that of two matrices with as many elements."""
+    """Return the FLOPs of a product with unsupported shapes: those of two matrices with as many elements."""
     sizes = sorted(
         (leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), reverse=True
     )
@@ -97,19 +97,19 @@ def _product_flops(args: Any, kwargs: Any, out: Any) -> float:
 
 
 def casts_are_cached() -> bool:
-    """Whether autocast makes a narrow parameter once for all microbatches of a step."""
+    """Return whether autocast casts a parameter once for all microbatches of a step."""
     return torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
 
 
 def is_cast(func: Any) -> bool:
-    """Whether it is the operation by which autocast narrows a parameter."""
+    """Return whether it is the operation with which autocast casts a parameter."""
     return func is _aten._to_copy.default
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a function that may draw random numbers draws them from the default generator.
+    """Return whether a function that may draw random numbers uses the default generator.
 
-    Attention without dropout does not.
+    Attention without dropout draws none.
     """
     if kwargs.get("generator") is not None:
         return False
@@ -120,7 +120,7 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _written(schema: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """The operands that an operation writes to."""
+    """Return the operands to which an operation writes."""
     for place, argument in enumerate(schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -136,69 +136,69 @@ _active = _Active()
 
 
 def counter() -> Counter | None:
-    """Returns the active counter of this thread."""
+    """Return the active counter of this thread."""
     return _active.counter
 
 
 class Counter(TorchDispatchMode):
-    """Sums up the cost of the operations that run inside."""
+    """Sums up the cost of the operations in the context."""
 
     def __init__(self) -> None:
         super().__init__()
         self._casts_are_cached = casts_are_cached()
         self._parameters: set[int] = set()
-        #: Storages that are written to.
+        #: #: Storages to which operations write.
         self.written: set[int] = set()
         self._outside: set[int] = set()
-        # Kept, so that no address is used again.
+        # References to the tensors, so that their addresses are not reused.
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
-        #: Tensors that are not strided, kept for the same reason.
+        #: #: Tensors without storage, such as sparse ones, kept for the same reason.
         self._others: list[torch.Tensor] = []
         self._saved: set[int] = set()
         self._taken: set[int] = set()
-        #: An operation that fake tensors describe wrongly, if there was one.
+        #: #: The first operation that fake tensors describe wrongly, if any.
         self.mistrusted: Any = None
         self._forward = self._input = self._weight = 0.0
-        # Products that may be put off take what a layer was called with, and a gradient as large as what it made.
+        # Deferred products keep a layer's input, and a gradient of the size of its output.
         self._multiplied: set[int] = set()
         self._gradient_bytes = 0
         self._recomputes = False
-        #: Kinds of the default generators of PyTorch that operations draw from.
+        #: #: Kinds of PyTorch's default generators from which operations draw.
         self.draws: set[str] = set()
 
     def parameter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Registers a tensor as a parameter; returns it."""
+        """Register a tensor as a parameter; return it."""
         self._parameters.add(self._key(tensor))
         return tensor
 
     def storage(self, tensor: torch.Tensor) -> int:
-        """Identifies a tensor's storage, as long as this object exists."""
+        """Return an id of a tensor's storage that is unique as long as this object exists."""
         return self._key(tensor)
 
     def writes_parameters(self) -> bool:
-        """Whether a parameter or buffer is written to."""
+        """Return whether an operation writes to a parameter or buffer."""
         return not self.written.isdisjoint(self._parameters)
 
     def is_saved(self, tensor: torch.Tensor) -> bool:
-        """Whether autograd has saved a tensor of this storage for the backward."""
+        """Return whether autograd has saved a tensor of this storage for the backward."""
         return self._key(tensor) in self._saved
 
     def is_parameter(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor shares the storage of a parameter."""
+        """Return whether a tensor shares the storage of a parameter."""
         return self._key(tensor) in self._parameters
 
     def outside(self, tensor: torch.Tensor) -> None:
-        """Registers an input or output: its memory belongs to the caller."""
+        """Register an input or output, whose memory belongs to the caller."""
         self._outside.add(self._key(tensor))
 
     def untouched(self, tensors: Mapping[int, torch.Tensor], outputs: Iterable[torch.Tensor]) -> tuple[int, ...]:
-        """Returns the places of the tensors that no operation read and that share no memory with an output."""
+        """Return the indices of tensors that no operation has read and that share no storage with an output."""
         made = {self._key(output) for output in outputs}
         keys = {place: self._key(tensor) for place, tensor in tensors.items()}
         return tuple(place for place, key in keys.items() if key not in self._taken and key not in made)
 
     def cost(self) -> OpCost:
-        """Returns the sum."""
+        """Return the sum of the costs."""
         kept = self._bytes(self._saved - self._parameters - self._outside)
         waiting = self._bytes(self._multiplied) + self._gradient_bytes
         return OpCost(round(self._forward), round(self._input), round(self._weight), kept, waiting)
@@ -212,7 +212,7 @@ class Counter(TorchDispatchMode):
 
     @contextlib.contextmanager
     def recomputing(self, *arguments: Any) -> Iterator[None]:
-        """A context whose operations save their arguments only, and run again in the backward."""
+        """Return a context whose operations save only their arguments, and run again in the backward."""
         for leaf in tree_leaves(arguments):
             if isinstance(leaf, torch.Tensor):
                 self._save(leaf)
@@ -254,11 +254,11 @@ class Counter(TorchDispatchMode):
             moved = self._bytes(taken | made)
             time = nanoseconds(func, args, kwargs, out, moved)
             self._forward += time
-            # A gradient of either costs about as much as the forward.
+            # Each of the two gradients costs about as much as the forward.
             wanted = {self._key(tensor) for tensor in operands if tensor.requires_grad}
             self._input += time * (min(2, len(wanted - self._parameters)) + self._recomputes)
             if wanted & self._parameters:
-                # Of a backward's two parts, the second one has products only.
+                # The second part of a backward consists of products only.
                 if func._overloadpacket in _FLOPS:
                     self._weight += time
                     self._multiplied |= taken - self._parameters
@@ -271,7 +271,7 @@ class Counter(TorchDispatchMode):
 
     def _key(self, tensor: torch.Tensor) -> int:
         if tensor.layout != torch.strided:
-            # Sparse tensors have no memory of their own: their parts have.
+            # A sparse tensor has no storage itself, but its components have.
             self._others.append(tensor)
             return -id(tensor)
         memory = tensor.untyped_storage()

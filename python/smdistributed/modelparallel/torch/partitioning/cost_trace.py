@@ -1,7 +1,7 @@
 """The cost of each module, measured by one forward pass over fake tensors (shapes without memory).
 
-An operation is charged to the module whose parameter it uses; without one, to the module in whose forward it runs;
-between modules, to the module that made its newest operand. Execution places operations by the same rules.
+The cost of an operation belongs to the module whose parameter it uses; without one, to the module in whose forward it
+runs; between modules, to the module that computed its newest operand. Execution assigns operations by the same rules.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from smdistributed.modelparallel.torch.tracing import object_state
 from smdistributed.modelparallel.torch.tracing.metadata import OutputSpecs, UnknownOutputError
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta
 
-# A backward computes the gradients of inputs and those of parameters. Each takes about as long as the forward.
+# A backward computes gradients of inputs and of parameters; each of them takes about as long as the forward.
 FORWARDS_A_MICROBATCH = 3
-# For each parameter: its gradient, and two moments as in Adam.
+# For each parameter: its gradient, and the two moments of Adam.
 STATE_BYTES_PER_PARAMETER_BYTE = 3
 
 
 @dataclass
 class ModuleCost:
-    """A module's own costs, without those of the modules below it. See the core's `partition::ModuleCost`."""
+    """A module's own costs, without those of its submodules. See the core's `partition::ModuleCost`."""
 
     path: str
     parent: int | None
@@ -50,7 +50,7 @@ class ModuleCost:
 
     @property
     def costs_something(self) -> bool:
-        """Whether it counts in any column."""
+        """Return whether any of its costs is not zero."""
         return bool(self.parameter_bytes or self.state_bytes or self.activation_bytes or self.time)
 
 
@@ -58,8 +58,8 @@ class ModuleCost:
 class Trace:
     """A model's cost tree.
 
-    It holds modules, values between them as (producer, consumers, bytes), the host's cost of modules that are taken
-    apart, as (module, module in whose place, nanoseconds), and modules that must lie together.
+    It contains modules; values between them as (producer, consumers, bytes); the host's cost of splitting modules as
+    (module, module that runs instead, nanoseconds); and modules that must be on one partition.
     """
 
     modules: list[ModuleCost]
@@ -90,7 +90,7 @@ class TraceError(RuntimeError):
 
 
 def structure(module: nn.Module) -> Trace:
-    """The modules, their parameters and shared parameters, without a forward."""
+    """Return the modules, their parameters and shared parameters, without running a forward."""
     index: dict[nn.Module, int] = {}
     modules: list[ModuleCost] = []
     for path, part in module.named_modules():
@@ -120,17 +120,17 @@ def structure(module: nn.Module) -> Trace:
 
 
 def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, measure_times: bool = False) -> Trace:
-    """Runs one forward of `module` on the arguments of a microbatch.
+    """Run one forward of `module` on the arguments of a microbatch.
 
     Args:
-        module: with or without materialized parameters; its parameters and buffers are left as they are.
+        module: The model, with or without materialized parameters; its parameters and buffers do not change.
         args: The positional arguments.
         kwargs: The keyword arguments.
-        measure_times: run on real tensors, and take the time of each operation instead of an estimate from its
-            FLOPs and bytes. Two ranks measure different times, so one of them must decide for all.
+        measure_times: Whether to run on real tensors, and measure the time of each operation instead of estimating it
+        from its FLOPs and bytes. Ranks measure different times, so one of them must decide for all.
 
     Raises:
-        TraceError: if the forward cannot run so; on fake tensors, if it depends on values.
+        TraceError: The forward cannot run in this way; on fake tensors, for example because it depends on values.
     """
     device = _device(args, kwargs)
     recorder = _Recorder(module, structure(module), measure_times)
@@ -144,7 +144,7 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, measure_tim
             if id(tensor) not in copies:
                 if measure_times and tensor.is_meta:
                     raise TraceError("times are measured on parameters with values, and some have none yet")
-                # A forward may count calls in a buffer, so it gets a copy.
+                # A forward may update a buffer, such as a counter, so it gets copies.
                 copy = (
                     tensor.detach().to(device, copy=True) if measure_times else torch.empty_like(tensor, device=device)
                 )
@@ -168,7 +168,7 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, measure_tim
 
 @contextlib.contextmanager
 def _failures_are_tried(recorder: _Recorder) -> Iterator[None]:
-    """Tries a module that fake tensors cannot go through with random values.
+    """Run a module on random values if it cannot run on fake tensors.
 
     The module then stays in one partition (TRY-1).
     """
@@ -193,10 +193,10 @@ def _failures_are_tried(recorder: _Recorder) -> Iterator[None]:
 
 
 def _take(result: Any) -> None:
-    """Stands for what the body of a step may do to the model's result.
+    """Represent the computation of the step's body with the model's result.
 
-    If the result is no loss, one is made of it. Where it is large, as the logits of a language model are, a softmax is
-    charged and saves as much memory again.
+    If the result is not a loss, a loss is computed from it. If it is large, such as the logits of a language model,
+    the cost of a softmax is added, which saves as much memory again.
     """
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not outputs or not all(output.dim() for output in outputs):
@@ -219,7 +219,7 @@ def _named_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _device(args: tuple, kwargs: dict[str, Any]) -> torch.device:
-    """Where the inputs are: the model comes there."""
+    """Return the device of the inputs, to which the model is moved."""
     found = [leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     return next((device for device in found if device.type != "cpu"), torch.device("cpu"))
 
@@ -242,7 +242,7 @@ class _Storage:
 
 @dataclass(eq=False)
 class _Frame:
-    """A call of a module."""
+    """A running call of a module."""
 
     module: int
     # Whether an operation has run in the frame.
@@ -250,7 +250,7 @@ class _Frame:
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees modules begin and end, operations run, and autograd keep tensors."""
+    """Observes calls of modules, operations, and tensors that autograd saves."""
 
     def __init__(self, module: nn.Module, trace: Trace, measure_times: bool):
         super().__init__()
@@ -258,7 +258,7 @@ class _Recorder(TorchDispatchMode):
         self.measure_times = measure_times
         self.index = {part: at for at, part in enumerate(module.modules())}
         owns = {at for part, at in self.index.items() if _has_state(part)}
-        # Modules above modules with parameters or buffers: the operations of their own forward may be glue.
+        # Ancestors of modules with parameters or buffers, whose own forward may contain only glue operations.
         self.above_owners = {
             at
             for part, at in self.index.items()
@@ -274,12 +274,12 @@ class _Recorder(TorchDispatchMode):
         self.nanoseconds = [0.0] * len(trace.modules)
         self.casts_are_cached = cost_model.casts_are_cached()
         self.handles: list[Any] = []
-        #: Whether the running operations are no part of the forward.
+        #: #: Whether the running operations do not belong to the forward.
         self.paused = False
         self.output_specs = OutputSpecs()
 
     def own_state(self, module: nn.Module, state: dict[str, torch.Tensor]) -> None:
-        """Notes which modules have which parameters."""
+        """Record the parameters of a module."""
         for name, tensor in state.items():
             owner = self.index[module.get_submodule(name.rpartition(".")[0])]
             owners = self._storage(tensor).owners
@@ -306,7 +306,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":
-            # A query of a tensor's metadata, such as its device.
+            # A query of a tensor's metadata, such as its device, is not an operation.
             return func(*args, **kwargs)
         self.clock += 1
         start = self._now()
@@ -316,7 +316,7 @@ class _Recorder(TorchDispatchMode):
         made = [self._storage(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         owner = self._owner(taken)
         if self.casts_are_cached and cost_model.is_cast(func) and owner is not None and taken[0].owners:
-            # All microbatches share it.
+            # All microbatches share the cast.
             made[0].owners = taken[0].owners
             self.trace.modules[owner].state_bytes += made[0].bytes
             return out
@@ -356,7 +356,7 @@ class _Recorder(TorchDispatchMode):
         return self.trace
 
     def _count_tasks(self, owner: int) -> None:
-        """An operation in a module's own forward is a task, and so is a call of a module in it."""
+        """Count an operation in a module's own forward, or a call of a submodule, as a task."""
         self.tasks[self.frames[-1].module, owner] += 1
         for above, frame in itertools.pairwise(self.frames):
             if not frame.ran:
@@ -376,7 +376,7 @@ class _Recorder(TorchDispatchMode):
         sums: collections.Counter[tuple[int, int]] = collections.Counter()
         for (module, owner), count in self.tasks.items():
             inside = places.get(module, [])
-            # A module with a single owner inside cannot be split.
+            # A module whose operations all belong to one owner cannot be split.
             if len(inside) > 1:
                 sums[module, owner if owner in inside else inside[0]] += count
         self.trace.tasks = [(*key, count * _core.task_nanoseconds()) for key, count in sorted(sums.items())]
@@ -388,7 +388,7 @@ class _Recorder(TorchDispatchMode):
             if frame in owners:
                 return frame
             if frame in self.owns:
-                # A module that uses another one's parameters, as `nn.MultiheadAttention` does.
+                # A module that uses parameters of another one, as `nn.MultiheadAttention` does.
                 self.trace.ties.append([frame, owners[0]])
             return owners[0]
         if frame in self.owns and frame not in self.above_owners:
@@ -399,9 +399,9 @@ class _Recorder(TorchDispatchMode):
         return newest.producer if newest else None
 
     def opaque(self, module: nn.Module, at: int, args: Any, kwargs: Any, error: Exception) -> Any:
-        """Records the call of a module that fake tensors cannot go through, because of ``error``.
+        """Record the call of a module that cannot run on fake tensors, because of ``error``.
 
-        All of the module lies in one partition, so that the call is one task.
+        The whole module is on one partition, so that the call is one task.
         """
         leaves: list[torch.Tensor] = []
 
@@ -462,13 +462,13 @@ class _Recorder(TorchDispatchMode):
             self._follow(self.frames.pop().module)
 
     def _follow(self, frame: int) -> None:
-        """A module without state below it is where the data is that it works on first."""
+        """Assign a module without parameters in it to the module that computed its first operand."""
         if frame not in self.owns and frame not in self.above_owners and self.trace.modules[frame].follows is None:
             self.trace.modules[frame].follows = self.last_owner
 
     def _storage(self, tensor: torch.Tensor) -> _Storage:
         if tensor.layout != torch.strided:
-            # The parts of a sparse tensor have storages; the tensor itself has none.
+            # A sparse tensor has no storage itself, but its components have.
             return self.storages.setdefault(-id(tensor), _Storage(tensor, 0))
         memory = tensor.untyped_storage()
         ref = StorageWeakRef(memory)

@@ -1,4 +1,4 @@
-"""Materializes one rank's partition: its own parameters on its device, and no memory for those of other partitions."""
+"""Materializes one rank's partition: its own parameters get memory on its device, those of other ranks none."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _BATCH = 32 << 20
 def settle(
     root: nn.Module, placement: Placement, partition: int, device: torch.device
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Replaces the tensors of other partitions by :class:`MetaParameter`, and moves own ones to ``device``.
+    """Replace the tensors of other partitions by :class:`MetaParameter`, and move own tensors to ``device``.
 
-    Own tensors that were created without memory get theirs.
+    Own tensors that were created without memory are allocated and initialized.
 
     Returns:
-        By the identity of each parameter that was replaced, itself and what stands in its place.
+        For each replaced parameter by id: itself and its replacement.
 
     Raises:
-        SMPPartitionError: nobody knows the values that a delayed tensor starts with.
+        SMPPartitionError: The initial values of a delayed tensor are not known.
     """
     replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     fresh: dict[int, str] = {}
@@ -61,17 +61,17 @@ def settle(
                     table[name] = tensor.to(device)
                     replaced[id(tensor)] = tensor, table[name]
         if isinstance(module, nn.RNNBase):
-            # A recurrent module also keeps its parameters in a list.
+            # Recurrent modules also keep a list of their parameters.
             module._init_flat_weights()
     if fresh:
         try:
             _initialize(root, fresh)
         except BaseException:
-            # The script may repair the model and try again. Tensors without values must then look uninitialized again.
+            # The script may fix the model and try again, so tensors without values must look uninitialized again.
             for table, name, tensor in delayed:
                 table[name] = tensor
             raise
-    # Only now, because the initializer of a module may read or write tensors that lie on other partitions.
+    # Removed last, because a module's initializer may read or write tensors of other partitions.
     for path, module in root.named_modules():
         rank = placement.of(module)
         for table, name, tensor in own_tensors(module) if rank != partition else ():
@@ -80,16 +80,16 @@ def settle(
                 replaced[id(tensor)] = tensor, MetaParameter(tensor, full, rank, device)
             table[name] = replaced[id(tensor)][1]
         if rank != partition and isinstance(module, nn.RNNBase):
-            # The list would keep the memory. PyTorch's own way to fill it asks CUDA about addresses.
+            # The module's list would keep the memory. PyTorch's method to update it would query addresses from CUDA.
             module._flat_weights = [module._parameters.get(name) for name in module._flat_weights_names]
     return replaced
 
 
 def move_buffers(root: nn.Module, device: torch.device) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Moves all buffers to ``device``.
+    """Move all buffers to ``device``.
 
     Returns:
-        By the identity of each buffer that was replaced, itself and what stands in its place.
+        For each replaced buffer by id: itself and its replacement.
 
     Raises:
         SMPPartitionError: A buffer was created without memory.
@@ -110,18 +110,18 @@ def move_buffers(root: nn.Module, device: torch.device) -> dict[int, tuple[torch
 def materialize_parameters(
     root: nn.Module, wanted: Mapping[int, tuple[str, Sequence[tuple[nn.Module, str]]]], device: torch.device
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Moves some parameters to ``device``; those that were created without memory get theirs, and their values.
+    """Move some parameters to ``device``; those that were created without memory are allocated and initialized.
 
     Args:
         root: The model.
-        wanted: By the identity of a parameter, its name in the model, and where modules have it.
-        device: Where to.
+        wanted: For each parameter by id: its name in the model, and the modules' entries that contain it.
+        device: The device.
 
     Returns:
-        By the identity of each parameter that was replaced, itself and what stands in its place.
+        For each replaced parameter by id: itself and its replacement.
 
     Raises:
-        SMPPartitionError: Nobody knows the values that a delayed parameter starts with.
+        SMPPartitionError: The initial values of a delayed parameter are not known.
     """
     replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     fresh: dict[int, str] = {}
@@ -141,11 +141,11 @@ def materialize_parameters(
 
 
 def gather(root: nn.Module, parts: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    """Makes the model whole on CPUs.
+    """Restore the whole model on CPUs.
 
     Args:
-        root: The model, with parameters that are :class:`MetaParameter`.
-        parts: What each rank holds, by names in the model.
+        root: The model, some of whose parameters are :class:`MetaParameter`.
+        parts: The tensors of each rank, by name in the model.
     """
     content = {name: tensor for part in parts for name, tensor in part.items()}
     replaced: dict[int, torch.Tensor] = {}
@@ -162,7 +162,7 @@ def gather(root: nn.Module, parts: Sequence[Mapping[str, torch.Tensor]]) -> None
 
 
 def _blank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory for a tensor without; NaN, so that it shows whether anybody gave it values."""
+    """Allocate memory for a tensor, filled with NaN to detect whether it gets values."""
     new = torch.empty_like(tensor, device=device)
     if new.is_floating_point() or new.is_complex():
         new.fill_(torch.nan)
@@ -171,15 +171,15 @@ def _blank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def _initialize(root: nn.Module, fresh: Mapping[int, str]) -> None:
-    """Initializes tensors that were created without memory, in the order of a model's constructor.
+    """Initialize tensors that were created without memory, in the order of a model's constructor.
 
-    Inner modules come first; all run PyTorch's methods, then Hugging Face's.
+    Inner modules come first. PyTorch's methods run for all of them before Hugging Face's.
 
     Args:
         root: The model.
-        fresh: Names in the model, by identity.
+        fresh: Names of the tensors in the model, by id.
     """
-    # Tensors that cannot hold NaN show a write by their version only, and writes through `.data` do not raise it.
+    # For tensors that cannot hold NaN, only the version counter shows a write, but not writes through `.data`.
     versions = {
         id(tensor): tensor._version
         for tensor in _tensors(root)
@@ -212,7 +212,7 @@ def _initialize(root: nn.Module, fresh: Mapping[int, str]) -> None:
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:
-    # A tensor of NaN has a sum of NaN, which takes no memory to compute.
+    # The sum of a tensor with NaN is NaN, and needs no memory to compute.
     return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
 
 
@@ -222,7 +222,7 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def inside_first(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
-    """Every module once, after those that are in it."""
+    """Yield every module once, after its submodules."""
     seen = set() if seen is None else seen
     if id(module) not in seen:
         seen.add(id(module))
@@ -232,7 +232,8 @@ def inside_first(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn
 
 
 def _find_owners(module: nn.Module, owner: nn.Module | None, owners: dict[int, nn.Module]) -> None:
-    """For every module the nearest one, it or around it, that has Hugging Face's ``_init_weights(module)``."""
+    """Find for every module the nearest one among it and its ancestors with Hugging Face's
+    ``_init_weights(module)``."""
     own = getattr(module, "_init_weights", None)
     if callable(own) and len(inspect.signature(own).parameters) == 1:
         owner = module
@@ -244,9 +245,9 @@ def _find_owners(module: nn.Module, owner: nn.Module | None, owners: dict[int, n
 
 @contextmanager
 def _others_out_of_reach(root: nn.Module, fresh: Mapping[int, str]) -> Iterator[None]:
-    """Hides initialized and remote parameters while the modules around them initialize theirs.
+    """Hide initialized and remote parameters while the modules around them initialize their parameters.
 
-    A shared parameter belongs to its first module. Buffers can be read.
+    A shared parameter belongs to its first module. Buffers stay readable.
     """
     kept: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     copies: dict[int, torch.Tensor] = {}
@@ -274,7 +275,7 @@ def _others_out_of_reach(root: nn.Module, fresh: Mapping[int, str]) -> Iterator[
 
 @contextmanager
 def _parametrized_in_reach(module: nn.Module, fresh: Mapping[int, str]) -> Iterator[None]:
-    """Lets a module write to tensors that are computed from other parameters, as by ``parametrizations.weight_norm``.
+    """Let a module write to tensors that are computed from other parameters, as by ``parametrizations.weight_norm``.
 
     Afterwards ``right_inverse`` sets those parameters.
     """
@@ -307,7 +308,7 @@ def _parametrized_in_reach(module: nn.Module, fresh: Mapping[int, str]) -> Itera
 
 @torch.no_grad()
 def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None, source: int) -> None:
-    """Broadcasts tensors from global rank ``source`` to all ranks of ``group``, many at once."""
+    """Broadcast tensors from global rank ``source`` to all ranks of ``group``, many at once."""
     for batch in _batches(tensors):
         whole = torch.cat([tensor.detach().reshape(-1) for tensor in batch])
         dist.broadcast(whole, source, group)
@@ -336,8 +337,9 @@ def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     """Return a context in which parameters of new modules take no memory until the model is partitioned.
 
-    Each rank then creates its own parameters, by ``reset_parameters`` of the module or ``_init_weights`` of a model of
-    Hugging Face. Buffers and other tensors are created at once, and so is a tensor that replaces such a parameter.
+    Each rank then initializes its own parameters, with ``reset_parameters`` of the module or ``_init_weights`` of a
+    model of Hugging Face. Buffers and other tensors are created at once, and so is a tensor that replaces such a
+    parameter.
 
     Args:
         enabled: Whether to delay; with ``False`` the context has no effect.
@@ -356,11 +358,11 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 
 
 def delay_parameters() -> RemovableHandle:
-    """Delays parameters until the returned handle is removed.
+    """Delay parameters until the returned handle is removed.
 
-    Lazy parameters, which have no memory yet, are left alone.
+    Lazy parameters, which have no memory yet, are not changed.
     """
-    # A parameter that is registered twice stays one parameter.
+    # A parameter that is registered twice must stay one parameter.
     twins = WeakIdKeyDictionary()
 
     def delayed(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -368,19 +370,19 @@ def delay_parameters() -> RemovableHandle:
             return None
         before = module._parameters.get(name)
         if before is not None and before.is_meta:
-            # The script or a loader made it on the meta device, and sets its values later.
+            # The script or a loader created it on the meta device, and sets its values later.
             return None
         if parameter not in twins:
             twins[parameter] = _alike(parameter, parameter.detach().to("meta"))
         return twins[parameter]
 
-    # PyTorch's stub knows no hooks that return a parameter.
+    # PyTorch's stubs do not allow hooks that return a parameter.
     hook: Callable[..., Any] = delayed
     return register_module_parameter_registration_hook(hook)
 
 
 def _alike(parameter: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
-    """``values`` as a parameter of the same class, with the same attributes."""
+    """Return ``values`` as a parameter of the same class, with the same attributes."""
     new = nn.Parameter(values, parameter.requires_grad)
     if type(new) is not type(parameter):
         new.__class__ = type(parameter)

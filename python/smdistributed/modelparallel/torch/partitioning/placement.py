@@ -1,4 +1,4 @@
-"""Which partition a module is on, as the script says it and as the whole model then has it."""
+"""The partitions of modules: those that the script chose, and those of the whole model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from smdistributed.modelparallel.torch.module_creation import created_modules
 from smdistributed.modelparallel.torch.nn.module import units
 from smdistributed.modelparallel.torch.state import state
 
-#: Entries of a module's `__dict__` with the partition that the script chose: by a context at creation, or by a call.
+#: #: Keys of a module's `__dict__` for the partition that the script chose: by a context at creation, or by a call.
 _CREATED_IN, _SET_TO = "_smp_created_in", "_smp_set_to"
 
 
@@ -29,7 +29,7 @@ def _checked(index: int) -> int:
 def partition(index: int) -> Iterator[None]:
     """Return a context that assigns new modules to a partition.
 
-    The innermost context wins. It has no effect under ``auto_partition``, where :func:`set_partition` has one.
+    The innermost context takes precedence. It has no effect under ``auto_partition``, unlike :func:`set_partition`.
 
     Args:
         index: The partition, from 0.
@@ -50,7 +50,7 @@ def partition(index: int) -> Iterator[None]:
 
 
 def set_partition(module: nn.Module, index: int) -> None:
-    """Assign a module to a partition, with all modules in it that have no partition of their own.
+    """Assign a module to a partition, with all its submodules that have no partition of their own.
 
     Args:
         module: The module.
@@ -65,7 +65,7 @@ def set_partition(module: nn.Module, index: int) -> None:
 
 
 def manual_assignment(root: nn.Module) -> dict[str, int]:
-    """The script's partitions by module path; the root's path is ``""``."""
+    """Return the script's partitions by module path; the root's path is ``""``."""
     manual = {}
     for path, module in root.named_modules():
         chosen = module.__dict__.get(_SET_TO)
@@ -80,7 +80,7 @@ class Placement:
     """The partition of every module of a model.
 
     Attributes:
-        assignment: Partitions by module path: what was decided, without what follows from it.
+        assignment: Partitions by module path, as they were decided; those of other modules follow from them.
     """
 
     def __init__(self, root: nn.Module, assignment: Mapping[str, int]) -> None:
@@ -90,7 +90,7 @@ class Placement:
                 degree = state.cfg.pipeline_parallel_degree
                 raise SMPPartitionError(f"`{path}` is assigned to partition {index}, but there are only {degree}")
         self._by_path: dict[str, int] = {}
-        #: Partition by the identity of a module. `whole` has the modules that lie on one partition with all their
+        #: #: Partitions by the modules' ids. `whole` contains the modules that are on one partition with all their
         #: submodules.
         self._by_module: dict[int, int] = {}
         self.whole: dict[int, int] = {}
@@ -109,14 +109,14 @@ class Placement:
         self._check_units(root)
 
     def of_path(self, path: str) -> int:
-        """The partition of the module with this path."""
+        """Return the partition of the module with this path."""
         try:
             return self._by_path[path]
         except KeyError:
             raise SMPPartitionError(f"the model has no module `{path}`") from None
 
     def of(self, module: nn.Module) -> int:
-        """The partition of a module of the model."""
+        """Return the partition of a module of the model."""
         return self._by_module[id(module)]
 
     def _check_units(self, root: nn.Module) -> None:
@@ -145,7 +145,7 @@ class Placement:
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """The parameters and buffers that ``module`` itself has: where they are kept, their names, and they."""
+    """Yield the parameters and buffers of ``module`` itself: the dict that contains them, their names and values."""
     for table in (module._parameters, module._buffers):
         for name, tensor in list(table.items()):
             if tensor is not None:

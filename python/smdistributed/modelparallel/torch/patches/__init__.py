@@ -1,4 +1,4 @@
-"""Stand-ins for functions of PyTorch."""
+"""Replacements for functions of PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing, by the names of ``torch.utils.checkpoint``."""
+"""Activation checkpointing, under the names of ``torch.utils.checkpoint``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A model whose parameters have a 16-bit type.
 
-Floating tensors that go into the model get its type, and what it returns in that type becomes float32, so losses that
-the body computes are float32. Buffers follow the parameters of their own module; those of modules without parameters,
-as the frequencies of rotary embeddings, keep their type.
+Floating-point inputs of the model are cast to its type, and outputs of that type to float32, so losses in the body
+are computed in float32. Buffers are cast with the parameters of their own module; those of modules without
+parameters, such as the frequencies of rotary embeddings, keep their type.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from smdistributed.modelparallel.torch.nn.module import DistributedModule
 
 
 def model_dtype(cfg: Config) -> torch.dtype | None:
-    """The type of the model's parameters that ``fp16`` or ``bf16`` asks for, if either does."""
+    """Return the type of the model's parameters under ``fp16`` or ``bf16``; ``None`` without them."""
     if cfg.fp16:
         return torch.float16
     return torch.bfloat16 if cfg.bf16 else None
 
 
 def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Gives parameters, and buffers of modules with parameters, a 16-bit type."""
+    """Cast parameters, and buffers of modules with parameters, to a 16-bit type."""
     for each in module.modules():
         own = [parameter for parameter in each._parameters.values() if parameter is not None]
         for parameter in own:
@@ -37,24 +37,24 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
                 if buffer is not None and buffer.is_floating_point():
                     each._buffers[name] = buffer.to(dtype)
         if isinstance(each, nn.RNNBase):
-            # It keeps its parameters in a list as well.
+            # Recurrent modules also keep a list of their parameters.
             each.flatten_parameters()
 
 
 def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with floating tensors in the model's type."""
+    """Return ``value`` with floating-point tensors cast to the model's type."""
     return pytree.transform(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def cast_outputs(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with tensors of the model's type in float32."""
+    """Return ``value`` with tensors of the model's type cast to float32."""
     return pytree.transform(value, lambda tensor: tensor.float() if tensor.dtype == dtype else tensor)
 
 
 def halve_distributed_modules(root: nn.Module) -> None:
-    """Gives the modules that tensor parallelism divides float16 parameters, for the key ``fp16_params``.
+    """Give the modules that tensor parallelism divides float16 parameters, for the key ``fp16_params``.
 
-    What goes into the outermost of them is cast to float16, and what comes out to float32. There are no master weights.
+    Inputs of the outermost ones are cast to float16, and outputs to float32. There are no master weights.
     """
     outermost: list[nn.Module] = []
     inside: set[int] = set()

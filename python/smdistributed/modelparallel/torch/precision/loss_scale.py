@@ -1,4 +1,4 @@
-"""The loss scale of an optimizer, from ``smp.DistributedOptimizer``'s arguments; the core decides how it changes."""
+"""Creates the loss scale from arguments of ``smp.DistributedOptimizer``; the core implements its changes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from smdistributed import _core
 from smdistributed._common import errors
 from smdistributed.modelparallel.exceptions import CLASSES, SMPValidationError
 
-#: What ``dynamic_loss_args`` may hold, with defaults.
+#: #: Keys of ``dynamic_loss_args`` with their defaults.
 DYNAMIC_DEFAULTS: dict[str, Any] = {
     "init_scale": 2.0**32,
     "scale_factor": 2.0,
@@ -22,10 +22,10 @@ _CLASSES = {**CLASSES, "invalid_argument": SMPValidationError}
 
 
 def make_loss_scale(static: float | None, dynamic: bool, dynamic_args: Mapping[str, Any]) -> _core.LossScale:
-    """Returns the scale that the arguments describe; a dynamic one wins.
+    """Return the scale that the arguments describe; a dynamic one takes precedence.
 
     Raises:
-        SMPValidationError: A value makes no sense.
+        SMPValidationError: A value is invalid.
     """
     found = {**DYNAMIC_DEFAULTS, **dynamic_args}
     for name, default in DYNAMIC_DEFAULTS.items():

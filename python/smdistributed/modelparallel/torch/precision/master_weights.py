@@ -1,9 +1,9 @@
 """Float32 copies of 16-bit parameters, which the wrapped optimizer updates.
 
-- MAS-1: a step is skipped on all ranks of the job, or on none: each contributes whether it found a gradient that is not
-  finite.
-- MAS-2: a 16-bit parameter is its master weight, rounded. Whoever changes the parameter otherwise calls
-  :meth:`MasterWeights.refresh`, which leaves masters alone that still round to it.
+- MAS-1: a step is skipped on all ranks of the job, or on none: each rank contributes whether it found a gradient that
+  is not finite.
+- MAS-2: a 16-bit parameter is its master weight, rounded. Code that changes the parameter by other means calls
+  :meth:`MasterWeights.refresh`, which keeps master weights that still round to the parameter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class MasterWeights:
-    """Master weights of one optimizer, in its parameters' place.
+    """Master weights of one optimizer, which replace its parameters.
 
     Args:
         optimizer: The wrapped optimizer. Its 16-bit parameters are replaced.
@@ -34,10 +34,10 @@ class MasterWeights:
 
     Attributes:
         scale: The factor of the losses.
-        overflow: Whether the last step was skipped.
+        sources: For each master weight by id, the 16-bit parameter of the model or of its shard.
         sources: Of each master weight, by identity, the parameter of the model or of its shard.
         groups: 16-bit parameters of each group.
-        flat: Of each group, the master weights behind each other.
+        flat: The concatenated master weights of each group.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scale: _core.LossScale, checks: bool) -> None:
@@ -46,7 +46,7 @@ class MasterWeights:
         self.sources: dict[int, torch.Tensor] = {}
         self.groups: list[list[torch.Tensor]] = []
         self.flat: list[torch.Tensor] = []
-        #: Gradients of the master weights, in the layout of `flat`.
+        #: #: The concatenated gradients of the master weights, in the layout of `flat`.
         self._gradients: list[torch.Tensor] = []
         self._rows: list[list[tuple[torch.Tensor, nn.Parameter, torch.Tensor]]] = []
         self._others: list[torch.Tensor] = []
@@ -54,7 +54,7 @@ class MasterWeights:
         self.adopt()
 
     def adopt(self) -> None:
-        """Makes master weights of the 16-bit parameters in groups that have none yet."""
+        """Create master weights for 16-bit parameters in groups that have none yet."""
         for group in self._optimizer.param_groups[len(self.groups) :]:
             halves = [each for each in group["params"] if each.dtype in _HALF]
             total = sum(each.numel() for each in halves)
@@ -83,18 +83,18 @@ class MasterWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Takes over 16-bit parameters that were changed, as by a loaded state."""
+        """Update master weights from 16-bit parameters that were changed, for example by loading a state."""
         for half, master, _ in self._all_rows():
             changed = master.to(half.dtype) != half
             master.copy_(torch.where(changed, half.to(torch.float32), master))
 
     def named(self, names: dict[int, str]) -> dict[str, torch.Tensor]:
-        """Master weights by the names of their 16-bit parameters."""
+        """Return master weights by the names of their 16-bit parameters."""
         return {names[id(master)]: master.detach() for _, master, _ in self._all_rows()}
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Rounds master weights to the 16-bit parameters."""
+        """Set the 16-bit parameters to their master weights, rounded."""
         for half, master, _ in self._all_rows():
             half.copy_(master)
 
@@ -103,7 +103,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def unscale(self) -> bool:
-        """Moves gradients to the master weights and divides them by the scale; once a step.
+        """Move gradients to the master weights and divide them by the scale; once in each step.
 
         All ranks of the job call it.
 
@@ -114,7 +114,7 @@ class MasterWeights:
             return self.overflow
         for half, master, gradient in self._all_rows():
             if half.grad is None:
-                # It takes part in the sums over the whole row.
+                # Set to zero, because the check and the norm use the whole concatenated tensor.
                 gradient.zero_()
                 master.grad = None
             else:
@@ -141,13 +141,14 @@ class MasterWeights:
         return bool(found)
 
     def gradients(self, sources: set[int]) -> list[torch.Tensor]:
-        """The gradients that the wrapped optimizer sees of these parameters, by identity; after :meth:`unscale`."""
+        """Return the gradients of these parameters, given by id, that the wrapped optimizer uses; after
+        :meth:`unscale`."""
         masters = [(half, master) for half, master, _ in self._all_rows()]
         pairs = [*masters, *((each, each) for each in self._others)]
         return [own.grad for source, own in pairs if id(source) in sources and own.grad is not None]
 
     def step(self) -> Any:
-        """Updates master weights and the 16-bit parameters, unless gradients overflowed."""
+        """Update master weights and the 16-bit parameters, unless gradients overflowed."""
         overflow = self.unscale()
         result = None
         if not overflow:
@@ -159,7 +160,7 @@ class MasterWeights:
         return result
 
     def forget_gradients(self) -> None:
-        """Begins a new step: gradients that were unscaled do not count any more."""
+        """Begin a new step: unscaled gradients are not used any more."""
         self._is_unscaled = False
         for _, master, _ in self._all_rows():
             master.grad = None

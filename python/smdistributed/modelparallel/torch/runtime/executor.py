@@ -40,7 +40,7 @@ from smdistributed.modelparallel.torch.tracing.recording import Recording
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta, version_of
 from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
 
-#: Receives on CPUs that wait for their messages ahead of the program.
+#: #: Number of receives on CPUs that are posted ahead of their use in the program.
 _MAX_POSTED_RECEIVES = 4
 
 
@@ -56,7 +56,7 @@ class StageState:
         offloaded: offloading.Batch | None = None,
     ) -> None:
         self.leaves = leaves
-        #: Its activations in host memory.
+        #: #: Whether its activations were moved to host memory.
         self.offloaded = offloaded
         #: Output values; once all consumers have them, only gradient edges at which the backward begins.
         self.exports: dict[int, torch.Tensor | GradientEdge | None] = dict(exports)
@@ -68,13 +68,13 @@ class StageState:
         self.weights: Any = None
 
     def tensor(self, value: int) -> torch.Tensor:
-        """An export that some consumer has not taken yet."""
+        """Return an exported tensor that some consumer has not received yet."""
         export = self.exports[value]
         assert isinstance(export, torch.Tensor), "a value is held until all consumers have it"
         return export
 
     def find_weights(self) -> None:
-        """Finds the weights whose gradients can be computed apart, in the graph of the exports."""
+        """Find the weights whose gradients can be computed separately, in the graph of the exports."""
         roots = [each for each in self.exports.values() if isinstance(each, torch.Tensor) and each.requires_grad]
         inputs = [leaf for leaf in self.leaves.values() if isinstance(leaf, torch.Tensor)]
         self.weights = torch.classes.smd.WeightGradients(roots, inputs)
@@ -93,18 +93,18 @@ class Microbatch:
 
     @property
     def runs_in_turn(self) -> bool:
-        """Whether the next microbatch begins only after this one has ended."""
+        """Return whether the next microbatch begins only after this one has ended."""
         return self.stage_graph.runs_in_turn or self.recording.retained.needs_earlier
 
     def keep_results(self, exports: Mapping[int, torch.Tensor | GradientEdge | None]) -> None:
-        """Keeps the values that the body returns."""
+        """Keep the values that the body returns."""
         for value in self.stage_graph.returned:
             tensor = exports.get(value)
             if isinstance(tensor, torch.Tensor):
                 self.results[value] = tensor.detach() if self.recording.detach_outputs else tensor
 
     def computed(self, value: int) -> torch.Tensor | None:
-        """The value, if a stage has computed it here while the step was recorded; else ``None``."""
+        """Return the value if a stage on this rank computed it while the step was recorded; else ``None``."""
         for stage_state in self.stage_states.values():
             tensor = stage_state.exports.get(value)
             if isinstance(tensor, torch.Tensor):
@@ -112,7 +112,7 @@ class Microbatch:
         return None
 
     def mark_consumed(self, number: int) -> None:
-        """Counts one more consumer that has its values; after the last one, the stage's outputs are freed."""
+        """Count one more consumer that has received its values; after the last one, the stage's outputs are freed."""
         stage, stage_state = self.stage_graph.stages[number], self.stage_states[number]
         stage_state.consumers_done += 1
         if stage_state.consumers_done < len(stage.outputs) or stage.early:
@@ -140,15 +140,16 @@ class Executor:
     ) -> None:
         self._rank, self._transfers, self._parameters, self._scale = rank, transfers, parameters, scale
         self._modules, self._early, self._offloader = modules, early, offloader
-        #: Of a task without a known output spec: the spec that was found, and the output tensors.
+        #: #: For a task without a known output spec: the spec that was found, and the output tensors.
         self.unknown: Any = None
-        #: Stages that have run in this program.
+        #: #: Stages that have run in this program.
         self._known: set[int] = set()
 
-    # One action each; `run` calls them in the order of a program, and the recording those of stages that run early.
+    # One method for each action. `run` calls them in the order of a program, and the recording for early stages.
 
     def forward(self, mb: Microbatch, number: int, backward_is_near: bool = False) -> None:
-        """Runs the forward of a stage whose inputs are here; ``backward_is_near`` offloads nothing (OFF-1)."""
+        """Run the forward of a stage whose inputs are on this rank; ``backward_is_near`` prevents offloading
+        (OFF-1)."""
         start = _core.timeline_now()
         graph, stage = mb.stage_graph, mb.stage_graph.stages[number]
         has_backward = stage.has_backward or self._early
@@ -163,7 +164,7 @@ class Executor:
             for value, tensor in zip(values, tensors, strict=True):
                 home, wants_gradient = graph.values[value].home, graph.values[value].meta.requires_grad
                 if home is not None and not wants_gradient and graph.stages[producer].rank == self._rank:
-                    # A buffer changes where it is, and stages that write to it run in the order of the body.
+                    # Buffers change in place, and stages that write to them run in the order of the body.
                     env[value] = self._parameters[home]
                     continue
                 leaf = tensor.detach()
@@ -207,10 +208,10 @@ class Executor:
         for index, retained_tensor in retained.items():
             if retained_tensor.tensor is None and index in env:
                 retained_tensor.tensor = env[index].detach()
-        # Which values of a stage that runs early are needed is not known yet.
+        # For a stage that runs early, it is not known yet which values are needed.
         exports = env if self._early else {value: env[value] for value in stage.exports}
         if graph.without_graph:
-            # Autograd takes them for leaves that are views, where no backward can begin.
+            # Autograd treats these as leaves that are views, at which no backward can begin.
             exports = {
                 value: tensor.detach() if value in graph.without_graph else tensor for value, tensor in exports.items()
             }
@@ -219,12 +220,12 @@ class Executor:
         mb.keep_results(exports)
         if has_backward:
             if number not in self._known:
-                # The casts of later microbatches are the same nodes (EXE-4).
+                # The casts of later microbatches use the same autograd nodes (EXE-4).
                 self._known.add(number)
                 if any(tasks[task].context.autocast for task in stage.tasks):
                     torch.ops.smd.add_up_casts([tensor for tensor in exports.values() if tensor.requires_grad])
             stage_state = mb.stage_states[number] = StageState(leaves, exports, offloaded)
-            # Of a stage that runs early, not all is there that a backward may begin with.
+            # For a stage that runs early, not all backward roots are known yet.
             if not self._early:
                 stage_state.find_weights()
         elif stage.outputs:
@@ -232,14 +233,14 @@ class Executor:
         for producer in stage.inputs:
             if graph.stages[producer].rank == self._rank:
                 mb.mark_consumed(producer)
-        # All microbatches take the same.
+        # All microbatches use the same parameters.
         inputs = [list(stage.inputs)] if start and mb.recording.microbatch == 0 else []
         _core.timeline_stage("forward", number, mb.recording.microbatch, start, *inputs)
 
     def _copy_written_inputs(
         self, graph: StageGraph, stage: Stage, tasks: Sequence[Task], env: dict[int, torch.Tensor]
     ) -> None:
-        """Copies inputs whose storage the stage writes to, and makes their views views of the copy (EXE-3)."""
+        """Copy inputs to whose storage the stage writes, and recreate their views as views of the copy (EXE-3)."""
         own: dict[int | str, torch.Tensor] = {}
         for number in stage.tasks:
             for source, _ in tasks[number].writes:
@@ -253,7 +254,8 @@ class Executor:
                     elif source.index in env:
                         own[source.index] = env[source.index] = env[source.index].clone()
                     else:
-                        # The stage itself makes a view of an input from another partition, and writes to that.
+                        # If the stage itself creates a view of an input from another partition and writes to it, the
+                        # input is copied.
                         for index in itertools.chain(*stage.inputs.values()):
                             if index not in own and graph.values[index].storage_key == source.storage_key:
                                 own[index] = env[index] = env[index].clone()
@@ -279,7 +281,7 @@ class Executor:
         place = -1
         changed = task.output_spec.mutated if task.output_spec is not None else ()
         replicated: dict[int, torch.Tensor] = {}
-        #: Places of tensors by their identities, where containers among the arguments may keep them.
+        #: #: Indices of tensors by id, for tensors inside of containers among the arguments.
         given: dict[int, int] = {}
 
         def leaf(item: Any) -> Any:
@@ -291,7 +293,7 @@ class Executor:
                 if place in changed or (task.output_spec is None and type(item) is torch.Tensor):
                     replicated[place] = item = item.clone()
                 elif isinstance(item, torch.Tensor) and not isinstance(item, UnreadTensor) and self._early:
-                    # The body may write to it before the backward.
+                    # Copied, because the body may write to it before the backward.
                     item = item.clone()
             if task.has_containers:
                 given[id(item)] = place
@@ -322,13 +324,13 @@ class Executor:
             env[value.index] = replicated[source] if isinstance(source, int) else self._tensor(source, env)
 
     def _tensor(self, value: Value, env: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        # Parameters and buffers change where they are.
+        # Parameters and buffers are changed in place.
         return env[value.index] if value.parameter is None else self._parameters[value.parameter]
 
     def backward(self, mb: Microbatch, number: int) -> None:
-        """Runs the backward of a stage.
+        """Run the backward of a stage.
 
-        Accumulates parameter gradients, and stores the gradients of its inputs for the producers.
+        Accumulate parameter gradients, and store the gradients of its inputs for the producers.
         """
         start = _core.timeline_now()
         stage = mb.stage_graph.stages[number]
@@ -342,7 +344,7 @@ class Executor:
         _core.timeline_stage("backward", number, mb.recording.microbatch, start)
 
     def input_part(self, mb: Microbatch, number: int) -> None:
-        """Runs the first part of a backward: everything except the weight gradients."""
+        """Run the first part of a backward: everything except the gradients of weights."""
         start = _core.timeline_now()
         stage = mb.stage_graph.stages[number]
         if stage.has_backward:
@@ -356,7 +358,7 @@ class Executor:
         _core.timeline_stage("input", number, mb.recording.microbatch, start)
 
     def weight_part(self, mb: Microbatch, number: int) -> None:
-        """Runs the second part of a backward: the weight gradients."""
+        """Run the second part of a backward: the gradients of weights."""
         start = _core.timeline_now()
         if mb.stage_graph.stages[number].has_backward:
             mb.stage_states.pop(number).weights.run()
@@ -380,7 +382,7 @@ class Executor:
             root = stage_state.exports[value]
             if root is None or (isinstance(root, torch.Tensor) and not root.requires_grad):
                 continue
-            # EXE-2
+            # In the order of the consumers (EXE-2).
             parts = [gradient for _, gradient in sorted(stage_state.gradients.get(value, {}).items())]
             if value in root_gradients:
                 parts.append(root_gradients[value])
@@ -420,7 +422,7 @@ class Executor:
             mb.stage_states[producer].gradients.setdefault(value, {})[consumer] = gradient
 
     def send_forward(self, mb: Microbatch, number: int, consumer: int) -> None:
-        """Sends values to a consumer stage on another rank."""
+        """Send values to a consumer stage on another rank."""
         start = _core.timeline_now()
         stage_state, to = mb.stage_states[number], mb.stage_graph.stages[consumer].rank
         for value in mb.stage_graph.stages[number].outputs[consumer]:
@@ -429,7 +431,8 @@ class Executor:
         _core.timeline_stage("send", number, mb.recording.microbatch, start)
 
     def receive_forward(self, mb: Microbatch, number: int, producer: int) -> Callable[[], None]:
-        """Posts the receives of values from a producer stage on another rank; returns their wait function."""
+        """Post the receives of values from a producer stage on another rank; return a function that waits for
+        them."""
         graph = mb.stage_graph
         source = graph.stages[producer].rank
         values = graph.stages[number].inputs[producer]
@@ -441,7 +444,7 @@ class Executor:
         return wait
 
     def send_backward(self, mb: Microbatch, number: int, producer: int) -> None:
-        """Sends gradients to the stage that produced the values."""
+        """Send gradients to the stage that computed the values."""
         start = _core.timeline_now()
         to = mb.stage_graph.stages[producer].rank
         for gradient in mb.returning.pop((number, producer), ()):
@@ -449,7 +452,7 @@ class Executor:
         _core.timeline_stage("send", number, mb.recording.microbatch, start)
 
     def receive_backward(self, mb: Microbatch, number: int, consumer: int) -> Callable[[], None]:
-        """Posts the receives of gradients from a consumer stage; returns a function that waits for them."""
+        """Post the receives of gradients from a consumer stage; return a function that waits for them."""
         graph = mb.stage_graph
         source = graph.stages[consumer].rank
         values = graph.gradients(number, consumer)
@@ -479,7 +482,7 @@ class Executor:
         total: int,
         on_stage_done: Callable[[int, Microbatch], None],
     ) -> ProgramRun:
-        """Begins this rank's program for ``total`` microbatches, which may be added to ``microbatches`` later.
+        """Begin this rank's program for ``total`` microbatches, which may be added to ``microbatches`` later.
 
         ``on_stage_done`` is called when the parameter gradients of a stage are complete.
         """
@@ -493,9 +496,9 @@ class Executor:
         microbatches: Sequence[Microbatch],
         on_stage_done: Callable[[int, Microbatch], None],
     ) -> None:
-        """Runs this rank's program.
+        """Run this rank's program.
 
-        Calls ``on_stage_done`` when the parameter gradients of a stage are complete.
+        Call ``on_stage_done`` when the parameter gradients of a stage are complete.
         """
         with casts_are_cached(), self._modules.applied():
             self.begin(program, microbatches, len(microbatches), on_stage_done).run()
@@ -504,8 +507,8 @@ class Executor:
 def _run_backward(
     roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor], weights: Any, later: bool
 ) -> None:
-    """Runs autograd; the gradients of ``weights`` are computed beside it, or ``later`` (WGT-1 to WGT-5)."""
-    # PyTorch's stub wants all of one kind.
+    """Run autograd; the gradients of ``weights`` are computed in parallel, or ``later`` (WGT-1 to WGT-5)."""
+    # PyTorch's stubs require one type for all.
     mixed: Any = roots
     torch.autograd.backward(mixed, gradients, inputs=weights.begin(later) if weights.size() else None)
     if later:

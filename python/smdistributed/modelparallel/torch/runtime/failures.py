@@ -1,4 +1,4 @@
-"""How a rank that fails in the middle of a step tells the others, which wait for its tensors."""
+"""Reports a rank's failure during a step to the other ranks, which wait for its tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smdistributed._common import errors
 
 @contextlib.contextmanager
 def reporting_failures() -> Iterator[None]:
-    """Reports an exception inside to the other ranks."""
+    """Report an exception in the context to the other ranks."""
     try:
         yield
     except Exception as error:

@@ -1,6 +1,6 @@
-"""Calls that leave the pipeline: all ranks wait for one of them.
+"""Calls that leave the pipeline: one rank runs the call while all others wait for it.
 
-Each is warned about once and counted. Under ``SMD_STRICT_PIPELINE`` it is an error.
+Each is counted, with a warning the first time. With ``SMD_STRICT_PIPELINE``, it is an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from smdistributed.modelparallel.exceptions import SMPUsageError
 _OURS = str(Path(smdistributed.__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 
-#: `run`: a task with an unknown output spec; `read`: a value that the body reads.
+#: #: `run`: a task with an unknown output spec; `read`: a value that the body reads.
 Kind = Literal["run", "read"]
 
 
@@ -36,13 +36,13 @@ class Fallbacks:
         self._strict = _is_strict()
 
     def note(self, kind: Kind, what: str, partition: int, reason: str) -> None:
-        """A call is about to leave the pipeline.
+        """Count a call that is about to leave the pipeline.
 
         Args:
-            kind: Which.
+            kind: The kind of the call.
             what: The module's path, or the operation's name and the line of the script that calls it.
-            partition: Where it runs.
-            reason: Why.
+            partition: The partition that runs it.
+            reason: Why it leaves the pipeline.
 
         Raises:
             SMPUsageError: ``SMD_STRICT_PIPELINE`` is 1.
@@ -71,7 +71,7 @@ def _is_strict() -> bool:
 
 
 def call_site() -> str:
-    """The line of the script, or of its model, that is being recorded."""
+    """Return the line of the script, or of its model, that is being recorded."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
@@ -79,7 +79,7 @@ def call_site() -> str:
 
 
 def script_level() -> int:
-    """The `stacklevel` of a warning in the function that calls this one, for the line of the script or of its model."""
+    """Return the `stacklevel` of a warning in the calling function that shows the line of the script or its model."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and _is_library(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back

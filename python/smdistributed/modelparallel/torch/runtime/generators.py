@@ -1,4 +1,4 @@
-"""The random number generators of this process that a step follows."""
+"""The random number generators of this process whose state a step restores and sends."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 
 from smdistributed.modelparallel.torch.device import current_device
 
-#: Of NumPy's global generator and of Python's, behind the numbers: the place, whether there is a normal number left,
-#: and that.
+#: #: The end of the states of NumPy's global generator and of Python's: the position, whether a normal number is
+#: cached, and that number.
 _TAIL = struct.Struct("<q?d")
 
 
@@ -22,22 +22,22 @@ class Generator:
     """One generator.
 
     Attributes:
-        kind: ``cpu`` or ``cuda``, PyTorch's of that device; ``python``, of the module ``random``; ``numpy``, NumPy's
-            global one.
+        kind: ``cpu`` or ``cuda``: PyTorch's generator of that device; ``python``: that of the module ``random``;
+        ``numpy``: NumPy's global generator.
     """
 
     kind = ""
 
     def state(self) -> bytes:
-        """Returns the state of this moment."""
+        """Return the current state."""
         raise NotImplementedError
 
     def set_state(self, state: bytes) -> None:
-        """Goes on from ``state``."""
+        """Set the state."""
         raise NotImplementedError
 
     def jump(self) -> None:
-        """Goes on from a state that is another one, and the same for equal states."""
+        """Move to another state, which is determined by the current one."""
         raise NotImplementedError
 
 
@@ -92,7 +92,7 @@ class _NumPy(Generator):
 
 
 def generators() -> list[Generator]:
-    """PyTorch's of CPUs and of this rank's device, Python's, and NumPy's if it is imported and of the usual kind."""
+    """Return the generators: PyTorch's of CPUs and of this rank's device, Python's, and NumPy's if it is imported."""
     found: list[Generator] = [_Torch("cpu", torch.default_generator), _Python()]
     device = current_device()
     if device.type == "cuda":
@@ -105,10 +105,10 @@ def generators() -> list[Generator]:
 
 
 class HostGenerators:
-    """A context after which the generators of Python and NumPy are as before.
+    """A context that restores the generators of Python and NumPy at its end.
 
     Attributes:
-        draws: Kinds of those that were drawn from inside.
+        draws: Kinds of the generators from which numbers were drawn in the context.
     """
 
     def __init__(self) -> None:

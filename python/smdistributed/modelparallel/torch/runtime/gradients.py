@@ -1,4 +1,4 @@
-"""Gradient reduction over the replicas of a partition, by the reducer of data parallelism in rounds.
+"""Gradient reduction over the replicas of a partition, by rounds of data parallelism's reducer.
 
 - GRA-1: a gradient is reduced when the last microbatch has left all stages that contribute to it. Buckets and their
   order follow from the parameters alone, so replicas whose bodies differ only overlap less.
@@ -27,10 +27,10 @@ class GradientReducer:
     """Averages gradients over the ranks that hold the same partition.
 
     Args:
-        group: These ranks.
+        group: The ranks.
         bucket_cap_mb: The size of a bucket.
         overlapping: Whether buckets start before the last backward has ended.
-        passes: After how many steps with a backward gradients are reduced.
+        passes: Number of steps with a backward after which gradients are reduced.
     """
 
     def __init__(self, group: dist.ProcessGroup, bucket_cap_mb: float, overlapping: bool, passes: int) -> None:
@@ -38,16 +38,17 @@ class GradientReducer:
         self._passes, self._steps = passes, 0
         self._hook: CommHook | None = None
         self._reducer: Any = None
-        #: Those that are reduced, and the place of each.
+        #: #: The parameters whose gradients are reduced, and the index of each.
         self._parameters: list[torch.Tensor] = []
         self._places: dict[int, int] = {}
-        #: By stage: places of the gradients that it has a part in; and of each, how many stages it still waits for.
+        #: #: For each stage, indices of gradients to which it contributes; and for each gradient, the number of
+        #: pending stages.
         self._stages: dict[int, list[int]] = {}
         self._pending_stages: dict[int, int] = {}
         self._stage_graph: StageGraph | None = None
         self._ready: set[int] = set()
         self._reduces = False
-        #: Whether there are gradients of steps that have not reduced them.
+        #: #: Whether there are gradients of earlier steps that were not reduced.
         self._accumulated = False
 
     @property
@@ -60,7 +61,7 @@ class GradientReducer:
         self._hook, self._reducer = CommHook(*chosen), None
 
     def begin(self, pipeline: Pipeline, parameters: Named) -> None:
-        """Begins a step."""
+        """Begin a step."""
         self._pipeline = pipeline
         self._stage_graph, self._stages, self._pending_stages, self._ready = None, {}, {}, set()
         self._reduces = self._is_reducing_step()
@@ -70,7 +71,7 @@ class GradientReducer:
             self._reducer.open()
 
     def on_stage_done(self, number: int, last: Microbatch) -> None:
-        """Marks gradients as ready after the last backward of a stage, that of the step's last microbatch."""
+        """Mark gradients as ready after a stage's backward for the last microbatch of the step."""
         if not self._reduces or not self._overlapping:
             return
         if self._stage_graph is None:
@@ -83,7 +84,7 @@ class GradientReducer:
         self._mark_ready(complete)
 
     def _map_stages(self, last: Microbatch) -> None:
-        """Finds the gradients that each stage contributes to."""
+        """Find the gradients to which each stage contributes."""
         graph = self._stage_graph = last.stage_graph
         pipeline, tasks = self._pipeline, last.recording.tasks
         for number, stage in enumerate(graph.stages):
@@ -100,20 +101,20 @@ class GradientReducer:
                 self._pending_stages[place] = self._pending_stages.get(place, 0) + 1
 
     def finish(self) -> None:
-        """Returns when all gradients are reduced."""
+        """Wait until all gradients are reduced."""
         if self._reduces:
             self._complete()
 
     def cancel(self) -> None:
-        """Ends a failed step: the reduction fails on the other replicas, too."""
+        """End a failed step: the reduction fails on the other replicas, too."""
         if self._reduces:
             self._reducer.cancel()
 
     def join_shadow(self, parameters: Named) -> None:
-        """Takes part in the reduction of the other replicas.
+        """Take part in the reduction of the other replicas.
 
-        The first time it contributes the gradients that this replica has accumulated, then zeros. Gradients here stay
-        as they are.
+        The first call contributes the gradients that this replica has accumulated, later ones zeros. This replica's
+        gradients do not change.
         """
         if not self._is_reducing_step():
             return
@@ -125,19 +126,20 @@ class GradientReducer:
             self._reducer.shadow()
 
     def reduce(self, parameters: Named) -> None:
-        """All gradients, after a step without a pipeline."""
+        """Reduce all gradients, after a step without a pipeline."""
         self._accumulated = not self._is_reducing_step()
         if not self._accumulated:
             self._update_reducer(parameters)
             self._reduce_all()
 
     def _is_reducing_step(self) -> bool:
-        """Counts a step; returns whether it reduces gradients."""
+        """Count a step; return whether it reduces gradients."""
         self._steps += 1
         return self._steps % self._passes == 0
 
     def _update_reducer(self, named: Named) -> None:
-        """Makes a reducer if these parameters have changed. Collective; they change on all replicas alike."""
+        """Create a reducer if the parameters have changed, which happens on all replicas in the same way.
+        Collective."""
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         parameters = [parameter for _, parameter in trained]
         same = len(parameters) == len(self._parameters) and all(map(_is, parameters, self._parameters))
@@ -159,7 +161,7 @@ class GradientReducer:
         self._reducer = torch.classes.smd.Reducer(
             parameters, names, [], [], [], [], list(self._group.ranks or ()), sizes, settings
         )
-        # Stages say when a gradient is complete; a backward does not.
+        # Stages, and not a backward's end, determine when a gradient is complete.
         self._reducer.remove_hooks()
 
     def _mark_ready(self, places: Iterable[int]) -> None:
@@ -173,7 +175,7 @@ class GradientReducer:
         self._complete()
 
     def _complete(self) -> None:
-        # A gradient that no replica has stays none.
+        # A parameter without a gradient on any replica keeps none.
         self._mark_ready(place for place in range(len(self._parameters)) if place not in self._ready)
         self._reducer.close()
 
@@ -181,17 +183,17 @@ class GradientReducer:
 class GradientSnapshot:
     """The gradients at the start of a step with one partition.
 
-    They tell whether the body has made or changed any gradient, by whichever call.
+    They show afterwards whether the body has created or changed any gradient, by whichever call.
 
     Args:
-        parameters: The model's.
+        parameters: The model's parameters.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._gradients = [(each.grad, _version(each.grad)) for each in parameters]
 
     def has_changed(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether a parameter has another gradient now."""
+        """Return whether a parameter has a different gradient now."""
         now = [each.grad for each in parameters]
         return len(now) != len(self._gradients) or any(
             gradient is not None and (gradient is not before or gradient._version != version)
@@ -205,7 +207,7 @@ def _version(gradient: torch.Tensor | None) -> int:
 
 @functools.cache
 def warn_of_sums() -> None:
-    """Warns once a process of gradients that are those of the sum over microbatches."""
+    """Warn once in a process that gradients are summed over microbatches."""
     warnings.warn(
         "the body of a `smp.step` function made gradients without `model.backward`, as by `loss.backward()`: they "
         "are averaged over replicas, and summed over microbatches, where `model.backward(loss)` averages over both",

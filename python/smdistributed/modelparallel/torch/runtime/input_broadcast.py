@@ -1,10 +1,10 @@
 """Broadcast of a step's arguments: all ranks of a pipeline compute with those of its first rank.
 
-- FEED-1: structure, tensors and plain data (numbers, strings, arrays) come from the first rank. A rank's own arguments
-  supply only what cannot be sent (FEED-2).
-- FEED-2: modules, optimizers, lambdas and instances of other classes stay each rank's own. The n-th such object of an
-  argument stands for the n-th of the first rank. Where a rank has none of that class, the first rank sends a copy, if
-  it can be pickled.
+- FEED-1: structure, tensors and plain data (numbers, strings, arrays) are those of the first rank. A rank's own
+  arguments provide only objects that cannot be sent (FEED-2).
+- FEED-2: modules, optimizers, lambdas and instances of other classes are each rank's own. The n-th such object of an
+  argument replaces the n-th one of the first rank. If a rank has no object of that class, the first rank sends a
+  copy, if it can be pickled.
 - FEED-3: tensors that share memory on the first rank share memory on the others, and have equal strides.
 - FEED-4: ranks compare digests of everything except the tensors' values. If the digests are equal, only the values are
   sent. Values are always sent, because comparing them costs more.
@@ -37,16 +37,16 @@ from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter, RemoteTensor
 from smdistributed.modelparallel.torch.tracing.stale_storages import StaleStorages
 
-#: Tensors on CPUs below this size travel in one message.
+#: #: Smaller tensors on CPUs are sent in one message.
 _SMALL = 1 << 18
 _ALIGNMENT = 16
 _CONTAINERS = (list, tuple, dict, set, frozenset, bytearray, slice, range, Mapping, enum.Enum)
-#: Whose instances are plain data.
+#: #: Classes whose instances are plain data.
 _DATA_MODULES = frozenset({"numpy", "datetime", "decimal", "fractions", "pathlib", "uuid", "collections", "copyreg"})
 
 
 class _Own(NamedTuple):
-    """An object that does not travel: its argument, its place among those of the argument, and its class."""
+    """An object that is not sent: its argument, its index among such objects of the argument, and its class."""
 
     argument: str
     place: int
@@ -54,13 +54,13 @@ class _Own(NamedTuple):
 
 
 class _Description(pickle.Pickler):
-    """One argument without tensors and without objects that stay each rank's own.
+    """One argument without tensors and without objects that are each rank's own.
 
     Args:
-        file: Gets the bytes.
+        file: The output file of the pickle.
         argument: The argument's name.
-        tensors: Gets the tensors with their numbers, by identity; the same for all arguments, so that a tensor that is
-            in two of them stays one.
+        tensors: Collects the tensors with their numbers, by id; shared by all arguments, so that a tensor in two of
+        them stays one tensor.
     """
 
     def __init__(self, file: io.BytesIO, argument: str, tensors: dict[int, tuple[int, torch.Tensor]]) -> None:
@@ -80,7 +80,7 @@ class _Description(pickle.Pickler):
             elif kind not in (RemoteTensor, MetaParameter, torch.nn.Parameter):
                 return None
         elif isinstance(value, types.FunctionType | type):
-            # Others cannot be imported.
+            # Other classes cannot be imported by the receiver.
             if "<" not in value.__qualname__:
                 return None
         elif isinstance(value, _CONTAINERS) or kind.__module__.split(".")[0] in _DATA_MODULES or _travels(value):
@@ -93,7 +93,7 @@ class _Description(pickle.Pickler):
 
 
 class _Reader(pickle.Unpickler):
-    """Makes an argument of its description."""
+    """Recreates an argument from its description."""
 
     def __init__(self, content: bytes, tensors: Sequence[torch.Tensor], own: Mapping[_Own, Any]) -> None:
         super().__init__(io.BytesIO(content))
@@ -109,7 +109,7 @@ def _looked_up(tensors: Sequence[torch.Tensor], own: Mapping[_Own, Any], key: tu
 
 
 class _Layout(NamedTuple):
-    """A tensor as the first rank has it: where it begins in which segment, in bytes."""
+    """The location of a tensor on the first rank: its segment, and its offset in bytes."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -122,7 +122,7 @@ class _Layout(NamedTuple):
 
 
 class _Segment(NamedTuple):
-    """Memory that is sent at once; ``is_dense``: the one tensor in it, without the gaps between its elements."""
+    """Memory that is sent as one message; ``is_dense``: the values of a single tensor, without gaps between them."""
 
     device: str
     size: int
@@ -130,7 +130,7 @@ class _Segment(NamedTuple):
 
 
 class _Header(NamedTuple):
-    """All but the numbers."""
+    """Everything except the tensors' values."""
 
     arguments: dict[str, bytes]
     own: tuple[_Own, ...]
@@ -152,7 +152,7 @@ class _Arguments:
             contents[name] = file.getvalue()
             for place, each in enumerate(description.own):
                 self.own[_Own(name, place, _kind(each))] = each
-        #: A view of all bytes of each segment; of a dense one, the tensor.
+        #: #: For each segment, a view of all its bytes; for a dense one, the tensor.
         self.memory: list[torch.Tensor] = []
         segments: list[_Segment] = []
         layouts = _layouts([tensor for _, tensor in found.values()], segments, self.memory)
@@ -160,10 +160,10 @@ class _Arguments:
         self._tensors = [tensor for _, tensor in found.values()]
 
     def check_not_stale(self, storages: StaleStorages) -> None:
-        """Checks that tasks of earlier steps have not written to the tensors.
+        """Check that tasks of earlier steps have not written to the tensors.
 
         Raises:
-            SMPUsageError: one has.
+            SMPUsageError: A task has written to one.
         """
         for tensor in self._tensors:
             storages.check(tensor)
@@ -172,25 +172,25 @@ class _Arguments:
 def broadcast_arguments(
     signature: inspect.Signature, args: Any, kwargs: Any, compared: Sequence[int]
 ) -> tuple[dict[str, Any], bool]:
-    """The arguments of the pipeline's first rank, by name, and whether all ranks compare equal in ``compared``.
+    """Return the first rank's arguments by name, and whether all ranks have equal digests of ``compared``.
 
     All ranks of the pipeline call it.
 
     Raises:
-        SMPMismatchError: A rank lacks an object that is not sent, or cannot make what was sent; the same on all ranks.
-        SMPUsageError: The first rank cannot pass its arguments; that one raises its own error.
+        SMPMismatchError: A rank lacks an object that is not sent, or cannot recreate one; raised on all ranks.
+        SMPUsageError: The first rank cannot send its arguments; that rank raises the original error.
     """
     is_first, failure = state.groups.rank_in("pp") == 0, None
     bound: dict[str, Any] = {}
     passed = _Arguments({})
     try:
-        # What a later rank lacks, the first one has.
+        # If a later rank lacks an object, the first rank sends it.
         bound = (signature.bind if is_first else signature.bind_partial)(*args, **kwargs).arguments
         passed = _Arguments(bound)
         if is_first and state.model is not None and state.model.pipeline is not None:
             passed.check_not_stale(state.model.pipeline.stale_storages)
     except Exception as error:
-        # What another rank passes counts for nothing.
+        # Only the first rank's failure matters, because other ranks' arguments are not used.
         failure = error if is_first else None
     _warn_of_own_tensors(passed.own)
     rng_state = state.require_model().rng_state
@@ -213,7 +213,7 @@ def broadcast_arguments(
         return bound, are_equal
     tensors = [_placed(layout, header.segments[layout.segment], memory) for layout in header.layouts]
     if header is passed.header:
-        # This rank has pickled it itself.
+        # This rank pickled the header itself.
         contents = {name: _Reader(content, tensors, own).load() for name, content in header.arguments.items()}
     else:
         look_up = functools.partial(_looked_up, tensors, own)
@@ -222,7 +222,7 @@ def broadcast_arguments(
 
 
 def _compared(has_failed: bool, *contents: Any) -> list[list[int]]:
-    """Of all ranks: whether they failed, and a digest of each of ``contents`` as two numbers."""
+    """Return for all ranks whether they failed, and a digest of each of ``contents`` as two numbers."""
     numbers = [int(has_failed)]
     for content in contents:
         digest = hashlib.blake2b(pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL), digest_size=16).digest()
@@ -234,7 +234,7 @@ def _compared(has_failed: bool, *contents: Any) -> list[list[int]]:
 
 
 def _sent_header(header: _Header) -> _Header:
-    """The first rank's."""
+    """Return the first rank's header."""
     content = torch.frombuffer(bytearray(pickle.dumps(header, protocol=pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
     size = torch.tensor([content.numel()])
     _broadcast(size)
@@ -249,13 +249,13 @@ def _first() -> str:
 
 
 def _completed(header: _Header, passed: _Arguments) -> dict[_Own, Any]:
-    """This rank's own objects; copies of the first rank's where there are none.
+    """Return this rank's own objects; where it lacks one, a copy of the first rank's.
 
     Raises:
-        SMPMismatchError: one of these cannot be copied; or another rank cannot make an argument.
+        SMPMismatchError: A missing object cannot be copied, or another rank cannot recreate an argument.
     """
     is_first = state.groups.rank_in("pp") == 0
-    # There is one model and one optimizer, wherever they are passed.
+    # The process has one model and one optimizer, which replace those of the first rank in any argument.
     known = {_kind(each): each for each in (state.model, state.optimizer)}
     own = passed.own | {key: known[key.kind] for key in header.own if key not in passed.own and key.kind in known}
     missing = [key for key in header.own if key not in own]
@@ -282,7 +282,7 @@ def _completed(header: _Header, passed: _Arguments) -> dict[_Own, Any]:
 
 
 def _copied(value: Any) -> tuple[Any, str | None]:
-    """``value`` if it can be sent, or the reason why not."""
+    """Return ``value`` if it can be sent, or the reason why not."""
     if isinstance(value, torch.Tensor | torch.nn.Module | torch.optim.Optimizer):
         return None, "modules and optimizers never are"
     try:
@@ -293,7 +293,7 @@ def _copied(value: Any) -> tuple[Any, str | None]:
 
 
 def _check_readable(header: _Header, own: Mapping[_Own, Any]) -> None:
-    """All ranks find out whether all can make the arguments, before any tensor is sent."""
+    """Check on all ranks that all can recreate the arguments, before any tensor is sent."""
     failure = None
     if state.groups.rank_in("pp"):
         memory = _new_memory(header, torch.zeros)
@@ -315,9 +315,10 @@ def _check_readable(header: _Header, own: Mapping[_Own, Any]) -> None:
 def _layouts(
     tensors: Sequence[torch.Tensor], segments: list[_Segment], memory: list[torch.Tensor]
 ) -> tuple[_Layout, ...]:
-    """Divides the memory of tensors into segments; what overlaps is in one (FEED-3).
+    """Divide the memory of tensors into segments; overlapping tensors are in one segment (FEED-3).
 
-    Segments are in the order of their first tensors: that of their addresses would differ between ranks (FEED-4).
+    Segments are in the order of their first tensors, because the order of addresses may differ between ranks
+    (FEED-4).
     """
     first_uses: dict[int, int] = {}
     ranges = []
@@ -354,7 +355,7 @@ def _layouts(
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """The address of a tensor's storage, and the bytes of it from the first element to the last."""
+    """Return the address of a tensor's storage, and the range of bytes from its first element to its last."""
     if not tensor.numel():
         return -id(tensor), 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -368,7 +369,7 @@ def _bytes(tensor: torch.Tensor, start: int, size: int) -> torch.Tensor:
 
 
 def _sent_memory(header: _Header, mine: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
-    """The memory of all segments on every rank; ``mine`` is the first rank's own."""
+    """Return the memory of all segments on every rank; ``mine`` are the first rank's tensors."""
     small = [place for place, each in enumerate(header.segments) if each.device == "cpu" and each.size < _SMALL]
     if mine is None:
         found = _new_memory(header, torch.empty)
@@ -399,7 +400,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _placed(layout: _Layout, segment: _Segment, memory: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A tensor of the first rank in the memory that has come."""
+    """Return a tensor of the first rank as a view of the received memory."""
     whole = memory[layout.segment]
     if segment.is_dense:
         tensor = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=whole.device)
@@ -411,7 +412,7 @@ def _placed(layout: _Layout, segment: _Segment, memory: Sequence[torch.Tensor]) 
 
 
 def _flipped(tensor: torch.Tensor, conjugate: bool, negative: bool) -> torch.Tensor:
-    """A view with the other value of the bits with which PyTorch puts off conjugation and negation."""
+    """Return a view with the bits flipped with which PyTorch defers conjugation and negation."""
     tensor = tensor.conj() if conjugate else tensor
     return torch._neg_view(tensor) if negative else tensor
 
@@ -422,7 +423,7 @@ def _broadcast(tensor: torch.Tensor) -> None:
 
 
 def _travels(value: Any) -> bool:
-    """Whether pickle takes this object apart, although it is no container."""
+    """Return whether pickle decomposes this object, although it is not a container."""
     if isinstance(value, types.BuiltinFunctionType):
         return not isinstance(value.__self__, torch.Tensor)
     return hasattr(value, "smp_slice") or (dataclasses.is_dataclass(value) and _holds_tensors(value))
@@ -435,7 +436,7 @@ def _kind(value: Any) -> str:
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Whether an attribute of ``value``, or an item of one, is a tensor, and none is a module."""
+    """Return whether an attribute of ``value``, or an item of one, is a tensor, and none is a module."""
     items = list(getattr(value, "__dict__", {}).values())
     if dataclasses.is_dataclass(value):
         items = [getattr(value, each.name, None) for each in dataclasses.fields(value)]

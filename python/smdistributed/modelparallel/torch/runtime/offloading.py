@@ -1,7 +1,7 @@
 """Offloading of checkpointed activations to host memory.
 
-A checkpointed module keeps its inputs. With offloading they are copied to pinned memory when they are saved, and
-prefetched before their use, on streams beside the computation.
+A checkpointed module keeps its inputs. With offloading, they are copied to pinned memory when they are saved, and
+prefetched before their use, on separate streams.
 
 - OFF-1: activations whose backward is at most ``activation_loading_horizon`` tasks ahead stay on the device.
 - OFF-2: the prefetch begins that many tasks ahead, for all activations of a stage at once. Without a program, as with
@@ -24,38 +24,38 @@ import torch
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.runtime.executor import Microbatch
 
-#: Smaller tensors stay: a copy of its own takes longer than it is worth.
+#: #: Smaller tensors are not offloaded, because a separate copy costs more than it saves.
 _MIN_BYTES = 64 << 10
-#: Tensors that are still on the device while their copies leave: the computation goes on meanwhile.
+#: #: Number of tensors whose copies to the host may be running; the computation continues meanwhile.
 _MAX_PENDING_COPIES = 2
 
 
 class Host(Protocol):
-    """Moves tensors out of the device and back, in its own time."""
+    """Moves tensors from the device to the host and back, asynchronously."""
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on the device."""
+        """Return whether a tensor is on the device."""
         ...
 
     def offload(self, tensor: torch.Tensor) -> Any:
-        """Begins to copy it to the host; the tensor may be dropped at once."""
+        """Begin to copy a tensor to the host; the caller may drop it at once."""
         ...
 
     def prefetch(self, copy: Any) -> Any:
-        """Begins to copy what :meth:`offload` returned to the device."""
+        """Begin to copy a tensor back to the device, given the result of :meth:`offload`."""
         ...
 
     def wait(self, pending_copy: Any) -> torch.Tensor:
-        """What :meth:`prefetch` returned, for work that is queued from now on."""
+        """Return the tensor of :meth:`prefetch`, for work that is queued from now on."""
         ...
 
 
 class CudaHost:
-    """By a stream for each direction, since a device can copy both ways at once.
+    """Uses one stream for each direction, because a device can copy in both directions at the same time.
 
-    The host may be many tasks ahead of the device. So what leaves is held until the computing stream has been told to
-    wait for its copy, and what comes is allocated in that stream: memory is given out again in the order of the
-    program, as all other.
+    The host may be many tasks ahead of the device. So an offloaded tensor is kept until the computing stream was made
+    to wait for its copy, and a prefetched one is allocated in that stream. The allocator thus reuses memory in the
+    order of the program.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,12 +64,12 @@ class CudaHost:
         self._pending_copies: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on the device."""
+        """Return whether a tensor is on the device."""
         return tensor.device == self._device
 
     def offload(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Begins to copy it to the host."""
-        # PyTorch keeps pinned memory, and gives it out again when the copies from it are done.
+        """Begin to copy a tensor to the host."""
+        # PyTorch caches pinned memory, and reuses it when the copies from it are complete.
         copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
         stream = torch.cuda.current_stream(self._device)
         self._out.wait_stream(stream)
@@ -81,7 +81,7 @@ class CudaHost:
         return copy, left
 
     def prefetch(self, copy: tuple[torch.Tensor, torch.cuda.Event]) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Begins to copy it to the device."""
+        """Begin to copy a tensor back to the device."""
         self._release(0)
         whole, left = copy
         tensor = torch.empty_like(whole, device=self._device)
@@ -104,7 +104,7 @@ class CudaHost:
 
 
 class _OffloadedTensor:
-    """A tensor in host memory. The autograd graph owns it."""
+    """A tensor in host memory, owned by the autograd graph."""
 
     __slots__ = ("__weakref__", "batch", "copy", "pending_copy", "place")
 
@@ -124,11 +124,11 @@ class Batch:
         return len(self._offloaded)
 
     def hooks(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which autograd keeps tensors here."""
+        """Return a context in which autograd saves tensors in this batch."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def prefetch_all(self) -> None:
-        """Everything begins to come back, what is wanted first first."""
+        """Begin to copy all tensors back, in the order of their use."""
         self._prefetch(0, len(self._offloaded))
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _OffloadedTensor:
@@ -146,7 +146,7 @@ class Batch:
                 offloaded.pending_copy = self._host.prefetch(offloaded.copy)
 
     def unpack(self, offloaded: _OffloadedTensor) -> torch.Tensor:
-        """Returns a tensor that is used now, and prefetches those that come before it."""
+        """Return a tensor that is used now, and prefetch those that are used next."""
         self._prefetch(offloaded.place - self._horizon, offloaded.place + 1)
         return self._host.wait(offloaded.pending_copy)
 
@@ -156,7 +156,7 @@ def _unpack(offloaded: torch.Tensor | _OffloadedTensor) -> torch.Tensor:
 
 
 class Offloader:
-    """The batches of this rank, and the one that is being filled."""
+    """The batches of this rank, and the one that is currently collected."""
 
     def __init__(self, host: Host, horizon: int) -> None:
         self._host, self.horizon = host, horizon
@@ -164,7 +164,7 @@ class Offloader:
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[Batch]:
-        """A context whose checkpointed modules save their inputs into one batch."""
+        """Return a context whose checkpointed modules save their inputs into one batch."""
         before, self._current = self._current, Batch(self._host, self.horizon)
         try:
             yield self._current
@@ -172,12 +172,12 @@ class Offloader:
             self._current = before
 
     def hooks(self) -> contextlib.AbstractContextManager[Any]:
-        """A context for the call of a checkpointed module."""
+        """Return a context for the call of a checkpointed module."""
         return contextlib.nullcontext() if self._current is None else self._current.hooks()
 
 
 def make_offloader(wanted: bool, device: torch.device, horizon: int) -> Offloader | None:
-    """Returns the offloader, or ``None`` if it is off or activations are in host memory already."""
+    """Return the offloader, or ``None`` if it is disabled or activations are in host memory already."""
     if not wanted:
         return None
     if device.type != "cuda":
@@ -191,23 +191,23 @@ def make_offloader(wanted: bool, device: torch.device, horizon: int) -> Offloade
 
 
 class StageBoundary:
-    """An input of a stage (OFF-3), in the place of a leaf.
+    """An input of a stage that replaces an autograd leaf (OFF-3).
 
-    ``tensor`` enters the graph, ``grad`` is the gradient that leaves it.
+    ``tensor`` enters the graph, and ``grad`` is its gradient.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.grad: torch.Tensor | None = None
-        #: The leaf that autograd sees.
+        #: #: The leaf of the autograd graph.
         self.leaf = torch.empty((), requires_grad=True)
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor as the graph has it."""
+        """Return the tensor as a node of the graph."""
         return _BoundaryFunction.apply(self, self.leaf, tensor)
 
     def zeros(self) -> torch.Tensor:
-        """A zero gradient."""
+        """Return a zero gradient."""
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
@@ -224,7 +224,7 @@ class _BoundaryFunction(torch.autograd.Function):
 
 
 class ActivationPrefetcher:
-    """When the activations of a program's stages come back to the device (OFF-1, OFF-2)."""
+    """Determines when activations of a program's stages are prefetched (OFF-1, OFF-2)."""
 
     def __init__(self, offloader: Offloader | None, program: Sequence[tuple[str, int, int, int | None]]) -> None:
         horizon = 0 if offloader is None else offloader.horizon
@@ -234,11 +234,11 @@ class ActivationPrefetcher:
         self._tasks = 0
 
     def is_backward_near(self, number: int, index: int) -> bool:
-        """Whether the backward of a stage is so near that its activations stay on the device."""
+        """Return whether the backward of a stage is so near that its activations stay on the device."""
         return (number, index) in self._near
 
     def begin(self, microbatches: Sequence[Microbatch]) -> None:
-        """Begins the prefetches that are due; called before each task."""
+        """Begin the prefetches that are due; called before each task."""
         while self._due and self._due[0][0] <= self._tasks:
             _, number, index = self._due.popleft()
             stage_state = microbatches[index].stage_states.get(number)
@@ -248,10 +248,10 @@ class ActivationPrefetcher:
 
 
 def _backwards(program: Sequence[tuple[str, int, int, int | None]]) -> Iterator[tuple[int, int, int, int]]:
-    """Lists the backwards of a program in its order.
+    """List the backwards of a program in its order.
 
-    Each is a stage, a microbatch, the number of tasks before it, and the number of tasks before its forward, or -1 for
-    a forward that has run early. Transfers are no tasks.
+    Each entry is a stage, a microbatch, the number of tasks before it, and the number of tasks before its forward, or
+    -1 for an early forward. Transfers do not count as tasks.
     """
     tasks = [(kind, stage, index) for kind, stage, index, _ in program if kind in "FBIW"]
     forwards = {(stage, index): at for at, (kind, stage, index) in enumerate(tasks) if kind == "F"}

@@ -1,19 +1,18 @@
-"""Execution of a step's first forwards while the bodies of later microbatches are still recorded.
+"""Execution of a step's first forwards while the bodies of later microbatches are still being recorded.
 
-To record a microbatch takes the host milliseconds, in which a device would have nothing to do before the pipeline has
-begun.
+Recording a microbatch takes the host milliseconds, during which a device would be idle until the pipeline starts.
 
-- OVL-1: A step function whose microbatches all recorded the same tasks in its last call is expected to do so again. The
-  ranks of a pipeline expect the same (``StepFunction``). They compare each microbatch before any of them runs a part
-  of it.
-- OVL-2: If a microbatch turns out to be another one, those before it are completed, and the rest of the step runs after
-  it has been recorded (``Pipeline.run``).
-- OVL-3: Before the body asks for numbers of a partition, or writes to a replicated tensor that tasks hold, all
-  microbatches before have ended, as in one process. Such a step function is not executed in this way again.
-- OVL-4: While bodies are left, a rank runs nothing for which it would wait for another one: a body may wait for the
-  other ranks itself, in a collective of its own.
-- OVL-5: Tasks that draw random numbers or depend on attributes that the body has changed, and those under autocast,
-  take state from the body. They run when the body has ended.
+- OVL-1: if all microbatches of a step function recorded the same tasks in its last call, they are expected to do so
+  again. All ranks of a pipeline have the same expectation (``StepFunction``). They compare each microbatch before any
+  of them runs a part of it.
+- OVL-2: if a microbatch differs from the expectation, those before it are completed, and the rest of the step runs
+  after it has been recorded (``Pipeline.run``).
+- OVL-3: before the body reads values of a partition, or writes to a replicated tensor to which tasks refer, all
+  earlier microbatches are completed, as in one process. The step function is then not executed in this way again.
+- OVL-4: while bodies are still to run, a rank runs no task that waits for another rank, because a body may itself
+  wait for the other ranks, in a collective of the script.
+- OVL-5: tasks that draw random numbers or depend on attributes that the body has changed, and tasks under autocast,
+  use state of the body. They run when the body has ended.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ if TYPE_CHECKING:
 
 
 class Expectation(NamedTuple):
-    """What each microbatch of a step function records.
+    """The tasks that each microbatch of a step function is expected to record.
 
     Attributes:
-        digest: The recording's.
+        digest: The digest of the recording.
         returned: The values that the body returns.
-        microbatches: How many there are.
-        stage_graph: The stages of each.
+        microbatches: Number of microbatches.
+        stage_graph: The stages of each microbatch.
         program: This rank's part of the plan.
     """
 
@@ -55,12 +54,12 @@ class Expectation(NamedTuple):
     program: tuple[Action, ...]
 
     def numbers(self) -> list[int]:
-        """Equal for ranks that expect the same."""
+        """Return numbers that are equal for ranks with the same expectation."""
         return [self.digest, digest_of(self.returned), self.microbatches]
 
 
 def is_uniform(microbatches: Sequence[Microbatch]) -> bool:
-    """Whether a step may be executed beside its recording, if its next call is like this one."""
+    """Return whether the next call of a step may be executed while it is recorded, if it is like this one."""
     first = microbatches[0]
     return (
         len(microbatches) > 1
@@ -72,7 +71,7 @@ def is_uniform(microbatches: Sequence[Microbatch]) -> bool:
 
 
 def _takes_no_state(recording: Recording) -> bool:
-    """OVL-5."""
+    """Return whether tasks use no state of the body (OVL-5)."""
     return (
         recording.executed is None
         and not recording.draws
@@ -87,11 +86,11 @@ class OverlappedRun:
 
     Args:
         pipeline: The pipeline.
-        expectation: What is expected of each microbatch.
-        executor: Of this step.
+        expectation: The expected recording of each microbatch.
+        executor: The executor of this step.
 
     Attributes:
-        was_interrupted: Whether the body asked for what earlier microbatches left (OVL-3).
+        was_interrupted: Whether the body read values of earlier microbatches (OVL-3).
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class OverlappedRun:
         self.was_interrupted = False
         self._pipeline, self._expectation = pipeline, expectation
         self._microbatches: list[Microbatch] = []
-        #: Comparisons of recorded microbatches that this rank has not waited for.
+        #: #: Comparisons of recorded microbatches whose results this rank has not read yet.
         self._comparisons: deque[Comparison] = deque()
         self._num_compared = 0
         self._on_stage_done: Callable[[int, Microbatch], None] | None = None
@@ -113,11 +112,11 @@ class OverlappedRun:
         self._is_over = self._has_failed = False
 
     def add(self, recording: Recording, returned: Sequence[Value]) -> None:
-        """A microbatch has been recorded: runs what can run now."""
+        """Run the tasks that can run now that a microbatch has been recorded."""
         found = tuple(sorted({value.index for value in returned}))
         digest = recording.digest if _takes_no_state(recording) else -1
         numbers = [digest, digest_of(found), self._expectation.microbatches]
-        # Also when this has ended: another rank may not have got there.
+        # Also after this run has ended, because another rank may still compare.
         self._comparisons.append(self._pipeline.transfers.begin_comparison(numbers))
         if self._is_over:
             return
@@ -127,7 +126,7 @@ class OverlappedRun:
             self._run(may_wait=False)
 
     def complete(self) -> None:
-        """Runs all microbatches that were recorded to their ends (OVL-3); those to come run after the bodies."""
+        """Complete all recorded microbatches (OVL-3); later ones run after the bodies."""
         if self._is_over:
             return
         self.was_interrupted = True
@@ -140,13 +139,13 @@ class OverlappedRun:
             active.recording = recording
 
     def finish(self, on_stage_done: Callable[[int, Microbatch], None]) -> list[Microbatch]:
-        """Runs the rest, since all bodies have ended.
+        """Run the remaining tasks, after all bodies have ended.
 
         Args:
             on_stage_done: Called when the parameter gradients of a stage are complete.
 
         Returns:
-            The microbatches that have been executed: those before the first one that was not as expected.
+            The microbatches that were executed: those before the first unexpected one.
         """
         self._on_stage_done = on_stage_done
         self._run(may_wait=True)
@@ -155,16 +154,16 @@ class OverlappedRun:
         return self._microbatches
 
     def abandon(self) -> None:
-        """Completes the microbatches before one whose body has raised, as in one process.
+        """Complete the microbatches before one whose body has raised, as in one process.
 
-        No rank waits for another after that.
+        No rank waits for another one afterwards.
         """
         if not self._has_failed:
             self.complete()
             self._wait_for_comparisons()
 
     def _run(self, may_wait: bool) -> None:
-        """Runs what may run."""
+        """Run the tasks that may run."""
         if self._is_over:
             return
         state = self._pipeline.module_state
@@ -178,17 +177,17 @@ class OverlappedRun:
             self._end()
 
     def _may_run(self, index: int) -> bool:
-        """Whether a microbatch is recorded, and the same on all ranks."""
+        """Return whether a microbatch is recorded, and equal on all ranks."""
         if index >= len(self._microbatches):
             return False
         everybody = self._comparisons.popleft().wait()
         self._num_compared += 1
         expected = self._expectation.numbers()
         if all(numbers == expected for numbers in everybody):
-            # Not before: a recording whose tensors are taken by others cannot be reordered (SAME-2).
+            # Marked only now, because a recording whose tensors others use cannot be reordered (SAME-2).
             self._microbatches[index].recording.retained.keep_living()
             return True
-        # OVL-2
+        # The microbatch differs from the expectation (OVL-2).
         del self._microbatches[index:]
         return False
 
@@ -204,7 +203,7 @@ class OverlappedRun:
             mb.recording.num_executed = len(mb.recording.tasks)
 
     def _note_stage(self, stage: int, last: Microbatch) -> None:
-        # The last microbatch goes back when all bodies have ended.
+        # The last microbatch's backward begins when all bodies have ended.
         assert self._on_stage_done is not None
         self._on_stage_done(stage, last)
 
@@ -214,5 +213,5 @@ class OverlappedRun:
 
 
 def comparable(expectation: Expectation | None) -> list[int]:
-    """Of any rank: what it expects, for the comparison at the beginning of a step."""
+    """Return a rank's expectation as numbers, for the comparison at the beginning of a step."""
     return [0, 0, 0] if expectation is None else expectation.numbers()

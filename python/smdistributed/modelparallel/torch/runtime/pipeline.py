@@ -39,7 +39,7 @@ from smdistributed.modelparallel.torch.tracing.replay import Call
 from smdistributed.modelparallel.torch.tracing.stale_storages import StaleStorages
 from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
 
-#: Plans and digests that are remembered.
+#: #: Largest number of cached plans and digests.
 _LIMIT = 1 << 12
 
 
@@ -47,9 +47,9 @@ class Pipeline:
     """Records, compares, plans and executes the steps of a partitioned model.
 
     Attributes:
-        output_specs: What calls return, by their signatures.
-        located: Values of the parameters and buffers, by the identity of what stands for them here.
-        version: Changes whenever some parameter begins or ceases to require a gradient.
+        output_specs: The output specs of calls, by their signatures.
+        located: The values of parameters and buffers, by the ids of their tensors on this rank.
+        version: A number that changes whenever a parameter begins or stops to require a gradient.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Pipeline:
         self.output_specs = OutputSpecs()
         self.constants = Constants()
         self.stale_storages = StaleStorages()
-        #: Attributes of the modules that run inside of tasks.
+        #: #: Attributes of the modules that run in tasks.
         self.module_state = self._state_of_modules(root)
         #: Calls that left the pipeline.
         self.fallbacks = Fallbacks()
@@ -79,9 +79,9 @@ class Pipeline:
         self.parameters: dict[str, torch.Tensor] = {}
         self.located: dict[int, Value] = {}
         self.paths = {id(module): path for path, module in root.named_modules()}
-        #: Kept, so that no module that is made later gets the identity of one of them.
+        #: #: References to the modules, so that the ids of removed ones are not reused.
         self._initial_modules = list(root.modules())
-        #: Identities of modules and of what they have, as they were in the last step.
+        #: #: Ids of modules and of their parameters and buffers, as of the last step.
         self._contents: list[list[int]] = []
         self.version: int = 0
         #: Classes that define `__call__`.
@@ -92,25 +92,25 @@ class Pipeline:
         #: Calls of the last microbatch of each step function.
         self.calls: weakref.WeakKeyDictionary[Any, list[Call]] = weakref.WeakKeyDictionary()
         self._seen: list[tuple[dict[str, Any], str, torch.Tensor, TensorMeta]] = []
-        #: What step functions are expected to record, by function; and those whose microbatches wait for one another.
+        #: #: The expectations of step functions; and the step functions whose microbatches depend on each other.
         self._expectations: weakref.WeakKeyDictionary[Any, Expectation] = weakref.WeakKeyDictionary()
         self._never_overlapped: weakref.WeakSet[Any] = weakref.WeakSet()
-        #: The execution beside the recording, while it goes on.
+        #: #: The execution during the recording, while it runs.
         self.overlapped: OverlappedRun | None = None
         self._digests: dict[Any, int] = {}
         self._plans: dict[Any, list[tuple[str, int, int, int | None]]] = {}
         self._stage_graphs: dict[Any, StageGraph] = {}
-        #: Of recordings in another order than that of the first rank, by their digests: that order, and the digest in
-        #: it.
+        #: #: For recordings that were reordered to match the first rank, by their digests: the order, and the new
+        #: digest.
         self._orders: dict[Any, list[tuple[list[int], int]]] = {}
-        #: Values of parameters that the body freezes and unfreezes, by identity and `requires_grad`.
+        #: #: Values of parameters whose `requires_grad` the body has changed, by id and `requires_grad`.
         self._relocated: dict[tuple[int, bool], Value] = {}
         self._unknown: Any = None
-        #: Operations that read the numbers of replicated tensors (REC-7), and whether they take integers instead.
+        #: #: Operations that read values of replicated tensors (REC-7), and whether they accept integers instead.
         self.number_readers: dict[Any, bool] = {}
 
     def _state_of_modules(self, root: nn.Module) -> ModuleState:
-        """The attributes of all modules that lie with their submodules on one partition."""
+        """Return the attributes of all modules that are on one partition with their submodules."""
         found: dict[int, tuple[str, nn.Module]] = {}
         for path, module in root.named_modules():
             if id(module) in self.placement.whole:
@@ -120,7 +120,7 @@ class Pipeline:
         return ModuleState([part for _, part in found.values()], paths)
 
     def relocate(self, parameter: torch.Tensor) -> Value:
-        """Returns the value of a parameter whose ``requires_grad`` the body has changed."""
+        """Return the value of a parameter whose ``requires_grad`` the body has changed."""
         known = self.located[id(parameter)]
         key = (id(parameter), parameter.requires_grad)
         value = self._relocated.get(key)
@@ -133,11 +133,11 @@ class Pipeline:
 
     @property
     def rng_state(self) -> RngState:
-        """The generators that the body and the tasks draw from."""
+        """The generators from which the body and the tasks draw."""
         return state.require_model().rng_state
 
     def refresh(self) -> None:
-        """Updates the values of parameters and buffers before a step."""
+        """Update the values of parameters and buffers before a step."""
         self.stale_storages.forget_freed()
         with torch._C.DisableTorchFunctionSubclass():
             contents = [
@@ -177,10 +177,10 @@ class Pipeline:
         self.located = located
         self.version = hash(tuple(flags))
 
-    # What recordings ask for.
+    # Methods that recordings call.
 
     def digest(self, key: Any, inputs: Any) -> int:
-        """A number for a task, the same on all ranks."""
+        """Return a digest of a task that is equal on all ranks."""
         known = self._digests.get((key, inputs))
         if known is None:
             if len(self._digests) > _LIMIT * 16:
@@ -189,12 +189,12 @@ class Pipeline:
         return known
 
     def depends_on_numbers(self, module: nn.Module) -> bool:
-        """Whether what a module returns may be another thing for other numbers of the same shapes."""
+        """Return whether the structure of a module's result may depend on the values of its inputs."""
         module = getattr(module, "_orig_mod", module)
         return not any(isinstance(each, torch.jit.ScriptModule) for each in module.modules())
 
     def run_unknown(self, recording: Recording, task: Task) -> OutputSpec:
-        """Runs the tasks recorded so far to find the output spec of the last one."""
+        """Run the tasks recorded so far, to find the output spec of the last one."""
         self._flush(recording)
         spec = None
         if task.rank == self.rank:
@@ -206,13 +206,13 @@ class Pipeline:
             told = communication.allgather(spec, CommGroup.PP_GROUP)[task.rank]
         finally:
             active.recording = recording
-        # Its device has another number here.
+        # The device's index may differ on this rank.
         own = self._device
         metas = [meta._replace(device=own) if meta.device.type == own.type else meta for meta in told.metas]
         return dataclasses.replace(told, metas=tuple(metas))
 
     def adopt(self, recording: Recording, task: Task) -> None:
-        """Makes the outputs of such a task values of the recording."""
+        """Add the outputs of such a task to the recording as values."""
         mb = self._microbatch(recording)
         number = mb.stage_graph.adopt(recording.tasks.index(task), task.outputs)
         if task.rank == self.rank:
@@ -223,7 +223,7 @@ class Pipeline:
             self._unknown = None
 
     def fetch(self, recording: Recording, value: Value) -> torch.Tensor:
-        """The numbers of a value, on every rank."""
+        """Return the tensor of a value on every rank."""
         if value.parameter is not None:
             if any(each.order.changes_state for each in (*recording.earlier, recording)):
                 # Tasks that write to it may not have run.
@@ -238,7 +238,7 @@ class Pipeline:
         return self._broadcast(held, value)
 
     def from_first_rank(self, recording: Recording, value: Any) -> Any:
-        """Returns the value that the body has on the pipeline's first rank."""
+        """Return the value that the body has on the pipeline's first rank."""
         active.recording = None
         try:
             return communication.allgather(value, CommGroup.PP_GROUP)[0]
@@ -254,7 +254,7 @@ class Pipeline:
         return whole
 
     def _flush(self, recording: Recording) -> Microbatch:
-        """Runs the tasks that a microbatch has recorded and not run.
+        """Run the tasks that a microbatch has recorded and that have not run.
 
         Earlier microbatches whose state or tensors it may read run first.
         """
@@ -308,23 +308,23 @@ class Pipeline:
             _core.timeline_stage("synchronous", new[-1], recording.microbatch, start)
         recording.close_level()
 
-    # A step.
+    # Methods of a step.
 
     def expectation(self, step: Any) -> Expectation | None:
-        """What the microbatches of a step function are expected to record, as in its last call (OVL-1)."""
+        """Return the expected recording of a step function's microbatches, from its last call (OVL-1)."""
         self.refresh()
         return self._expectations.get(step)
 
     def begin_overlapped(self, expectation: Expectation, scale: float) -> OverlappedRun:
-        """Begins to execute microbatches while later ones are recorded."""
+        """Begin to execute microbatches while later ones are recorded."""
         self.overlapped = OverlappedRun(self, expectation, self.executor(scale))
         return self.overlapped
 
     def expect_again(self, step: Any, microbatches: Sequence[Microbatch], overlapped: OverlappedRun | None) -> None:
-        """Notes what a call of a step function has recorded, for the next one."""
+        """Store the recording of a call of a step function as the expectation for the next one."""
         self._expectations.pop(step, None)
         if overlapped is not None and overlapped.was_interrupted:
-            # It would be again, after each microbatch.
+            # The next call would also be interrupted, after each microbatch.
             self._never_overlapped.add(step)
         if step in self._never_overlapped or self._offloader is not None:
             return
@@ -338,16 +338,16 @@ class Pipeline:
                 )
 
     def executor(self, scale: float, early: bool = False) -> Executor:
-        """Returns an executor of this rank's part."""
+        """Return an executor of this rank's part."""
         return Executor(self.rank, self.transfers, self.parameters, scale, self.module_state, early, self._offloader)
 
     def agree(self, recordings: Sequence[Recording], phase: int) -> None:
-        """Compares what the ranks have recorded.
+        """Compare the recordings of all ranks.
 
-        Ranks that made the same calls in different orders adopt the order of the first rank (SAME-1).
+        Ranks with the same calls in different orders adopt the order of the first rank (SAME-1).
 
         Raises:
-            SMPMismatchError: the same on all ranks; it shows the first task that differs.
+            SMPMismatchError: The recordings differ; raised on all ranks, with the first task that differs.
         """
         key = (phase, tuple(recording.digest for recording in recordings))
         known = self._orders.get(key)
@@ -391,7 +391,7 @@ class Pipeline:
         raise SMPMismatchError(text)
 
     def _are_alike(self, recordings: Sequence[Recording], phase: int) -> bool:
-        """Whether all ranks have the same recordings."""
+        """Return whether all ranks have equal recordings."""
         counts = sum(len(recording.tasks) for recording in recordings)
         digest = 0
         for recording in recordings:
@@ -407,9 +407,9 @@ class Pipeline:
         on_stage_done: Callable[[int, Microbatch], None],
         overlapped: OverlappedRun | None = None,
     ) -> list[Microbatch]:
-        """Executes recorded microbatches, after those that ``overlapped`` executes.
+        """Execute recorded microbatches, after those that ``overlapped`` executes.
 
-        Calls ``on_stage_done`` when the parameter gradients of a stage are complete.
+        Call ``on_stage_done`` when the parameter gradients of a stage are complete.
         """
         microbatches: list[Microbatch] = []
         if overlapped is not None:
@@ -425,8 +425,8 @@ class Pipeline:
                 for recording, values in zip(recordings[begin:], returned[begin:], strict=True)
             ]
         while begin < len(microbatches):
-            # Microbatches that are alike go through the pipeline together, unless each needs what the one before it
-            # left.
+            # Equal microbatches go through the pipeline together, unless each one depends on state that the previous
+            # one changes.
             end = begin + 1
             in_turn = microbatches[begin].runs_in_turn
             alike = (microbatches[begin].recording.digest, microbatches[begin].stage_graph.returned)
@@ -467,7 +467,7 @@ class Pipeline:
         mb.stage_graph.extend(recording.tasks, recording.num_executed, early=False)
         mb.stage_graph.finish(roots, results)
         for number, stage_state in mb.stage_states.items():
-            # Now it is known what is needed.
+            # Now the values that are needed after the forwards are known.
             stage = mb.stage_graph.stages[number]
             stage_state.exports = {value: stage_state.exports[value] for value in stage.exports}
             mb.keep_results(stage_state.exports)
@@ -492,9 +492,9 @@ class Pipeline:
         return program
 
     def results(self, microbatches: Sequence[Microbatch], detach: bool) -> list[dict[int, torch.Tensor]]:
-        """Returns the tensors that the body returns, of every microbatch, on every rank.
+        """Return the tensors that the body returns, for every microbatch, on every rank.
 
-        Each rank sends all that it has at once.
+        Each rank sends all of its tensors in one message.
         """
         results: list[dict[int, torch.Tensor]] = [{} for _ in microbatches]
         wanted: dict[tuple[int, torch.dtype, torch.device], list[tuple[int, int, TensorMeta]]] = {}
@@ -503,7 +503,7 @@ class Pipeline:
                 value = mb.stage_graph.values[index]
                 meta = value.meta
                 wanted.setdefault((value.rank, meta.dtype, meta.device), []).append((place, index, meta))
-        # The same order everywhere; devices have other numbers on other ranks.
+        # Sorted in the same order on all ranks; the indices of devices differ.
         for rank, dtype, device in sorted(wanted, key=lambda key: (key[0], str(key[1]), key[2].type)):
             entries = wanted[rank, dtype, device]
             sizes = [torch.Size(meta.shape).numel() for _, _, meta in entries]
@@ -532,7 +532,7 @@ def _is_as_it_was(table: dict[str, Any], name: str, tensor: torch.Tensor, meta: 
 
 
 def _ignore(stage: int, last: Microbatch) -> None:
-    """More microbatches of the step follow, so that no gradient is complete."""
+    """Ignore a completed stage: gradients are not complete before the last microbatches of the step."""
 
 
 def _ending(recording: Recording) -> str:
@@ -542,7 +542,7 @@ def _ending(recording: Recording) -> str:
 
 
 def _difference(story: Sequence[tuple[int, list[list[str]]]]) -> str:
-    """Describes the first place where the ranks differ."""
+    """Describe the first place in which the ranks differ."""
     first = story[0]
     for rank, other in enumerate(story):
         if other == first:
@@ -565,7 +565,7 @@ def _difference(story: Sequence[tuple[int, list[list[str]]]]) -> str:
 
 
 def _same_calls(own: Sequence[Any], first: Sequence[Any]) -> bool:
-    """Whether recordings have the same tasks, whatever their order."""
+    """Return whether recordings have the same tasks, in any order."""
     return len(own) == len(first) and all(
         sorted(digest for digest, _ in mine) == sorted(digest for digest, _ in theirs)
         for mine, theirs in zip(own, first, strict=True)

@@ -11,21 +11,21 @@ from smdistributed.modelparallel.torch.runtime import offloading
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.runtime.executor import Executor, Microbatch
 
-#: What is done (F, B, I, W; S and R of F and B), the stage, the microbatch, and of a transfer the stage at its other
+#: #: The kind (F, B, I, W; S and R for F and B), the stage, the microbatch, and for a transfer the stage at the other
 #: end.
 Action = tuple[str, int, int, int | None]
 
 
 class ProgramRun:
-    """Executes a program, whole or as far as its microbatches are there.
+    """Executes a program, completely or as far as its microbatches have been recorded.
 
     Args:
-        executor: It runs the actions.
+        executor: Runs the actions.
         program: This rank's part of the plan.
-        microbatches: Those of the program, in their order; more may be added until they are needed.
-        total: How many there will be.
-        max_posted: How many receives may be begun ahead of their places.
-        offloader: Whether and how activations go to host memory.
+        microbatches: The microbatches of the program, in order; more may be added until they are needed.
+        total: Number of microbatches of the program.
+        max_posted: Number of receives that may be posted ahead of their use.
+        offloader: Moves activations to host memory, if enabled.
         on_stage_done: Called when the parameter gradients of a stage are complete.
     """
 
@@ -43,7 +43,7 @@ class ProgramRun:
         self._last, self._on_stage_done = total - 1, on_stage_done
         self._max_posted = max_posted
         self._prefetcher = offloading.ActivationPrefetcher(offloader, program)
-        #: Receives that have not begun, with their places in the program; and those that have.
+        #: #: Receives that are not posted yet, with their positions in the program; and posted ones.
         self._receives: deque[tuple[int, Action]] | None = None
         self._posted: deque[tuple[int, Callable[[], None]]] = deque()
         self._place = 0
@@ -52,16 +52,16 @@ class ProgramRun:
         self._granted = 0
 
     def run(self) -> None:
-        """Runs the whole program."""
+        """Run the whole program."""
         self.advance(lambda index: True)
 
     def advance(self, grant: Callable[[int], bool], may_wait: bool = True) -> None:
-        """Runs actions in their order up to the first one of a microbatch that may not run yet.
+        """Run actions in order, up to the first one of a microbatch that may not run yet.
 
         Args:
-            may_wait: Whether to go on where tensors of another rank are needed.
-            grant: Asked once for each microbatch, in their order: whether it may run. After ``False`` it is asked again
-                by the next call.
+            may_wait: Whether to continue at an action that waits for another rank.
+            grant: Called once for each microbatch, in order; returns whether it may run. After ``False`` the next
+            call asks again.
         """
         self._may_wait = may_wait
         while self._place < len(self._program):
@@ -76,12 +76,12 @@ class ProgramRun:
             self._place += 1
 
     def grant(self, grant: Callable[[int], bool]) -> None:
-        """Asks for all microbatches that may run, without running them."""
+        """Ask for all microbatches that may run, without running them."""
         while grant(self._granted):
             self._granted += 1
 
     def complete(self) -> None:
-        """Runs what is left of the microbatches that may run, without those after them: the program ends here."""
+        """Run the remaining actions of the microbatches that may run; the program ends without the later ones."""
         self._may_wait = True
         for place in range(self._place, len(self._program)):
             if self._program[place][2] < self._granted:
@@ -116,7 +116,7 @@ class ProgramRun:
             (executor.send_forward if kind == "SF" else executor.send_backward)(mb, number, peer)
 
     def _post_receives(self, place: int) -> None:
-        """Begins receives: that of this place, and some of later ones whose microbatches may run."""
+        """Post the receive at this position, and some later ones whose microbatches may run."""
         if self._receives is None:
             self._receives = deque(
                 (at, each)
@@ -125,7 +125,7 @@ class ProgramRun:
             )
         receives = self._receives
         while receives and receives[0][0] < place:
-            # Of a microbatch that does not run in this program.
+            # The receive belongs to a microbatch that does not run in this program.
             receives.popleft()
         while receives and (len(self._posted) < self._max_posted or receives[0][0] == place):
             at, (kind, number, index, peer) = receives[0]
@@ -137,9 +137,9 @@ class ProgramRun:
             self._posted.append((at, begin(self._microbatches[index], number, peer)))
 
     def _has_payload(self, action: Action) -> bool:
-        """Whether an action has tensors to send or to receive."""
+        """Return whether an action has tensors to send or to receive."""
         kind, number, _, peer = action
-        # Microbatches of one program are alike.
+        # All microbatches of one program are equal in this respect.
         graph = self._microbatches[0].stage_graph
         assert peer is not None
         if kind == "SF":

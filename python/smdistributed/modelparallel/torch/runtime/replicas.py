@@ -1,4 +1,4 @@
-"""Data parallelism of a partitioned model: what the ranks that hold the same partition do together in a step."""
+"""Data parallelism of a partitioned model: the exchange between ranks that hold the same partition."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Replicas:
 
     Args:
         group: The ranks that hold the same partition; ``None`` if nothing is reduced.
-        rdp_group: Of these, the ranks that hold the same slices of it; gradients that tensor parallelism makes whole
-            are averaged over them.
+        rdp_group: The ranks among these that hold the same slices; gradients that are complete on each
+        tensor-parallel rank are averaged over them.
         bucket_cap_mb: The size of a gradient bucket in MiB.
         overlapping: Whether buckets are reduced while backward continues.
-        passes: Gradients are reduced in every such step with a backward.
+        passes: Number of steps with a backward after which gradients are reduced.
         average: Whether gradients are averaged over the microbatches, instead of summed.
-        broadcast_buffers: Whether buffers follow those of the first replica before each step.
+        broadcast_buffers: Whether the first replica's buffers are broadcast before each step.
 
     Attributes:
         join_context: The ``model.join()`` context that is open, if there is one.
@@ -58,7 +58,7 @@ class Replicas:
             self._reducer = ShardReducer(passes)
         elif group is not None:
             self._reducer = GradientReducer(group, bucket_cap_mb, overlapping, passes)
-        #: Of gradients that are averaged over `rdp_group`, where that is another group.
+        #: #: The reducer of gradients that are averaged over `rdp_group`, if that is another group.
         self._is_divided = rdp_group is not group
         self._rdp_reducer: GradientReducer | None = None
         # A reducer to shards knows the group of each parameter.
@@ -68,16 +68,17 @@ class Replicas:
 
     @property
     def are_reduced(self) -> bool:
-        """Whether there are other replicas, whose gradients count."""
+        """Return whether there are other replicas, with which gradients are reduced."""
         return self._reducer is not None
 
     def gradient_scale(self, microbatches: int) -> float:
-        """The factor of each microbatch's gradients. A communication hook averages over microbatches itself."""
+        """Return the factor of each microbatch's gradients. A communication hook averages over microbatches
+        itself."""
         has_hook = self._reducer is not None and self._reducer.hook is not None
         return 1.0 / microbatches if self._average and not has_hook else 1.0
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Registers the only communication hook; see ``DistributedModel.register_comm_hook``."""
+        """Register the only communication hook; see ``DistributedModel.register_comm_hook``."""
         if isinstance(self._reducer, ShardReducer):
             raise SMPUnsupportedError(
                 "`register_comm_hook()` does not go with sharded states: gradients are reduced to shards"
@@ -97,16 +98,16 @@ class Replicas:
         self._reducer.hook = (state, hook)
 
     def sync_buffers(self, model: DistributedModel) -> None:
-        """Begins a step: buffers follow those of the first replica that has a batch."""
+        """Begin a step: broadcast the buffers of the first replica that has a batch."""
         if isinstance(self._reducer, ShardReducer):
             self._reducer.begin_step()
         training = TRAINING * model.training
         self.sync_buffers_from(model, [1 + training] if self.join_context is None else self.join_context.round(True))
 
     def sync_buffers_from(self, model: DistributedModel, active: Sequence[int]) -> None:
-        """Copies the buffers of the first active replica, if that replica trains.
+        """Copy the buffers of the first active replica, if that replica is in training mode.
 
-        ``active`` is what ``Join.round`` returns.
+        ``active`` is the result of ``Join.round``.
         """
         first = next(place for place, flag in enumerate(active) if flag)
         if self._broadcast_buffers and self._group is not None and model.is_partitioned and active[first] & TRAINING:
@@ -114,29 +115,30 @@ class Replicas:
             materialize.broadcast(list(model.local_buffers()), self._group, source)
 
     def copy_state_from(self, model: DistributedModel, active: Sequence[int]) -> None:
-        """Copies the parameters and buffers of the first active replica."""
+        """Copy the parameters and buffers of the first active replica."""
         if any(active) and model.is_partitioned and self._group is not None:
             source = state.groups.members["dp"][next(place for place, flag in enumerate(active) if flag)]
             materialize.broadcast([*model.local_parameters(), *model.local_buffers()], self._group, source)
 
     def must_reduce(self, has_backward: bool) -> bool:
-        """Whether gradients are reduced in this step. Inside of ``model.join()`` the replicas ask each other."""
+        """Return whether gradients are reduced in this step. Inside of ``model.join()``, the replicas exchange
+        that."""
         return has_backward if self.join_context is None else any(self.join_context.round(has_backward))
 
     def join_shadow(self, model: DistributedModel) -> None:
-        """Takes part in the reduction of the other replicas' gradients without any of its own."""
+        """Take part in the reduction of the other replicas' gradients without own gradients."""
         assert isinstance(self._reducer, GradientReducer)
         self._reducer.join_shadow(model.local_named_parameters())
 
     def reduce(self, model: DistributedModel) -> None:
-        """Reduces all gradients, after a step with one partition."""
+        """Reduce all gradients, after a step with one partition."""
         for reducer, parameters in self._reducers(model):
             reducer.reduce(parameters)
 
     def _reducers(
         self, model: DistributedModel
     ) -> list[tuple[GradientReducer | ShardReducer, list[tuple[str, torch.Tensor]]]]:
-        """Each reducer with its parameters."""
+        """Return each reducer with its parameters."""
         assert self._reducer is not None
         found: list[tuple[GradientReducer | ShardReducer, list[tuple[str, torch.Tensor]]]] = [
             (self._reducer, list(model.default_reducer_named_parameters()))
@@ -155,9 +157,9 @@ class Replicas:
         has_backward: bool,
         overlapped: OverlappedRun | None,
     ) -> list[Microbatch]:
-        """Executes the recorded microbatches, also those that ``overlapped`` has begun.
+        """Execute the recorded microbatches, including those that ``overlapped`` has begun.
 
-        Gradients are reduced as their last backward leaves each stage.
+        Gradients are reduced as soon as the last backward has left each stage.
         """
         if self._reducer is None or not self.must_reduce(has_backward):
             return pipeline.run(recordings, returned, scale, _nothing, overlapped)
@@ -180,7 +182,7 @@ class Replicas:
         return microbatches
 
     def watch_late_backward(self, model: DistributedModel, tensor: torch.Tensor) -> None:
-        """Refuses a later backward of a tensor that leaves a step: its gradients would not be reduced."""
+        """Reject a later backward of a tensor that a step has returned: its gradients would not be reduced."""
         if self._reducer is None or not model.training or tensor.grad_fn is None:
             return
 
@@ -196,4 +198,4 @@ class Replicas:
 
 
 def _nothing(stage: int, last: Microbatch) -> None:
-    """Without replicas, a complete gradient stays as it is."""
+    """Do nothing when a stage is done: without replicas, gradients are not reduced."""

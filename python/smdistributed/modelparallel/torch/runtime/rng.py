@@ -27,17 +27,17 @@ from smdistributed.modelparallel.torch.state import state
 
 
 class Draw:
-    """The numbers that a task draws from one generator.
+    """The random numbers that a task draws from one generator.
 
     Args:
-        generator: It.
-        begin: Where the task begins: after another one, or with a state; ``None``: it goes on with the rank's stream.
-        is_sure: Whether the task draws in any case.
+        generator: The generator.
+        begin: Where the task begins: after another task, or with a state; ``None``: at the rank's current state.
+        is_sure: Whether it is known that the task draws.
 
     Attributes:
         is_kept: Whether a later task begins after this one.
-        end: The state after it, if it is kept and has run here.
-        has_drawn: Whether it has drawn here, if that is not sure.
+        end: The state after it, if it is kept and has run on this rank.
+        has_drawn: Whether it has drawn on this rank, if that was not known before.
     """
 
     __slots__ = ("_before", "begin", "end", "generator", "has_drawn", "is_kept", "is_sure")
@@ -49,7 +49,7 @@ class Draw:
         self._before: tuple[bytes, bytes] | None = None
 
     def start(self) -> None:
-        """Before the task."""
+        """Set the generator before the task."""
         begin = self.begin
         if isinstance(begin, Draw):
             if begin.end is None:
@@ -65,7 +65,7 @@ class Draw:
             self._before = before, before if begin is None else begin
 
     def stop(self) -> None:
-        """After the task."""
+        """Record the generator's state after the task."""
         if self._before is not None:
             before, begin = self._before
             self.has_drawn = self.generator.state() != begin
@@ -83,23 +83,23 @@ class _Origin(NamedTuple):
 
 
 class _Stream:
-    """One generator in one step.
+    """One generator during one step.
 
     Args:
-        generator: It, in the state with which the body begins.
+        generator: The generator, in the state with which the body begins.
         own: The state with which this rank's tasks begin.
     """
 
     def __init__(self, generator: Generator, own: bytes) -> None:
         self._generator, self._own = generator, own
-        #: By the body's state.
+        #: #: By the state of the body's generator.
         self._origins = {generator.state(): _Origin(own, {})}
-        #: Of each rank, the last task.
+        #: #: The last task of each rank.
         self._latest: dict[int, Draw] = {}
         self._has_moved = False
 
     def begin(self, rank: int, is_sure: bool) -> Draw:
-        """A task of ``rank`` that draws, or may draw, is called now."""
+        """Record that a task of ``rank`` is called that draws, or may draw."""
         now = self._generator.state()
         wanted = self._place(self._origins.get(now, _Origin(now, {})), rank)
         if isinstance(wanted, Draw):
@@ -107,14 +107,14 @@ class _Stream:
         return Draw(self._generator, wanted, is_sure)
 
     def _place(self, origin: _Origin, rank: int) -> Draw | bytes | None:
-        """The position of the stream of ``rank`` for this origin; ``None`` for its current position."""
+        """Return the position of the stream of ``rank`` for this origin; ``None`` for its current position."""
         wanted, latest = origin.last.get(rank), self._latest.get(rank)
         if wanted is not None:
             return None if wanted is latest else wanted
         return None if origin.begin is self._own and latest is None else origin.begin
 
     def add(self, draw: Draw, rank: int) -> None:
-        """The task that was called draws (RNG-4)."""
+        """Record that the task that was called draws (RNG-4)."""
         now = self._generator.state()
         self._has_moved = self._has_moved or now not in self._origins
         origin = self._origins.get(now, _Origin(now, {}))
@@ -123,9 +123,10 @@ class _Stream:
         self._origins[self._generator.state()] = _Origin(origin.begin, origin.last | {rank: draw})
 
     def end(self, rank: int) -> tuple[bytes | None, Draw | bytes | None]:
-        """Ends the body of a microbatch.
+        """End the body of a microbatch.
 
-        Returns the body's state, if it has drawn or seeded, and where the stream of ``rank`` goes on, if elsewhere.
+        Return the body's state, if it has drawn or seeded, and the new position of the stream of ``rank``, if it
+        changed.
         """
         now = self._generator.state()
         origin = self._origins.get(now)
@@ -141,33 +142,33 @@ class RngState:
     """The generators of this process."""
 
     def __init__(self) -> None:
-        #: The first rank's, from :meth:`follow_first` on.
+        #: #: The first rank's states, from :meth:`follow_first` on.
         self._first: dict[str, bytes] = {}
-        #: Where the streams of this rank's tasks are, between steps and while the body runs.
+        #: #: The states of this rank's task streams, between steps and while the body runs.
         self._own: dict[str, bytes] = {}
-        #: What the process had after the last step.
+        #: #: The states of the process after the last step.
         self._left: dict[str, bytes] = {}
         self._generators: list[Generator] = []
         self._streams: dict[str, _Stream] | None = None
-        #: Of the body that has ended.
+        #: #: The states of the body that has ended.
         self._ends: dict[str, tuple[bytes | None, Draw | bytes | None]] = {}
 
     def states(self) -> dict[str, bytes]:
-        """The generator states of this process by kind, at the beginning of a step."""
+        """Return the generator states of this process by kind, at the beginning of a step."""
         self._generators = generators()
         return _states(self._generators)
 
     def follow_first(self, mine: dict[str, bytes], is_equal: bool) -> None:
-        """All ranks take the first rank's states for the next body.
+        """Use the first rank's states for the next body on all ranks.
 
         Args:
-            mine: What :meth:`states` returned.
-            is_equal: Whether all ranks have the same.
+            mine: The result of :meth:`states`.
+            is_equal: Whether all ranks have equal states.
         """
         self._own = {
             kind: self._own.get(kind, now) if self._left.get(kind) == now else now for kind, now in mine.items()
         }
-        # Ranks may have other kinds, if one has not imported NumPy.
+        # Ranks may have different kinds, if one has not imported NumPy.
         kinds = ("cpu", "cuda", "python", "numpy")
         self._first = dict(mine)
         if is_equal:
@@ -185,7 +186,7 @@ class RngState:
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
-        """A context for the body of a step, on all ranks of the pipeline."""
+        """Return a context for the body of a step, on all ranks of the pipeline."""
         _set_states(self._generators, self._first)
         self._streams = {each.kind: _Stream(each, self._own[each.kind]) for each in self._generators}
         try:
@@ -198,7 +199,7 @@ class RngState:
 
     @contextlib.contextmanager
     def own(self) -> Iterator[None]:
-        """A context inside of :meth:`shared` for work of this partition; outside it does nothing."""
+        """Return a context inside of :meth:`shared` for work of this partition; elsewhere it has no effect."""
         if self._streams is None:
             yield
             return
@@ -211,7 +212,7 @@ class RngState:
             _set_states(self._generators, shared)
 
     def draws(self, kinds: Collection[str] | None, rank: int) -> list[Draw]:
-        """Records that the body calls a task of ``rank`` that draws from generators of these kinds.
+        """Record that the body calls a task of ``rank`` that draws from generators of these kinds.
 
         ``None`` means that the kinds are not known yet.
         """
@@ -226,16 +227,16 @@ class RngState:
         return found
 
     def has_drawn(self, draws: Sequence[Draw], kinds: Collection[str], rank: int) -> None:
-        """Records which generators a task has drawn from."""
+        """Record from which generators a task has drawn."""
         assert self._streams is not None
         for draw in draws:
             if draw.generator.kind in kinds:
                 self._streams[draw.generator.kind].add(draw, rank)
 
     def end_of_step(self) -> None:
-        """Ends the step after all tasks have run.
+        """End the step after all tasks have run.
 
-        The process goes on with the body's states where the body has drawn, else with its tasks'.
+        The process continues with the body's state where the body has drawn, and otherwise with that of its tasks.
         """
         self._own = _states(self._generators)
         self._left = {}

@@ -1,4 +1,4 @@
-"""The stages of a microbatch: tasks that one rank computes without waiting for another."""
+"""The stages of a microbatch: groups of tasks that one rank computes without waiting for another."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Stage(NamedTuple):
 
     Attributes:
         rank: The partition.
-        tasks: In the order in which they were recorded.
-        inputs: Values of other stages, by the stage that makes them.
-        outputs: Values for other stages, by the stage that takes them.
-        returning: Of these, the ones whose gradients come back.
+        tasks: The tasks in the order of their recording.
+        inputs: Values of other stages, by producer.
+        outputs: Values for other stages, by consumer.
+        returning: The outputs whose gradients are sent back.
         exports: Values that are needed after its forward: by other stages, by the caller, or to begin a backward.
-        backward_roots: Those at which a backward begins.
-        early: It runs while the step is still being recorded, since the body asks for numbers.
-        has_backward: It has a part in the backward.
+        backward_roots: The values at which a backward begins.
+        early: Whether it runs while the step is still being recorded, because the body reads values.
+        has_backward: Whether it has a backward.
     """
 
     rank: int
@@ -39,39 +39,40 @@ class Stage(NamedTuple):
 
 
 class StageGraph:
-    """The stages of a microbatch, in a topological order.
+    """The stages of a microbatch, in topological order.
 
     Attributes:
-        stages: They.
+        stages: The stages.
         values: Every value by its number.
-        returned: Values that the body returns, by their ranks.
+        returned: Values that the body returns, by rank.
     """
 
     def __init__(self) -> None:
         self.stages: list[Stage] = []
         self.values: list[Value] = []
         self.returned: list[int] = []
-        #: Storages that a task writes to, by their keys (`Value.storage_key`): what others need of them is copied.
+        #: #: Storages to which a task writes, by `Value.storage_key`; earlier values that others need are copied.
         self.written: set[int | str] = set()
-        #: Whether a module that changes its own state runs in several stages: then microbatches run one after the
-        #: other, as each reads what the one before it left.
+        #: #: Whether a module that changes its own state runs in several stages. Microbatches then run one after the
+        #: other, because each reads the state that the previous one left.
         self.runs_in_turn = False
-        #: Tasks that call a module which changes its own state; and by task, the modules whose state it can read.
+        #: #: Tasks that call a module which changes its own state; and for each task, the modules whose state it can
+        #: read.
         self._stateful: set[int] = set()
         self._touched: list[frozenset[int]] = []
         #: Tasks of the body that write to a parameter or buffer, and whether that requires a gradient.
         self._writers: dict[int, bool] = {}
         self._tasks: list[str] = []
-        #: By task, which values get gradients of which: (values that it takes, values that it makes).
+        #: #: For each task, which inputs get gradients of which outputs, as (inputs, outputs).
         self._gradients: list[list[tuple[list[int], list[int]]]] = []
-        #: Values that require gradients and have no graph: views that were taken without gradients.
+        #: #: Values that require gradients without a graph: views that were created without gradients.
         self.without_graph: set[int] = set()
         #: Values on which a loss depends.
         self._live: set[int] = set()
         self._core = _core.PipelineLayout()
 
     def extend(self, tasks: Sequence[Task], start: int, early: bool) -> list[int]:
-        """Adds the tasks from ``start`` on; returns the numbers of the new stages."""
+        """Add the tasks from ``start`` on; return the numbers of the new stages."""
         new = tasks[start:]
         added = self._core.extend([_row(task) for task in new], early)
         self._look()
@@ -94,7 +95,7 @@ class StageGraph:
         return added
 
     def adopt(self, task: int, outputs: Sequence[Value]) -> int:
-        """Adds the values of a task whose outputs were unknown; returns its stage."""
+        """Add the outputs of a task whose output spec was unknown; return its stage."""
         self.values += outputs
         if not self._gradients[task]:
             self.without_graph.update(_trained(outputs))
@@ -103,11 +104,11 @@ class StageGraph:
         return self._core.adopt(task, _makes(outputs))
 
     def stage_of(self, value: int) -> int:
-        """The stage that makes a value."""
+        """Return the stage that computes a value."""
         return self._core.stage_of(value)
 
     def finish(self, roots: Iterable[int], returned: Iterable[int]) -> None:
-        """Sets the values that are needed after the forwards."""
+        """Set the values that are needed after the forwards."""
         self.returned = sorted(set(returned))
         roots = list(roots)
         self._core.finish(roots, self.returned)
@@ -131,7 +132,7 @@ class StageGraph:
             for task in stage.tasks:
                 is_split = task in self._stateful and any(len(stages_of[part]) > 1 for part in self._touched[task])
                 if task in self._writers:
-                    # A gradient needs the parameter as it was.
+                    # The gradient is computed with the parameter's value before the write.
                     others = sum(other.rank == stage.rank for other in self.stages)
                     is_split = self._writers[task] or others > 1
                 if is_split and not self.runs_in_turn:
@@ -144,7 +145,7 @@ class StageGraph:
                     )
 
     def edges(self, stages: Iterable[int]) -> list[tuple[int, int]]:
-        """Pairs of ranks (producer, consumer) between which the inputs of these stages pass."""
+        """Return the pairs of ranks (producer, consumer) between which the inputs of these stages pass."""
         pairs = (
             (self.stages[producer].rank, self.stages[consumer].rank)
             for consumer in stages
@@ -153,10 +154,10 @@ class StageGraph:
         return sorted(set(pairs))
 
     def gradients(self, producer: int, consumer: int) -> list[int]:
-        """Returns the values of an edge whose gradients come back.
+        """Return the values of an edge whose gradients are sent back.
 
-        A stage that takes part in the backward may also take values on which no loss depends. Their gradients stay
-        `None`, as in one process.
+        A stage with a backward may also have inputs on which no loss depends. Their gradients stay `None`, as in one
+        process.
         """
         return [value for value in self.stages[producer].returning[consumer] if value in self._live]
 
@@ -182,7 +183,7 @@ def _row(task: Task) -> tuple:
     if task.output_spec is not None:
         cost = task.output_spec.cost
         if task.output_spec.attributes:
-            # Their sizes may differ between ranks, and few are used: they do not count for the plan.
+            # The sizes of these values may differ between ranks, and only few are used, so the plan ignores them.
             own, all_ = task.output_spec.results, len(task.output_spec.metas)
             makes[own:all_] = [(0, wanted) for _, wanted in makes[own:all_]]
     return (
@@ -192,10 +193,10 @@ def _row(task: Task) -> tuple:
 
 
 def _gradients(task: Task) -> list[tuple[list[int], list[int]]]:
-    """Which values of a task get gradients of which."""
+    """Return which inputs of a task get gradients of which outputs."""
     if task.context.grad:
         return [(_trained(task.inputs), _trained(task.outputs))]
-    # Without gradients, what is returned as it is and what is changed in place keeps the graph that it has.
+    # Without gradients, tensors that are returned unchanged or changed in place keep their graph.
     pairs: list[tuple[object, Value]] = list(task.writes)
     aliases = () if task.output_spec is None else task.output_spec.aliases
     if any(place is not None for place in aliases):

@@ -33,13 +33,14 @@ class StepRun:
         model: The wrapped model.
         step: The step function; the calls of its last microbatch are kept under it, for replay.
         body: The decorated function.
-        microbatches: How many there are.
-        detach: Whether what the body returns leaves autograd's graph.
-        expectation: What all ranks of the pipeline expect each microbatch to record, if they expect something.
+        microbatches: Number of microbatches.
+        detach: Whether the body's results are detached from autograd's graph.
+        expectation: The expected recording of each microbatch, equal on all ranks of the pipeline; ``None`` if
+        unknown.
 
     Attributes:
         has_backward: Whether ``model.backward`` has been called.
-        recording: The recording of the microbatch whose body runs now, if it is recorded.
+        recording: The recording of the microbatch whose body is running, if it is recorded.
     """
 
     def __init__(
@@ -53,29 +54,30 @@ class StepRun:
     ) -> None:
         self._model, self._step, self._body, self._detach = model, step, body, detach
         self._expectation = expectation
-        #: The execution beside the recording, if there is one.
+        #: #: The execution during the recording, if there is one.
         self._overlapped: OverlappedRun | None = None
         self.has_backward = False
         self._gradient_scale = model.replicas.gradient_scale(microbatches)
         self.recording: Recording | None = None
-        #: Of each microbatch: tensors from outside that it has written to.
+        #: #: For each microbatch, tensors from outside of the body to which it has written.
         self._written: list[list[tuple[torch.Tensor, Value]]] = []
         self._recordings: list[Recording] = []
         self._begin_recording: Callable[[], None] | None = None
 
     @property
     def scale(self) -> float:
-        """The factor of each microbatch's gradients. The partition, in the first step, may load the loss scale."""
+        """Return the factor of each microbatch's gradients; the partition in the first step may load the loss
+        scale."""
         return self._gradient_scale * state.loss_scale
 
     def model_was_partitioned(self) -> None:
-        """The model has been partitioned inside of the body's first call: from here on it is recorded."""
+        """Begin to record, because the body's first call has partitioned the model."""
         begin, self._begin_recording = self._begin_recording, None
         assert begin is not None
         begin()
 
     def run_alone(self, calls: Sequence[Call]) -> list[Any]:
-        """Runs the body once for each microbatch on a single partition, and returns the outputs."""
+        """Run the body once for each microbatch on a single partition, and return the outputs."""
         model, replicas = self._model, self._model.replicas
         before = GradientSnapshot(model.local_parameters()) if replicas.are_reduced else None
         replicas.sync_buffers(model)
@@ -95,7 +97,7 @@ class StepRun:
         if before is None:
             return outputs
         if not self.has_backward and before.has_changed(model.local_parameters()):
-            # `loss.backward()`, or gradients that the body has set.
+            # The body has called `loss.backward()`, or has set gradients.
             self.has_backward = True
             if self.scale != 1.0:
                 warn_of_sums()
@@ -104,9 +106,9 @@ class StepRun:
         return outputs
 
     def run_pipeline(self, calls: Sequence[Call]) -> list[Any]:
-        """Records the body for each microbatch and executes the tasks on all partitions.
+        """Record the body for each microbatch and execute the tasks on all partitions.
 
-        Returns what the body returned for each microbatch.
+        Return the body's result for each microbatch.
         """
         try:
             return self._run_pipeline(calls)
@@ -119,7 +121,7 @@ class StepRun:
         model.replicas.sync_buffers(model)
         outputs = []
         returned: list[list[Value]] = []
-        # Classes are patched once for all microbatches: each patch invalidates Python's method cache.
+        # Classes are patched once for all microbatches, because each patch invalidates Python's method cache.
         with contextlib.ExitStack() as calls_are_recorded, model.rng_state.shared():
             try:
                 for args, kwargs in calls:
@@ -135,7 +137,7 @@ class StepRun:
         if pipeline is not None:
             pipeline.module_state.end_of_bodies()
         if pipeline is None or len(recordings) != len(calls):
-            # The body has not called the model; in a join, the other replicas ask for a round all the same.
+            # If the body has not called the model, the other replicas of a join still wait for this replica's round.
             model.replicas.must_reduce(self.has_backward)
             return outputs
         for values in returned:
@@ -154,7 +156,7 @@ class StepRun:
         ]
 
     def _execute_beside(self, returned: Sequence[Value]) -> None:
-        """Executes what can run of the microbatches that are recorded, the last of which returns ``returned``."""
+        """Execute the recorded microbatches as far as possible; the last of them returns ``returned``."""
         model = self._model
         if self._expectation is None or model.pipeline is None:
             return
@@ -164,7 +166,7 @@ class StepRun:
             self._overlapped.add(self._recordings[-1], returned)
 
     def _record(self, args: Any, kwargs: Any, calls_are_recorded: contextlib.ExitStack) -> tuple[Any, list[Value]]:
-        """What the body of a microbatch returned, and the values of the remote tensors in it."""
+        """Return the body's result for a microbatch, and the values of the remote tensors in it."""
         model, recordings = self._model, self._recordings
         with contextlib.ExitStack() as stack:
 
@@ -189,7 +191,7 @@ class StepRun:
             if model.pipeline is None:
                 model._partition_manually()
             if model.pipeline is None:
-                # The first call of the model partitions it, by a trace with its arguments.
+                # The model's first call partitions it, by a trace with that call's arguments.
                 self._begin_recording = begin
             else:
                 begin()
@@ -221,7 +223,7 @@ def _refuse_parameters(values: Sequence[Value]) -> None:
 
 
 def _with_tensors(output: Any, values: Sequence[Value], found: Mapping[int, torch.Tensor], detach: bool) -> Any:
-    """``output`` with the tensors of ``found`` in the place of remote tensors."""
+    """Return ``output`` with remote tensors replaced by the tensors in ``found``."""
     left = iter(values)
 
     def leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How one task runs on its partition."""
+"""Execution of one task on its partition."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from smdistributed.modelparallel.torch.tracing.tasks import Context, Task, Value
 
 
 def check(task: Task, outputs: Sequence[torch.Tensor]) -> None:
-    """Raises if the outputs of a task have other shapes or dtypes than its output spec."""
+    """Raise if the outputs of a task have other shapes or dtypes than its output spec."""
     metas = task.known_spec.metas
     same = len(outputs) == len(metas) and all(
         output.shape == meta.shape and output.dtype == meta.dtype for output, meta in zip(outputs, metas, strict=True)
@@ -42,10 +42,10 @@ def _unexpected_output(task: Task, what: str) -> SMPError:
 def task_outputs(
     task: Task, result: Any, watch: object_state.Watch | None, given: Mapping[int, int]
 ) -> list[torch.Tensor]:
-    """The tensors that come out of a task: in what it returned, and in what it left in containers.
+    """Return the tensors of a task's result, and those that it left in containers.
 
     Raises:
-        SMPError: It is not what the recording took it for.
+        SMPError: The result differs from the recorded output spec.
     """
     effects = None if watch is None else watch.effects(result)
     if effects is not None and watch is not None:
@@ -66,7 +66,7 @@ def task_outputs(
 class FlatTask:
     """Runs a task with plain values and constants as arguments, no in-place write and one output tensor.
 
-    Most tasks are such.
+    Most tasks are of this kind.
     """
 
     __slots__ = ("_args", "_kwargs", "_named", "_output", "_placed")
@@ -79,7 +79,7 @@ class FlatTask:
 
     @classmethod
     def of(cls, task: Task) -> FlatTask | Literal[False]:
-        """``False`` if the task is none of those."""
+        """Return ``False`` if the task is not of this kind."""
         spec = task.output_spec
         kwargs = task.kwargs or {}
         items = [*task.args, *kwargs.values()]
@@ -89,7 +89,7 @@ class FlatTask:
         return cls(task, task.args, kwargs)
 
     def run(self, task: Task, env: dict[int, torch.Tensor]) -> None:
-        """Adds its result to ``env``."""
+        """Run the task and add its result to ``env``."""
         args, kwargs = self._args.copy(), self._kwargs
         for place, index in self._placed:
             args[place] = env[index]
@@ -118,7 +118,7 @@ class GradAutocastState:
             self._stack.close()
 
     def enter(self, context: Context) -> None:
-        """Enters the state of a task."""
+        """Enter the state of a task."""
         entered = self._entered
         if entered is context or (entered is not None and entered.same(context)):
             return
@@ -129,16 +129,16 @@ class GradAutocastState:
         if context.grad is not torch.is_grad_enabled():
             self._stack.enter_context(torch.set_grad_enabled(context.grad))
         for device, enabled, dtype, cache in context.autocast:
-            # What was cast without gradients must not serve where they are wanted.
+            # Tensors that were cast without gradients must not be reused where gradients are needed.
             cache = cache and context.grad
             self._stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
 
 
 @contextlib.contextmanager
 def modes_of_the_body_left() -> Iterator[None]:
-    """For tasks that run while the body waits: gradients are on and autocast is off, whatever the body has entered.
+    """Return a context for tasks that run while the body waits, with gradients enabled and autocast disabled.
 
-    Tasks enter the modes of their own calls.
+    Each task then enters the modes of its own call.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -151,7 +151,7 @@ def modes_of_the_body_left() -> Iterator[None]:
 
 @contextlib.contextmanager
 def casts_are_cached() -> Iterator[None]:
-    """EXE-4: contexts of autocast inside are not the outermost, whose end forgets what was cast."""
+    """Return a context that keeps autocast's cache, because inner autocast contexts are not the outermost (EXE-4)."""
     torch.autocast_increment_nesting()
     try:
         yield

@@ -1,7 +1,7 @@
 """Transfers of tensors between the ranks of a pipeline.
 
-The program says what is sent in which order, so messages have no header (PIPE-2). On devices, each direction of each
-pair of ranks that exchanges tensors has its own communicator (a channel). NCCL runs the operations of a communicator in
+The program determines the order of messages, so they have no header (PIPE-2). On devices, each direction of each pair
+of ranks that exchanges tensors has its own communicator (a channel). NCCL runs the operations of a communicator in
 order, so with one for both directions, two ranks that send to each other first would deadlock.
 """
 
@@ -21,19 +21,19 @@ class Transfers:
 
     def __init__(self, group: dist.ProcessGroup, members: Sequence[int], place: int, device: torch.device) -> None:
         self._group, self._members, self._place, self._device = group, list(members), place, device
-        #: Messages from CPU memory.
+        #: #: Handles of messages from CPU memory.
         self._under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        #: The last message to each partition from a device.
+        #: #: The last message from a device to each partition.
         self._latest: dict[int, dist.Work] = {}
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
-        #: A group of its own for comparisons that go on while the others of the pipeline are used.
+        #: #: A separate group for comparisons that run at the same time as other operations of the pipeline.
         self._beside: dist.ProcessGroup | None = None
 
     def open(self, edges: Iterable[tuple[int, int]]) -> None:
-        """Opens channels, both ways, between the pairs of ranks that exchange tensors.
+        """Open channels in both directions between the pairs of ranks that exchange tensors.
 
-        All ranks of the pipeline call it with the same pairs. Each channel is used once here: opening blocks its two
-        ranks, which could deadlock with a third rank in a program.
+        All ranks of the pipeline call it with the same pairs. Each channel is used once here, because the first use
+        blocks its two ranks, which could deadlock with a third rank in a program.
         """
         if self._device.type != "cuda":
             return
@@ -49,10 +49,10 @@ class Transfers:
                 dist.recv(number, members[0], channel)
 
     def max_posted_receives(self, messages: int) -> int:
-        """Returns how many receives may be posted before their places in the program: none on devices.
+        """Return how many receives may be posted ahead of their use in the program: none on devices.
 
-        There a receive is a kernel that runs until its message arrives. A kernel that is launched for the first time
-        may have to wait for it, while the message waits for that kernel.
+        On a device, a receive is a kernel that runs until its message arrives. The first launch of another kernel may
+        have to wait for it, while the message depends on that kernel.
         """
         return 0 if self._device.type == "cuda" else messages
 
@@ -60,15 +60,15 @@ class Transfers:
         return self._channels[source, target] if device.type == "cuda" else self._group
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        """Sends ``tensor`` to the partition ``to``; returns at once."""
+        """Send ``tensor`` to the partition ``to``; return at once."""
         tensor = tensor.detach().contiguous()
         if tensor.numel() == 0:
             return
         work = dist.isend(tensor, self._members[to], self._channel(self._place, to, tensor.device))
         if tensor.is_cuda:
-            # Messages of a channel leave in order, so the last one's handle stands for all. One that goes leaves its
-            # memory to the allocator until the device is done with it: to keep handles until this process sees that
-            # would keep the more memory the farther the host is ahead.
+            # Messages of a channel are sent in order, so the handle of the last one is sufficient. Dropping a handle
+            # lets the allocator reuse the memory once the device is done. Keeping handles until the host sees that
+            # would need more memory, the farther the host is ahead.
             self._latest[to] = work
             return
         self._under_way.append((work, tensor))
@@ -76,7 +76,7 @@ class Transfers:
             self._under_way.popleft()[0].wait()
 
     def receive(self, meta: TensorMeta, source: int) -> PendingReceive:
-        """A tensor from the partition ``source``; returns at once."""
+        """Receive a tensor from the partition ``source``; return at once."""
         tensor = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
         if tensor.numel() == 0:
             return PendingReceive(tensor, None)
@@ -84,26 +84,26 @@ class Transfers:
         return PendingReceive(tensor, dist.irecv(tensor, self._members[source], channel))
 
     def finish(self) -> None:
-        """Returns when all that was sent has left; on a device, when the current stream waits for that."""
+        """Wait until all messages are sent; on a device, make the current stream wait for that."""
         while self._latest:
             self._latest.popitem()[1].wait()
         while self._under_way:
             self._under_way.popleft()[0].wait()
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Broadcasts ``tensor`` of ``source`` to all ranks of the pipeline, in place."""
+        """Broadcast ``tensor`` of ``source`` to all ranks of the pipeline, in place."""
         if tensor.numel():
             dist.broadcast(tensor, self._members[source], self._group)
 
     def compare(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of all ranks of the pipeline, in their order."""
+        """Return the numbers of all ranks of the pipeline, in their order."""
         mine = torch.tensor(numbers)
         everybody = torch.empty(len(self._members) * len(numbers), dtype=torch.int64)
         dist.all_gather_into_tensor(everybody, mine, self._group)
         return everybody.view(len(self._members), -1).tolist()
 
     def begin_comparison(self, numbers: Sequence[int]) -> Comparison:
-        """Like :meth:`compare`, beside other transfers; returns at once."""
+        """Do the same in parallel with other transfers; return at once."""
         if self._beside is None:
             self._beside = dist.new_group(self._members)
         mine = torch.tensor(numbers)
@@ -114,7 +114,7 @@ class Transfers:
 
 
 class Comparison:
-    """Numbers of all ranks of a pipeline that are under way."""
+    """A running exchange of numbers between all ranks of a pipeline."""
 
     __slots__ = ("_everybody", "_mine", "_ranks", "_work")
 
@@ -122,13 +122,13 @@ class Comparison:
         self._mine, self._everybody, self._ranks, self._work = mine, everybody, ranks, work
 
     def wait(self) -> list[list[int]]:
-        """The numbers, in the order of the ranks."""
+        """Return the numbers, in the order of the ranks."""
         self._work.wait()
         return self._everybody.view(self._ranks, -1).tolist()
 
 
 class PendingReceive:
-    """A tensor that is under way."""
+    """A tensor that is being received."""
 
     __slots__ = ("_tensor", "_work")
 
@@ -136,7 +136,7 @@ class PendingReceive:
         self._tensor, self._work = tensor, work
 
     def wait(self) -> torch.Tensor:
-        """The tensor, when it has come."""
+        """Return the tensor when it has arrived."""
         if self._work is not None:
             self._work.wait()
         return self._tensor

@@ -1,4 +1,5 @@
-"""Divides a model into units and shards one after the other, so that delayed parameters never exist as a whole."""
+"""Divides a model into units and shards them one after the other, so that delayed parameters never exist as a
+whole."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from smdistributed.modelparallel.torch.sharding.sharding_groups import ShardingG
 from smdistributed.modelparallel.torch.sharding.unit import ShardedParameter, Slot, Unit
 from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
 
-#: Parameters and buffers that were replaced, by identity: themselves and what is in their place.
+#: #: Replaced parameters and buffers by id: themselves and their replacements.
 Replaced = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -36,10 +37,10 @@ def shard_model(
         device: Where this rank computes.
 
     Returns:
-        The sharded model, and what was replaced.
+        The sharded model, and the replaced parameters and buffers.
 
     Raises:
-        SMPPartitionError: Nobody knows the values that a delayed tensor starts with.
+        SMPPartitionError: The initial values of a delayed tensor are not known.
     """
     is_pipelined = cfg.pipeline_parallel_degree > 1
     sharded = (PipelineShards if is_pipelined else ShardedModel)(groups, slice_groups, cfg)
@@ -84,7 +85,7 @@ def shard_model(
     needs: dict[nn.Module, list[Unit]] = {}
     for key, unit in units.items():
         for module, _ in slots[key]:
-            # A module elsewhere, with which the parameter is shared, needs the unit only while it runs itself.
+            # Another module with which a parameter is shared needs the unit only while it runs itself.
             place = owner[key] if roots[module] is owner[key] else module
             if unit not in needs.setdefault(place, []):
                 needs[place].append(unit)
@@ -93,11 +94,11 @@ def shard_model(
 
 
 def _unit_roots(root: nn.Module, largest: int) -> dict[nn.Module, nn.Module]:
-    """For each module the one with which its parameters are gathered.
+    """Return for each module the module with which its parameters are gathered.
 
     Args:
         root: The model.
-        largest: A layer with more elements is divided further, if it has layers itself.
+        largest: A layer with more elements is divided further, if it contains layers.
     """
     found: dict[nn.Module, nn.Module] = {}
     for chosen in _layers(root, largest):

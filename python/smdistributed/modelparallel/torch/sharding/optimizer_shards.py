@@ -1,11 +1,11 @@
 """Optimizer state sharding: each of the ranks that hold the same parameters updates a part of them.
 
-Parameters of one type lie behind each other in one row, and the core divides it evenly
+Parameters of one type are concatenated into a flat tensor (a row), and the core divides it evenly
 (``rust-core/src/sharding.rs``).
 
 - OSH-1: a parameter is a view of its row, and a virtual parameter, which the wrapped optimizer updates, is a view of
-  this rank's shard of it. So an update of the shard is one of the parameters, and an all-gather of the row completes
-  them.
+  this rank's shard of the row. So an update of the shard changes the parameters, and an all-gather of the row
+  completes the update.
 - OSH-2: after the reduction, ``grad`` of a parameter holds the reduced gradient in the elements of this rank's shard
   and zeros elsewhere. Sums over the ranks' gradients, as of a norm, count each element once.
 - OSH-3: under tensor parallelism, a row has parameters of one reduction group only: the ranks that average the
@@ -28,7 +28,7 @@ from smdistributed.modelparallel.exceptions import CLASSES, SMPUnsupportedError
 from smdistributed.modelparallel.torch.optimizers import WHOLE_PARAMETER
 from smdistributed.modelparallel.torch.sharding.piece import Piece
 
-#: Shards begin at multiples of so many elements, as kernels of devices like it.
+#: #: Alignment of shards in elements, for fast kernels.
 _ALIGNMENT = 16
 
 
@@ -47,7 +47,7 @@ class ReplicaGroup(NamedTuple):
 
 
 class _Row:
-    """Parameters of one type behind each other, and their gradients.
+    """The concatenated parameters of one type, and their gradients.
 
     Args:
         named: Parameters with their names.
@@ -70,21 +70,21 @@ class _Row:
             view.copy_(parameter.detach())
             parameter.data = view
             self._starts.append(self._starts[-1] + parameter.numel())
-        #: By the identity of a parameter, the part of it that is in this rank's shard.
+        #: #: For each parameter by id, the part of it that is in this rank's shard.
         self.virtual: dict[int, tuple[Piece, nn.Parameter, int]] = {}
         shard = self.shard(self._flat)
         for at, start, end, offset in pieces[rank]:
             name, parameter = named[at]
             virtual = nn.Parameter(shard[offset : offset + end - start])
             self.virtual[id(parameter)] = Piece(name, start, end, tuple(parameter.shape), True), virtual, offset
-        #: The sum of an earlier reduction, to which gradients are added.
+        #: #: The sum of earlier reductions, to which gradients are added.
         self._carried: torch.Tensor | None = None
         self._has_carried = [False] * len(self._parameters)
         self._is_reduced = False
 
     @property
     def ids(self) -> set[int]:
-        """Identities of the parameters."""
+        """Return the ids of the parameters."""
         return {id(parameter) for parameter in self._parameters}
 
     def _view(self, flat: torch.Tensor, at: int) -> torch.Tensor:
@@ -92,12 +92,12 @@ class _Row:
         return flat[start : start + parameter.numel()].view(parameter.shape)
 
     def shard(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of a row."""
+        """Return this rank's shard of a row."""
         return flat[self._begin : self._begin + self._elems]
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Begins to accumulate: reduced gradients that the script has kept are added once more later."""
+        """Begin to accumulate: reduced gradients that the script has kept are added again later."""
         if not self._is_reduced:
             return
         self._is_reduced, self._carried = False, None
@@ -107,7 +107,7 @@ class _Row:
             self._carried = self.shard(self._gradients).clone()
             for at, parameter in enumerate(self._parameters):
                 if parameter.grad is None:
-                    # The script has dropped it: nothing of it is carried on.
+                    # The script has dropped the gradient, so its earlier value is not carried over.
                     low, high = self._starts[at] - self._begin, self._starts[at + 1] - self._begin
                     self._carried[max(low, 0) : max(high, 0)].zero_()
                 parameter.grad = None
@@ -130,7 +130,7 @@ class _Row:
                 view.zero_()
             else:
                 view.copy_(parameter.grad)
-            # The memory of each goes as its values are taken.
+            # The memory of each gradient is freed as soon as its values are copied.
             parameter.grad = None
         shard = torch.empty(self._elems, dtype=self._flat.dtype, device=self._flat.device)
         dist.reduce_scatter_tensor(shard, self._gradients, ReduceOp.AVERAGE, self._group)
@@ -153,7 +153,7 @@ class _Row:
         dist.all_gather_into_tensor(self._flat, self.shard(self._flat).clone(), self._group)
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Resets the gradients of the model's parameters."""
+        """Reset the gradients of the model's parameters."""
         for parameter in self._parameters:
             if set_to_none:
                 parameter.grad = None
@@ -162,7 +162,7 @@ class _Row:
 
 
 class OptimizerShards:
-    """The virtual parameters of an optimizer, in its parameters' place.
+    """The virtual parameters of an optimizer, which replace its parameters.
 
     Args:
         optimizer: The wrapped optimizer.
@@ -197,7 +197,7 @@ class OptimizerShards:
         self.adopt()
 
     def adopt(self) -> None:
-        """Replaces parameters of the model in the optimizer's groups by virtual ones."""
+        """Replace parameters of the model in the optimizer's groups by virtual ones."""
         known = {each for row in self._rows for each in row.ids}
         virtual = {key: found for row in self._rows for key, found in row.virtual.items()}
         own = {id(each) for _, each, _ in virtual.values()} | {id(each) for _, each in self._alone}
@@ -223,7 +223,7 @@ class OptimizerShards:
 
     @property
     def pieces(self) -> dict[int, Piece]:
-        """By the identity of each virtual parameter, the part of a parameter that it is."""
+        """Return for each virtual parameter by id the part of a parameter that it represents."""
         return {id(virtual): piece for row in self._rows for piece, virtual, _ in row.virtual.values()}
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
@@ -237,18 +237,18 @@ class OptimizerShards:
         return found + [each for _, each in self._alone if id(each) in parameters]
 
     def begin_step(self) -> None:
-        """Begins to accumulate gradients after a reduction."""
+        """Begin to accumulate gradients after a reduction."""
         for row in self._rows:
             row.begin()
 
     def reduce_gradients(self) -> None:
-        """Reduces gradients, each to the rank that updates its part. All ranks of the group call it."""
+        """Reduce gradients, each to the rank that updates its part. All ranks of the group call it."""
         with errors.translated(CLASSES):
             for row in self._rows:
                 row.reduce()
 
     def gather(self) -> None:
-        """Collects updated parameters from all ranks of the group, which call it."""
+        """Gather updated parameters from all ranks of the group, which call it."""
         with errors.translated(CLASSES):
             for row in self._rows:
                 row.gather()
@@ -260,10 +260,10 @@ class OptimizerShards:
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses optimizers whose update of an element needs more than this element.
+    """Reject optimizers whose update of an element depends on other elements.
 
     Raises:
-        SMPUnsupportedError: It is such a one.
+        SMPUnsupportedError: The optimizer is of this kind.
     """
     names = ("Adafactor", "LBFGS", "Muon")
     kinds = (*WHOLE_PARAMETER, *(getattr(torch.optim, name) for name in names if hasattr(torch.optim, name)))

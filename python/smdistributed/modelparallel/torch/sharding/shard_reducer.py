@@ -20,7 +20,7 @@ class ShardReducer:
     """Reduces each gradient to the rank that updates it; the interface of ``GradientReducer``.
 
     Args:
-        passes: After how many steps with a backward gradients are reduced.
+        passes: Number of steps with a backward after which gradients are reduced.
     """
 
     def __init__(self, passes: int) -> None:
@@ -28,26 +28,26 @@ class ShardReducer:
 
     @property
     def hook(self) -> tuple[object, Callable[..., object]] | None:
-        """There is none: hooks see buckets of whole gradients."""
+        """Return ``None``: hooks need buckets of whole gradients."""
         return None
 
     def begin_step(self) -> None:
-        """Begins to accumulate gradients after a reduction."""
+        """Begin to accumulate gradients after a reduction."""
         if state.model is not None and state.model.sharded is not None:
             state.model.sharded.begin_step()
         elif state.optimizer is not None and state.optimizer._shards is not None:
             state.optimizer._shards.begin_step()
 
     def begin(self, pipeline: Pipeline, parameters: Named) -> None:
-        """Begins a step of a pipeline."""
+        """Begin a step of a pipeline."""
         del pipeline, parameters
         _target()
 
     def on_stage_done(self, number: int, last: Microbatch) -> None:
-        """Does nothing: gradients are reduced at the end of the step."""
+        """Do nothing: gradients are reduced at the end of the step."""
 
     def finish(self) -> None:
-        """Reduces gradients over replicas, unless this step only accumulates them."""
+        """Reduce gradients over replicas, unless this step only accumulates them."""
         if state.model is not None and state.model.sharded is not None:
             state.model.sharded.finish_backward()
         self._steps += 1
@@ -55,16 +55,16 @@ class ShardReducer:
             _target().reduce_gradients()
 
     def cancel(self) -> None:
-        """Does nothing: a failed rank's peers fail in their reduction."""
+        """Do nothing: the peers of a failed rank get an error in their reduction."""
 
     def reduce(self, parameters: Named) -> None:
-        """Reduces gradients after a step without a pipeline."""
+        """Reduce gradients after a step without a pipeline."""
         del parameters
         self.finish()
 
 
 def _target() -> OptimizerShards | ShardedModel:
-    """What reduces gradients to shards: of parameters, or of the optimizer's state."""
+    """Return the object that reduces gradients: that of sharded parameters, or of sharded optimizer states."""
     model, optimizer = state.model, state.optimizer
     if model is not None and model.sharded is not None:
         return model.sharded

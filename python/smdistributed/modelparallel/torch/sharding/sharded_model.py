@@ -3,13 +3,13 @@
 They are replicated over such groups (MiCS: Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on
 Public Cloud").
 
-A unit is an element of the outermost ``nn.ModuleList`` or ``nn.Sequential``, as the layers of a transformer are, or the
-parameters that a module outside of them has itself. Its parameters are gathered before its modules run and freed after.
+A unit is an element of the outermost ``nn.ModuleList`` or ``nn.Sequential``, such as a layer of a transformer, or the
+own parameters of a module outside of them. Its parameters are gathered before its modules run and freed afterwards.
 
-- SDP-1: autograd keeps no whole parameter. What it saves of one is a description, and the backward gathers the unit
-  again when it needs the first of them.
-- SDP-2: the gathers of a microbatch, those of its backward included, follow those of the microbatch before it: the unit
-  that came next there is gathered while this one computes. All ranks have the same order.
+- SDP-1: autograd saves no whole parameter. It saves a description instead, and the backward gathers the unit again
+  when it needs the first of them.
+- SDP-2: each microbatch expects the gathers of the previous one, including those of its backward: the unit that came
+  next there is gathered while the current one computes. All ranks have the same order.
 - SDP-3: gradients of a unit are reduced to their shards when the last of them is complete, at most
   ``sdp_reduce_bucket_size`` elements at a time.
 """
@@ -37,7 +37,7 @@ from smdistributed.modelparallel.torch.sharding.unit import ShardedParameter, Un
 
 
 class _Saved(NamedTuple):
-    """What autograd has saved of a gathered parameter: a view of its memory."""
+    """The description of a gathered parameter that autograd saves: a view of the unit's memory."""
 
     unit: Unit
     at: int
@@ -47,7 +47,7 @@ class _Saved(NamedTuple):
 
 
 class _Gathered(torch.autograd.Function):
-    """The whole parameters of a unit as a function of their shards."""
+    """Computes the whole parameters of a unit from their shards."""
 
     @staticmethod
     def forward(ctx: Any, model: ShardedModel, unit: Unit, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -68,7 +68,8 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Table(dict[str, Any]):
-    """A module's parameters: one that a forward reads elsewhere than in its module's own is gathered then."""
+    """A module's parameters; a parameter that is read outside of the module's own forward is gathered at that
+    moment."""
 
     def __init__(self, content: dict[str, Any], model: ShardedModel) -> None:
         super().__init__(content)
@@ -92,7 +93,7 @@ class _Table(dict[str, Any]):
 
 
 class ShardedModel:
-    """The sharded parameters of a model, and what gathers and reduces them.
+    """The sharded parameters of a model, with their gathers and reductions.
 
     Args:
         groups: The ranks that hold shards together, and those that hold the same shard.
@@ -105,8 +106,8 @@ class ShardedModel:
         slice_groups: As above.
         units: Parameters that are gathered together.
         replicated: Parameters below ``sdp_param_persistence_threshold``, which every rank keeps whole.
-        owners: By the identity of a parameter's shard, its unit.
-        is_running: Whether modules run.
+        owners: For each parameter's shard by id, its unit.
+        is_running: Whether modules are running.
     """
 
     def __init__(self, groups: ShardingGroups, slice_groups: ShardingGroups, cfg: Config) -> None:
@@ -122,13 +123,13 @@ class ShardedModel:
         self._order: list[Unit] = []
         self._previous: dict[bool, list[Unit]] = {}
         self._is_training = False
-        #: Units in the order in which they were gathered, those that nothing uses first to go.
+        #: #: Gathered units; those that are not in use are freed in this order.
         self._present: list[Unit] = []
         self._for_the_forward: list[Unit] = []
         self._saved: dict[int, tuple[Unit, int]] = {}
         self._reductions: deque[tuple[dist.Work, torch.Tensor, torch.Tensor, Unit, list[int], int]] = deque()
         self._reducing = 0
-        #: Whether gradients were averaged over replicas, and none was made since.
+        #: #: Whether gradients were averaged over replicas, and none was computed since.
         self._is_reduced = False
 
     def add_replicated(self, name: str, parameter: nn.Parameter, is_slice: bool) -> None:
@@ -153,10 +154,10 @@ class ShardedModel:
         return unit
 
     def attach(self, needs: dict[nn.Module, list[Unit]]) -> None:
-        """Gathers units before modules run and frees them after.
+        """Gather units before modules run and free them afterwards.
 
         Args:
-            needs: For each module, units that it and the modules in it need.
+            needs: For each module, the units that it and its submodules need.
         """
         for module, units in needs.items():
 
@@ -177,11 +178,11 @@ class ShardedModel:
 
     @property
     def pieces(self) -> dict[int, Piece]:
-        """By the identity of each shard, the part of a parameter that it is."""
+        """Return for each shard by id the part of a parameter that it represents."""
         return {id(each.parameter): each.piece for each in self.parameters()}
 
     def parameters(self) -> Iterator[ShardedParameter]:
-        """All sharded parameters."""
+        """Yield all sharded parameters."""
         for unit in self.units:
             yield from unit.parameters
 
@@ -189,7 +190,7 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Around a forward of the model."""
+        """Return a context for a forward of the model."""
         if self.is_running:
             yield
             return
@@ -206,7 +207,7 @@ class ShardedModel:
                 self.end_microbatch()
 
     def end_microbatch(self) -> None:
-        """Frees what a failed forward, or a backward that reached less, has left."""
+        """Free units that remain after a failed forward, or after a backward that did not reach all of them."""
         if self._order:
             self._previous[self._is_training] = self._order
         self._order = []
@@ -240,7 +241,7 @@ class ShardedModel:
         self._enter(unit)
 
     def _gather(self, unit: Unit) -> tuple[torch.Tensor, ...]:
-        """The whole parameters of a unit; the one that comes next is on its way then."""
+        """Return the whole parameters of a unit, and begin to gather the next one."""
         if unit.full is not None:
             return unit.full
         self._begin_gather(unit, needed=True)
@@ -292,13 +293,13 @@ class ShardedModel:
             return self._gather(saved.unit)[saved.at].as_strided(saved.shape, saved.stride, saved.offset)
 
     def _recomputed(self, unit: Unit, shard: torch.Tensor) -> torch.Tensor:
-        """The whole parameter for a forward that is run again in the backward, which ends at it."""
+        """Return the whole parameter for a forward that runs again in the backward."""
         at = next(at for at, each in enumerate(unit.parameters) if each.parameter is shard)
         with errors.translated(CLASSES):
             return self._gather(unit)[at].detach().requires_grad_(shard.requires_grad)
 
     def _reduce(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Begins to reduce the gradients of a unit, and frees its whole parameters."""
+        """Begin to reduce the gradients of a unit, and free its whole parameters."""
         if unit.users == 0:
             self._free(unit)
         members: list[int] = []
@@ -349,19 +350,19 @@ class ShardedModel:
         """Does nothing: units are freed when their modules have run."""
 
     def begin_step(self) -> None:
-        """Begins a step: gradients that the script has kept after a reduction count."""
+        """Begin a step: gradients that the script has kept after a reduction are included."""
         if self._is_reduced:
             self._is_reduced = False
             for each in self.parameters():
                 each.has_gradient = each.parameter.grad is not None
 
     def finish_backward(self) -> None:
-        """Returns when the gradients of all shards are reduced within the sharding group."""
+        """Wait until the gradients of all shards are reduced within the sharding group."""
         while self._reductions:
             self._finish_reduction()
 
     def cancel(self) -> None:
-        """Ends a failed step, without waiting for other ranks."""
+        """End a failed step, without waiting for other ranks."""
         self._reductions.clear()
         self._reducing = self._live = 0
         self._order, self._present = [], []
@@ -371,9 +372,9 @@ class ShardedModel:
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Averages gradients over replicas: of shards over the ranks with the same shard, of whole ones over all.
+        """Average gradients over replicas: of shards over the ranks with the same shard, of whole ones over all.
 
-        A gradient that no rank has stays none. All ranks of the data-parallel group call it.
+        A parameter without a gradient on any rank keeps none. All ranks of the data-parallel group call it.
         """
         self.finish_backward()
         self._is_reduced = True
@@ -417,11 +418,11 @@ class ShardedModel:
                 each.copy_(part.view(each.shape))
             begin = end
 
-    # Content.
+    # Values.
 
     @torch.no_grad()
     def whole_parameters(self, take: Callable[[str, torch.Tensor], None]) -> None:
-        """Gathers one unit after the other; all ranks of the sharding group call it.
+        """Gather one unit after the other; all ranks of the sharding group call it.
 
         Args:
             take: Called with the name and the whole value of each parameter.

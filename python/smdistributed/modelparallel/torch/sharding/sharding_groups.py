@@ -1,4 +1,4 @@
-"""The groups of sharded data parallelism; the core decides which ranks are in which."""
+"""The groups of sharded data parallelism; the core determines their ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CLASSES: dict[str, Any] = {**CLASSES, "config": SMPConfigError}
 
 
 class ShardingGroups:
-    """The groups that this rank is in.
+    """The groups of this rank.
 
     Args:
         members: Global ranks that hold the same parameters.

@@ -1,9 +1,9 @@
 """The parameters of one layer, sharded over the ranks of a group.
 
-- UNI-1: each parameter is divided by itself into equal shards of one dimension, the last ones padded with zeros
-  (``rust-core/src/sharding.rs``). Shards of a unit lie behind each other, so one all-gather collects the unit.
-- UNI-2: between forwards, modules have the shard as their parameter. While a unit is installed, they have the whole
-  tensor of the last gather in its place.
+- UNI-1: each parameter is divided separately into equal one-dimensional shards, the last ones padded with zeros
+  (``rust-core/src/sharding.rs``). The shards of a unit are concatenated, so one all-gather collects the unit.
+- UNI-2: between forwards, a module's parameter is the shard. While a unit is installed, it is the whole tensor of the
+  last gather.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.torch.sharding.piece import Piece
 from smdistributed.modelparallel.torch.sharding.sharding_groups import ShardingGroups
 
-#: A module and the name under which it has a parameter.
+#: #: A module, and the name of a parameter in it.
 Slot = tuple[nn.Module, str]
 
 
@@ -29,14 +29,14 @@ class ShardedParameter:
     Args:
         name: Its name in the model.
         parameter: The parameter with its whole value; it becomes this rank's shard.
-        slots: Where modules have it.
+        slots: The modules that contain it, with its names in them.
         ranks: The number of shards.
-        rank: This rank's.
+        rank: This rank's shard.
 
     Attributes:
         piece: The elements that this rank holds.
-        elems: Elements of a shard, padding included.
-        offset: Where the shard begins among those of its unit.
+        elems: Number of elements of a shard, with padding.
+        offset: Offset of the shard among those of its unit.
         has_gradient: Whether a backward has reached it since the last reduction over replicas.
     """
 
@@ -48,16 +48,16 @@ class ShardedParameter:
         self.piece = Piece(name, start, min(start + self.elems, self.numel), self.shape, True)
         self.offset = 0
         self.has_gradient = False
-        # Scripts count parameters by them.
+        # Attributes with which scripts for DeepSpeed count parameters.
         parameter.ds_shape, parameter.ds_numel = torch.Size(self.shape), self.numel  # type: ignore[attr-defined]
 
     def copy_from(self, value: torch.Tensor) -> None:
-        """Copies this rank's elements of a tensor like the whole parameter."""
+        """Copy this rank's elements of a tensor like the whole parameter."""
         own = self.piece.cut(value)
         self.parameter.data[: own.numel()].copy_(own)
 
     def add_gradient(self, gradient: torch.Tensor) -> None:
-        """Adds to the gradient of the shard; takes over the tensor's memory if there is none yet."""
+        """Add to the gradient of the shard; takes over the tensor's memory if there is no gradient yet."""
         if self.parameter.grad is None:
             self.parameter.grad = gradient
         else:
@@ -92,7 +92,7 @@ class Unit:
             own = each.piece.cut(each.parameter.detach())
             view = self._flat[offset : offset + each.elems]
             view[: own.numel()].copy_(own)
-            # The whole value is freed here, parameter by parameter.
+            # The whole values are freed here, one parameter after the other.
             each.parameter.data = view
             offset += each.elems
         self.users = 0
@@ -101,23 +101,23 @@ class Unit:
 
     @property
     def is_present(self) -> bool:
-        """Whether the unit takes memory beside its shards."""
+        """Whether the unit takes memory in addition to its shards."""
         return self.full is not None or self._pending is not None
 
     @property
     def is_trained(self) -> bool:
-        """Whether a backward reaches the unit."""
+        """Whether the unit requires gradients."""
         return any(each.parameter.requires_grad for each in self.parameters)
 
     def begin_gather(self) -> None:
-        """Starts the all-gather, unless it was started."""
+        """Start the all-gather, unless it was started."""
         if not self.is_present:
             whole = torch.empty(self.elems, dtype=self._flat.dtype, device=self._flat.device)
             self._pending = dist.all_gather_into_tensor(whole, self._flat, self.groups.sharding, async_op=True), whole
 
     @torch.no_grad()
     def finish_gather(self) -> tuple[torch.Tensor, ...]:
-        """Returns the whole parameters when they are there."""
+        """Wait for the all-gather and return the whole parameters."""
         if self.full is None:
             assert self._pending is not None
             (work, whole), self._pending = self._pending, None
@@ -131,29 +131,29 @@ class Unit:
         return self.full
 
     def free(self) -> None:
-        """Frees the whole parameters, when no operation needs them any more."""
+        """Free the whole parameters, once no operation needs them any more."""
         if self._pending is not None:
             self.finish_gather()
         self.full = None
 
     def forget(self) -> None:
-        """Drops a gather without waiting for it, after a failed step."""
+        """Drop a gather without waiting for it, after a failed step."""
         self._pending = self.full = None
         self.users = 0
         self.uninstall()
 
     def install(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Gives modules these tensors as their parameters."""
+        """Set the modules' parameters to these tensors."""
         for each, tensor in zip(self.parameters, tensors, strict=True):
             _set(each.slots, tensor)
 
     def uninstall(self) -> None:
-        """Gives modules the shards as their parameters."""
+        """Set the modules' parameters to the shards."""
         for each in self.parameters:
             _set(each.slots, each.parameter)
 
     def rows_of(self, members: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Gradients of some parameters, by shards: one row for each rank."""
+        """Concatenate gradients of some parameters by shards: one row for each rank."""
         width = sum(self.parameters[at].elems for at in members)
         rows = torch.zeros(self._ranks, width, dtype=self._flat.dtype, device=self._flat.device)
         begin = 0
@@ -170,5 +170,5 @@ def _set(slots: Sequence[Slot], tensor: Any) -> None:
     for module, name in slots:
         module._parameters[name] = tensor
         if isinstance(module, nn.RNNBase):
-            # It keeps its parameters in a list as well.
+            # Recurrent modules also keep a list of their parameters.
             module._flat_weights = [module._parameters.get(each) for each in module._flat_weights_names]

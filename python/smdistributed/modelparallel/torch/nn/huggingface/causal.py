@@ -1,4 +1,4 @@
-"""How causal language models of Hugging Face become :class:`DistributedTransformerLMHead`."""
+"""Replaces causal language models of Hugging Face by :class:`DistributedTransformerLMHead`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from smdistributed.modelparallel.torch.nn.lm_head import DistributedTransformerL
 from smdistributed.modelparallel.torch.nn.registry import Registration, StateTranslations
 from smdistributed.modelparallel.torch.nn.rotary import Rotary
 
-#: Arguments of `forward` that choose what is returned beside logits and loss, or that have no effect in training.
+#: #: Arguments of `forward` that request further results, or that have no effect in training.
 _OUTPUTS = ("output_attentions", "output_hidden_states")
 _IGNORED = {"use_cache", "return_dict", "cache_position", "logits_to_keep", "num_items_in_batch", *_OUTPUTS}
 
@@ -26,7 +26,8 @@ def causal(table: NameTable, arguments: Callable[[nn.Module, Any], dict[str, Any
 
     Args:
         table: Names of its weights.
-        arguments: From the model and its configuration, the keyword arguments of ``DistributedTransformerLMHead``.
+        arguments: Returns the keyword arguments of ``DistributedTransformerLMHead`` for a model and its
+        configuration.
 
     Returns:
         The registration.
@@ -70,10 +71,10 @@ def _forward(
     position_ids: torch.Tensor | None = None,
     **rest: Any,
 ) -> tuple[tuple[Any], dict[str, Any]]:
-    """The arguments of the distributed module, for those of Hugging Face's models; most are passed by name."""
+    """Convert arguments of Hugging Face's models to those of the distributed module; most are passed by name."""
     labels = rest.pop("labels", None)
     if isinstance(past_key_values, torch.Tensor):
-        # Newer models have the mask second.
+        # In newer models, the mask is the second argument.
         attention_mask, past_key_values = past_key_values, None
     if input_ids is None or past_key_values is not None:
         raise SMPUnsupportedError("a distributed model takes `input_ids`, and no embeddings and no cache")
@@ -102,7 +103,7 @@ def rotary_of(module: nn.Module) -> Rotary:
         module: The model.
 
     Returns:
-        It.
+        The rotary embedding.
 
     Raises:
         SMPUnsupportedError: Its frequencies depend on the length of the sequence.

@@ -1,4 +1,4 @@
-"""How the encoders of BERT and its relatives become :class:`DistributedTransformer`."""
+"""Replaces the encoders of BERT and related models by :class:`DistributedTransformer`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from smdistributed.modelparallel.torch.nn.huggingface.names import State
 from smdistributed.modelparallel.torch.nn.registry import Registration
 from smdistributed.modelparallel.torch.nn.transformer import DistributedTransformer
 
-#: Of a layer: the name here and there; weights keep their layout.
+#: #: The names of a layer's weights, in the distributed module and in Hugging Face's; their layouts are equal.
 LAYER = {
     "attention.query": "attention.self.query",
     "attention.key": "attention.self.key",
@@ -32,7 +32,7 @@ _THEIRS = re.compile(r"(?P<prefix>(?:.*\.)?)layer\.(?P<layer>\d+)\.(?P<name>.+)\
 
 
 def _renamed(state_dict: State, pattern: re.Pattern[str], container: str, names: Mapping[str, str]) -> dict[str, Any]:
-    """A state in which the layers have other names; other modules of the model keep theirs."""
+    """Rename the layers in a state; other modules of the model keep their names."""
     result = {}
     for name, tensor in state_dict.items():
         found = pattern.fullmatch(name)
@@ -46,15 +46,15 @@ def translations() -> tuple[Callable[..., dict[str, Any]], Callable[..., dict[st
     """Return the two public functions of an encoder.
 
     Returns:
-        To the names of Hugging Face's model, and from them.
+        The function to the names of Hugging Face's model, and that from them.
     """
 
     def to_hf(state_dict: State, max_seq_len: int | None = None) -> dict[str, Any]:
         """Translate the state of a model with a distributed encoder to that of Hugging Face's model.
 
         Args:
-            state_dict: Of ``model.state_dict()``.
-            max_seq_len: Adds the numbers of this many positions, which older versions of transformers expect.
+            state_dict: The result of ``model.state_dict()``.
+            max_seq_len: Adds this many position ids, which older versions of transformers expect.
 
         Returns:
             The state.
@@ -71,10 +71,10 @@ def translations() -> tuple[Callable[..., dict[str, Any]], Callable[..., dict[st
         """Translate the state of Hugging Face's model to that of a model with a distributed encoder.
 
         Args:
-            state_dict: Of the model, or of a file of its weights.
+            state_dict: The state of the model, or of a file of its weights.
 
         Returns:
-            What ``model.load_state_dict()`` takes.
+            A state for ``model.load_state_dict()``.
         """
         names = {theirs: ours for ours, theirs in LAYER.items()}
         weights = {name: tensor for name, tensor in state_dict.items() if not name.endswith("embeddings.position_ids")}
@@ -119,7 +119,7 @@ def encoder() -> Registration:
     return Registration(DistributedTransformer, arguments, _forward, _output, translate, lambda module: translations())
 
 
-#: Arguments that older versions pass by place after the two that count.
+#: #: Further positional arguments of older versions.
 _LATER: Sequence[str] = (
     "head_mask", "encoder_hidden_states", "encoder_attention_mask", "past_key_values", "use_cache",
     "output_attentions", "output_hidden_states", "return_dict",
@@ -130,7 +130,7 @@ _IGNORED = ("use_cache", "return_dict", "past_key_values")
 def _forward(
     hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, *more: Any, **rest: Any
 ) -> tuple[tuple[Any], dict[str, Any]]:
-    """The arguments of the distributed module; the mask is a boolean one or is added to scores."""
+    """Convert the arguments for the distributed module; the mask is a boolean one or is added to scores."""
     rest |= dict(zip(_LATER, more, strict=False))
     head_mask = rest.get("head_mask")
     if isinstance(head_mask, list) and all(each is None for each in head_mask):
@@ -142,7 +142,7 @@ def _forward(
         additive = torch.zeros_like(attention_mask, dtype=hidden_states.dtype)
         attention_mask = additive.masked_fill(~attention_mask, torch.finfo(hidden_states.dtype).min)
     if collectives.tp_size() > 1 and not layout.is_prescaled():
-        # Without padding in its batch, a rank has no mask, and the masks of the group are gathered.
+        # A rank whose batch has no padding may have no mask, but the masks of the group are gathered.
         batch, length = hidden_states.shape[:2]
         if attention_mask is None:
             attention_mask = torch.zeros((1, 1, 1, 1), dtype=hidden_states.dtype, device=hidden_states.device)

@@ -24,7 +24,7 @@ NAMES = NameTable(
     rest=[
         Weight(("embeddings.word_embedding.weight",), "gpt_neox.embed_in.weight"),
         *product("lm_head.layernorm", "gpt_neox.final_layer_norm"),
-        # `from_pretrained` of every version knows the older name, which files have.
+        # The older name, which files contain and `from_pretrained` of every version accepts.
         Weight(("lm_head.weight",), "embed_out.weight", other_name="lm_head.weight"),
     ],
 )

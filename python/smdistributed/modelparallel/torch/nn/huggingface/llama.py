@@ -42,7 +42,7 @@ def llama_arguments(
         config: Its configuration.
         qkv_bias: Whether query, key and value have biases.
         dense_bias: Whether the output projection has one.
-        windows: How many tokens a token sees, by layer.
+        windows: Number of tokens to which a token attends, by layer.
 
     Returns:
         Keyword arguments.

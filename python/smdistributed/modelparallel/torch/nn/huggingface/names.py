@@ -1,6 +1,6 @@
-"""Names and layouts of weights: of Hugging Face's models, and of the distributed modules in their place.
+"""Names and layouts of weights in Hugging Face's models, and in the distributed modules that replace them.
 
-Translations move and transpose whole tensors, so weights go both ways bit for bit.
+Translations only move and transpose tensors, so they are exact in both directions.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from smdistributed.modelparallel.exceptions import SMPCheckpointError
 
 State = Mapping[str, Any]
 
-#: Whether a state is of one rank; it stays as it is.
+#: #: Marks a state of one rank, which is not translated.
 _PARTIAL = "_smp_is_partial"
-#: What older versions of transformers keep in states beside weights.
+#: #: Suffixes of buffers in the states of older versions of transformers, which are not weights.
 _BUFFERS = re.compile(
     r".*\.(attn|attention|self_attn)\.(\w+\.)*(bias|masked_bias|inv_freq|embed_positions)|.*\.position_ids|.*\.inv_freq"
 )
@@ -26,14 +26,14 @@ _BUFFERS = re.compile(
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight with one counterpart, or several that are one tensor there.
+    """A weight of Hugging Face's model, and the weights of the distributed module that correspond to it.
 
     Attributes:
-        ours: Names here.
-        theirs: The name there.
-        is_transposed: Whether matrices are stored as ``[in, out]`` there.
-        is_by_head: Whether a tensor of several has the rows of each head together: query, key and value of head 0, and
-            so on.
+        ours: Names in the distributed module.
+        theirs: The name in Hugging Face's model.
+        is_transposed: Whether Hugging Face's model stores matrices as ``[in, out]``.
+        is_by_head: Whether a combined tensor has the rows of each head together: query, key and value of head 0, and
+        so on.
     """
 
     ours: tuple[str, ...]
@@ -43,7 +43,7 @@ class Weight:
     other_name: str | None = None
 
     def split(self, tensor: torch.Tensor, heads: int | None) -> list[torch.Tensor]:
-        """Return the tensors here for the one there."""
+        """Return the distributed module's tensors for Hugging Face's tensor."""
         if self.is_transposed and tensor.dim() == 2:
             tensor = tensor.t()
         count = len(self.ours)
@@ -55,7 +55,7 @@ class Weight:
         return [rows[:, place].reshape(-1, *tensor.shape[1:]) for place in range(count)]
 
     def join(self, tensors: Sequence[torch.Tensor], heads: int | None) -> torch.Tensor:
-        """Return the tensor there for those here."""
+        """Return Hugging Face's tensor for those of the distributed module."""
         if len(tensors) == 1:
             whole = tensors[0]
         elif self.is_by_head:
@@ -77,10 +77,10 @@ def product(ours: str | Sequence[str], theirs: str, transposed: bool = False, by
     """Return the weight and the bias of a layer.
 
     Args:
-        ours: Its name here, or several.
-        theirs: Its name there.
-        transposed: As of :class:`Weight`.
-        by_head: As of :class:`Weight`.
+        ours: Its name in the distributed module, or several.
+        theirs: Its name in Hugging Face's model.
+        transposed: As ``is_transposed`` of :class:`Weight`.
+        by_head: As ``is_by_head`` of :class:`Weight`.
 
     Returns:
         Both.
@@ -97,11 +97,11 @@ class NameTable:
     """The weights of one architecture.
 
     Attributes:
-        base: Prefix there of what a model without a head has.
-        layers: Prefix of a layer there, after ``base``, with ``{}`` for its number.
-        layer: Weights of a layer; names here are relative to ``transformer.seq_layers.{}.``.
-        rest: Other weights, with whole names.
-        masks: Names of the causal masks that older versions of transformers keep in states, relative to a layer.
+        base: Prefix in Hugging Face's model of all weights except the head's.
+        layers: Prefix of a layer in Hugging Face's model, after ``base``, with ``{}`` for its number.
+        layer: Weights of a layer; our names are relative to ``transformer.seq_layers.{}.``.
+        rest: Other weights, with complete names.
+        masks: Names of causal masks in the states of older versions of transformers, relative to a layer.
     """
 
     base: str
@@ -114,11 +114,11 @@ class NameTable:
         """Translate a state of Hugging Face's model.
 
         Args:
-            state_dict: Whole tensors by names there, with or without the prefix of the model without a head.
-            heads: Attention heads, where rows are grouped by them.
+            state_dict: Whole tensors by Hugging Face's names, with or without ``base``.
+            heads: Number of attention heads, if rows are grouped by them.
 
         Returns:
-            Whole tensors by names here.
+            Whole tensors by our names.
 
         Raises:
             SMPCheckpointError: A name is unknown.
@@ -137,7 +137,7 @@ class NameTable:
                 raise SMPCheckpointError(f"`{name}` is no weight of this architecture")
         head, words = "lm_head.weight", "embeddings.word_embedding.weight"
         if head not in result and words in result and any(head in weight.ours for weight in self.rest):
-            # It is tied, and the file has it once.
+            # A tied weight, which the file contains once.
             result[head] = result[words]
         return result
 
@@ -145,12 +145,12 @@ class NameTable:
         """Translate a state to the names of Hugging Face's model.
 
         Args:
-            state_dict: Whole tensors by names here.
+            state_dict: Whole tensors by our names.
             max_seq_len: Adds the causal masks of this size that older versions of transformers expect.
-            heads: Attention heads, where rows are grouped by them.
+            heads: Number of attention heads, if rows are grouped by them.
 
         Returns:
-            Whole tensors by names there.
+            Whole tensors by Hugging Face's names.
 
         Raises:
             SMPCheckpointError: A name is unknown.
@@ -200,10 +200,10 @@ def translations(table: NameTable) -> tuple[Callable[..., dict[str, Any]], Calla
     """Return the two public functions of an architecture.
 
     Args:
-        table: Its weights.
+        table: The names of its weights.
 
     Returns:
-        To the names of Hugging Face's model, and from them.
+        The function to the names of Hugging Face's model, and that from them.
     """
 
     def to_hf(
@@ -212,9 +212,9 @@ def translations(table: NameTable) -> tuple[Callable[..., dict[str, Any]], Calla
         """Translate the state of a distributed model to that of Hugging Face's model.
 
         Args:
-            state_dict: Of ``model.state_dict()``.
+            state_dict: The result of ``model.state_dict()``.
             max_seq_len: Adds the causal masks of this size that older versions of transformers expect.
-            num_attention_heads: Needed by architectures whose weights have the rows of each head together.
+            num_attention_heads: Required for architectures whose weights have the rows of each head together.
 
         Returns:
             The state.
@@ -225,11 +225,11 @@ def translations(table: NameTable) -> tuple[Callable[..., dict[str, Any]], Calla
         """Translate the state of Hugging Face's model to that of a distributed model.
 
         Args:
-            state_dict: Of the model, or of a file of its weights.
-            num_attention_heads: Needed by architectures whose weights have the rows of each head together.
+            state_dict: The state of the model, or of a file of its weights.
+            num_attention_heads: Required for architectures whose weights have the rows of each head together.
 
         Returns:
-            What ``model.load_state_dict()`` takes.
+            A state for ``model.load_state_dict()``.
         """
         return table.from_hf(state_dict, num_attention_heads)
 
