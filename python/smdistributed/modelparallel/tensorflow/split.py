@@ -39,8 +39,7 @@ def split(value: Any, name: str, microbatches: int, axis: int, keep: bool, uneve
 
 
 def _make_sequence(like: Any, items: list[Any]) -> Any:
-    """Return a plain list or tuple, because TensorFlow wraps those that are attributes of a module in its own
-    classes."""
+    """Return a plain list or tuple, because TensorFlow replaces those in attributes of a module by own classes."""
     return tuple(items) if isinstance(like, tuple) else items
 
 

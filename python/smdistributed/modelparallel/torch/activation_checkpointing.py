@@ -71,8 +71,7 @@ def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, *
 
 
 def _run(function: Callable[..., Any], preserve_rng_state: bool, *args: Any, **kwargs: Any) -> Any:
-    """Run PyTorch's checkpoint, which saves the arguments with the hooks around it, and other tensors with its
-    own."""
+    """Run PyTorch's checkpoint, which saves the arguments with the hooks around it, and other tensors with its own."""
     counter = cost_model.counter()
     if counter is not None:
         with counter.recomputing(args, kwargs):
@@ -88,8 +87,7 @@ def _run(function: Callable[..., Any], preserve_rng_state: bool, *args: Any, **k
 
 @contextlib.contextmanager
 def torch_checkpoints() -> Iterator[None]:
-    """Return a context for PyTorch's own checkpointing in a step, such as that of
-    ``gradient_checkpointing_enable()``.
+    """Return a context for PyTorch's own checkpointing in a step, such as that of ``gradient_checkpointing_enable()``.
 
     In a module on one partition, the checkpoint is a part of the task. The reentrant variant would run a backward
     inside of the pipeline's backward and bypass its gradients of weights, so the other variant runs instead;

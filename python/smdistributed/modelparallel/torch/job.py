@@ -51,8 +51,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
 
 
 def _require_equal(cfg: configuration.Config) -> None:
-    """Compare the configurations of all ranks: with different degrees, they would create different groups and wait
-    forever.
+    """Compare the configurations of all ranks; with different degrees, their groups would differ and wait forever.
 
     Raises:
         SMPConfigError: A value differs; the same text on all ranks.

@@ -50,8 +50,7 @@ class Accumulator:
         return tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=value)
 
     def end(self, after: Sequence[tf.Operation]) -> tuple[tf.Tensor, tf.Operation]:
-        """Return the sum after ``after``, and the operation that frees the variable, so that the sum owns its
-        memory."""
+        """Return the sum after ``after``, and the operation that frees the variable, which the sum then owns alone."""
         with tf.device(self._device):
             with tf.control_dependencies(after):
                 value = tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=self._like.dtype)

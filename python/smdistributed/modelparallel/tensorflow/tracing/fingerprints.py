@@ -25,8 +25,7 @@ class OpFingerprints:
         self._functions: dict[str, str] = {}
 
     def of(self, op: tf.Operation) -> str:
-        """Return the text: the values of a small constant, or else a digest; empty for attributes that are only
-        types."""
+        """Return the text: values of a small constant, or a digest; empty if all attributes are types."""
         node = op.node_def
         if op.type == "Const" and op.outputs[0].shape.num_elements() <= _MAX_INLINE_ELEMENTS:
             return f"[{' '.join(map(str, tf.make_ndarray(node.attr['value'].tensor).ravel()))}]"

@@ -179,8 +179,7 @@ def _of_same_numbers(tensor: tf.Tensor) -> list[tf.Tensor]:
 
 
 def _has_numbers(tensor: tf.Tensor) -> bool:
-    """Return whether a tensor may contain elements of a gradient: it has several, and is not a comparison's
-    result."""
+    """Return whether a tensor may contain elements of a gradient: it has several, and is not a comparison's result."""
     return tensor.shape.rank != 0 and tensor.dtype != tf.bool
 
 

@@ -352,8 +352,7 @@ def _refuse_pairs(value: Any) -> None:
 
 @contextmanager
 def _tapes_remember() -> Iterator[None]:
-    """Return a context in which tapes record which operation's gradient is being computed, as ``tf.gradients``
-    does."""
+    """Return a context in which tapes record which operation's gradient is being computed, as ``tf.gradients`` does."""
     plain = backprop._gradient_function
 
     @functools.wraps(plain)

@@ -24,8 +24,7 @@ def safetensors_instead(file: Path) -> Path | None:
 
 
 def read_safetensors(file: Path, model: DistributedModel) -> dict[str, Any]:
-    """Read a whole model's state. Shared tensors, which the file has under one name, are added under their other
-    names.
+    """Read a whole model's state. Shared tensors, which the file has under one name, are added under their other names.
 
     Args:
         file: The file.

@@ -39,8 +39,7 @@ _WITHOUT_EFFECT = {
 
 @contextmanager
 def tensor_parallelism(enabled: bool = True, **kwargs: Any) -> Iterator[None]:
-    """Mark modules that are created in the context, so that ``smp.DistributedModel`` replaces them by distributed
-    ones.
+    """Mark modules that are created in the context, so that ``smp.DistributedModel`` replaces them by distributed ones.
 
     If marked modules contain each other, only the outermost one with a supported class is replaced. The innermost
     context takes precedence.

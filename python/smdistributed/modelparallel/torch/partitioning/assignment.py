@@ -72,8 +72,7 @@ def device_memory() -> int | None:
 
 
 def by_hand(module: nn.Module, manual: dict[str, int], default: int, partitions: int) -> dict[str, int]:
-    """Return the script's partitions; a module without one has that of its nearest ancestor with one, or the
-    default."""
+    """Return the script's partitions; a module without one has that of its nearest ancestor, or the default."""
     found: dict[str, int] = {}
     for path, _ in module.named_modules():
         above = path.rpartition(".")[0]

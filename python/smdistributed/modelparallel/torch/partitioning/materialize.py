@@ -232,8 +232,7 @@ def inside_first(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn
 
 
 def _find_owners(module: nn.Module, owner: nn.Module | None, owners: dict[int, nn.Module]) -> None:
-    """Find for every module the nearest one among it and its ancestors with Hugging Face's
-    ``_init_weights(module)``."""
+    """Find for every module the nearest one, itself or an ancestor, that has Hugging Face's ``_init_weights``."""
     own = getattr(module, "_init_weights", None)
     if callable(own) and len(inspect.signature(own).parameters) == 1:
         owner = module

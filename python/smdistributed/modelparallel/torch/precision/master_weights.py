@@ -141,8 +141,7 @@ class MasterWeights:
         return bool(found)
 
     def gradients(self, sources: set[int]) -> list[torch.Tensor]:
-        """Return the gradients of these parameters, given by id, that the wrapped optimizer uses; after
-        :meth:`unscale`."""
+        """Return the gradients of these parameters (ids) that the wrapped optimizer uses; after :meth:`unscale`."""
         masters = [(half, master) for half, master, _ in self._all_rows()]
         pairs = [*masters, *((each, each) for each in self._others)]
         return [own.grad for source, own in pairs if id(source) in sources and own.grad is not None]

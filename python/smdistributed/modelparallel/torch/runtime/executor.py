@@ -148,8 +148,7 @@ class Executor:
     # One method for each action. `run` calls them in the order of a program, and the recording for early stages.
 
     def forward(self, mb: Microbatch, number: int, backward_is_near: bool = False) -> None:
-        """Run the forward of a stage whose inputs are on this rank; ``backward_is_near`` prevents offloading
-        (OFF-1)."""
+        """Run the forward of a stage whose inputs are here; ``backward_is_near`` prevents offloading (OFF-1)."""
         start = _core.timeline_now()
         graph, stage = mb.stage_graph, mb.stage_graph.stages[number]
         has_backward = stage.has_backward or self._early
@@ -431,8 +430,7 @@ class Executor:
         _core.timeline_stage("send", number, mb.recording.microbatch, start)
 
     def receive_forward(self, mb: Microbatch, number: int, producer: int) -> Callable[[], None]:
-        """Post the receives of values from a producer stage on another rank; return a function that waits for
-        them."""
+        """Post the receives of values from a producer stage on another rank; return a function that waits for them."""
         graph = mb.stage_graph
         source = graph.stages[producer].rank
         values = graph.stages[number].inputs[producer]

@@ -138,8 +138,7 @@ class GradientReducer:
         return self._steps % self._passes == 0
 
     def _update_reducer(self, named: Named) -> None:
-        """Create a reducer if the parameters have changed, which happens on all replicas in the same way.
-        Collective."""
+        """Create a reducer if the parameters have changed, as they do on all replicas alike. Collective."""
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         parameters = [parameter for _, parameter in trained]
         same = len(parameters) == len(self._parameters) and all(map(_is, parameters, self._parameters))

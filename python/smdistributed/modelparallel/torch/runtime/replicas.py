@@ -72,8 +72,7 @@ class Replicas:
         return self._reducer is not None
 
     def gradient_scale(self, microbatches: int) -> float:
-        """Return the factor of each microbatch's gradients. A communication hook averages over microbatches
-        itself."""
+        """Return the factor of each microbatch's gradients. A communication hook averages over microbatches itself."""
         has_hook = self._reducer is not None and self._reducer.hook is not None
         return 1.0 / microbatches if self._average and not has_hook else 1.0
 
@@ -121,8 +120,7 @@ class Replicas:
             materialize.broadcast([*model.local_parameters(), *model.local_buffers()], self._group, source)
 
     def must_reduce(self, has_backward: bool) -> bool:
-        """Return whether gradients are reduced in this step. Inside of ``model.join()``, the replicas exchange
-        that."""
+        """Return whether gradients are reduced in this step. Inside of ``model.join()``, the replicas exchange that."""
         return has_backward if self.join_context is None else any(self.join_context.round(has_backward))
 
     def join_shadow(self, model: DistributedModel) -> None:

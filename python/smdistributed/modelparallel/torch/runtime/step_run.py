@@ -66,8 +66,7 @@ class StepRun:
 
     @property
     def scale(self) -> float:
-        """Return the factor of each microbatch's gradients; the partition in the first step may load the loss
-        scale."""
+        """Return the factor of each microbatch's gradients; the partition in the first step may load the loss scale."""
         return self._gradient_scale * state.loss_scale
 
     def model_was_partitioned(self) -> None:

@@ -1,5 +1,4 @@
-"""Divides a model into units and shards them one after the other, so that delayed parameters never exist as a
-whole."""
+"""Divides a model into units and shards them one after the other, so that delayed parameters never exist as a whole."""
 
 from __future__ import annotations
 

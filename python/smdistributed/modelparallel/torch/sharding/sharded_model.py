@@ -68,8 +68,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Table(dict[str, Any]):
-    """A module's parameters; a parameter that is read outside of the module's own forward is gathered at that
-    moment."""
+    """A module's parameters; a parameter that is read outside of the module's own forward is gathered then."""
 
     def __init__(self, content: dict[str, Any], model: ShardedModel) -> None:
         super().__init__(content)

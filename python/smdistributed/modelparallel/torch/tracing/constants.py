@@ -1,15 +1,15 @@
-"""Values that a step's body reads from constant tensors, such as masks made of positions, which no microbatch changes.
+"""Values that a step's body reads from constant tensors, such as masks of positions, equal in each microbatch.
 
-Reading a value from a CUDA tensor waits for all work queued in its stream. Bodies read the same in each microbatch:
-transformers looks at ``torch.arange`` for packed sequences, for example. The device is asked once, and the answer is
-remembered:
+Reading a value from a CUDA tensor waits for all work queued in its stream. Bodies read the same values in each
+microbatch: for example, transformers checks ``torch.arange`` for packed sequences. The value is read from the device
+once, and cached:
 
-- CON-1: a tensor is constant if a function of :data:`_FUNCTIONS` made it of constant tensors and of arguments that are
-  no tensors. The function and the arguments identify it, not its address. Tensors that scripts make to be written to
-  (``zeros``, ``full``) are not constant.
-- CON-2: it stays constant until its version changes, or that of a tensor with the same storage, or until a function
-  that is not listed gets it. Such a function may write to it without a new version, or give a way to do so (``data``,
-  ``data_ptr``, collectives).
+- CON-1: a tensor is constant if a function of :data:`_FUNCTIONS` computed it from constant tensors and other
+  arguments. The function and the arguments identify it, not its address. Tensors that scripts create in order to
+  write to them (``zeros``, ``full``) do not count as constant.
+- CON-2: it stays constant until its version, or that of a tensor with the same storage, changes, or until it is
+  passed to a function that is not listed. Such a function may write to it without a new version, or provide access to
+  do so (``data``, ``data_ptr``, collectives).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta, version_of
 
-#: Functions of which the same comes out for the same arguments, in any state of the process.
+#: #: Functions whose results depend only on their arguments.
 _NAMES = (
     "arange", "eye", "tril", "triu",
     "view", "reshape", "expand", "expand_as", "unsqueeze", "squeeze", "flatten", "permute", "transpose", "repeat",
@@ -42,35 +42,35 @@ _LIMIT = 10_000
 
 
 class Constants:
-    """Constant tensors of the bodies of a pipeline's steps, and answers about them.
+    """Constant tensors in the bodies of a pipeline's steps, and values that were read from them.
 
     Args:
-        devices: Types of the devices whose tensors are followed: those on which a question waits.
+        devices: Types of the devices whose tensors are tracked: those on which reading a value waits.
     """
 
     def __init__(self, devices: Sequence[str] = ("cuda",)) -> None:
         self._devices = frozenset(devices)
-        #: By the identity of a tensor: it, its version, and the number of what it was made by.
+        #: #: By the id of a tensor: the tensor, its version, and the number of the call that computed it.
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
-        #: Functions with their arguments, numbered.
+        #: #: Function calls with their arguments, numbered.
         self._producers: dict[Any, int] = {}
         self._answers: dict[Any, Any] = {}
 
     def end_of_body(self) -> None:
-        """Forgets the tensors of a microbatch, and keeps the answers."""
+        """Forget the tensors of a microbatch, and keep the values that were read."""
         self._known.clear()
 
     def call(self, func: Any, key: Any, tensors: Sequence[Any], compute: Callable[[], Any]) -> Any:
-        """Calls a function of replicated tensors.
+        """Call a function of replicated tensors.
 
         Args:
             func: The function.
-            key: A description of its arguments but for the numbers of tensors; ``None`` if there is none.
+            key: A description of its arguments without the values of tensors; ``None`` if there is none.
             tensors: The tensors among its arguments, in the order of the description.
-            compute: The call.
+            compute: Calls the function.
 
         Returns:
-            What the function returns, or returned for the same constants before.
+            The function's result, possibly from an earlier call with the same constants.
         """
         if func in _QUESTIONS:
             producer = self._producer_of(tensors[0]) if len(tensors) == 1 else None
@@ -80,7 +80,7 @@ class Constants:
             if question not in self._answers:
                 answer = compute()
                 if isinstance(answer, list):
-                    # The caller may change it, and it may be long.
+                    # Not cached, because the caller may change the list, and it may be long.
                     return answer
                 self._answers[question] = answer
             return self._answers[question]

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 class CopyOnWriteTensors:
-    """The replicated tensors that tasks of one step refer to.
+    """The replicated tensors to which tasks of one step refer.
 
     Attributes:
         has_backward: Whether some microbatch has called ``model.backward``.
-        before_write: Called before the body writes to a storage that tasks refer to, if some have run already: autograd
-            may have saved it.
+        before_write: Called before the body writes to a storage to which tasks refer, if some tasks have run already,
+        because autograd may have saved it.
     """
 
     def __init__(self) -> None:
@@ -43,13 +43,13 @@ class CopyOnWriteTensors:
         self._views: dict[int, list[tuple[weakref.ref[RemoteTensor], torch.Tensor]]] = {}
 
     def add(self, task: Task, tensors: Sequence[torch.Tensor], microbatch: int) -> None:
-        """Notes the replicated tensors among the arguments of a task."""
+        """Record the replicated tensors among the arguments of a task."""
         for tensor in tensors:
             if tensor.layout == torch.strided:
                 self._tasks.setdefault(storage_of(tensor), []).append((microbatch, task, tensor))
 
     def add_view(self, remote: RemoteTensor, tensor: torch.Tensor) -> None:
-        """Notes that a located tensor shares its storage with a replicated one."""
+        """Record that a located tensor shares its storage with a replicated one."""
         self._views.setdefault(storage_of(tensor), []).append((weakref.ref(remote), tensor))
 
     def lose_views(self, tensor: torch.Tensor, reason: str) -> None:
@@ -67,7 +67,7 @@ class CopyOnWriteTensors:
             self._views[storage_of(tensor)] = kept
 
     def _saved(self, tensors: Sequence[torch.Tensor], microbatch: int) -> list[tuple[torch.Tensor, int, Task]]:
-        """Tensors in the storages of ``tensors`` that autograd saves for the backward of tasks, with their versions."""
+        """Return tensors in these storages that autograd saves for backwards of tasks, with their versions."""
         found = []
         for storage in {storage_of(tensor) for tensor in tensors}:
             for number, task, _ in self._tasks.get(storage, ()):
@@ -83,12 +83,12 @@ class CopyOnWriteTensors:
         return found
 
     def check_unversioned(self, microbatch: int, tensor: torch.Tensor, name: str) -> None:
-        """Checks that autograd's version counter sees what a task writes to a replicated tensor.
+        """Check that autograd's version counter registers a task's write to a replicated tensor.
 
-        Only tensors whose numbers autograd has saved are checked.
+        Only tensors that autograd has saved are checked.
 
         Raises:
-            SMPUsageError: it does not.
+            SMPUsageError: The write is not registered.
         """
         saved = self._saved([tensor], microbatch)
         if not saved or tensor.is_inference():
@@ -97,10 +97,10 @@ class CopyOnWriteTensors:
         _check_versions(saved, [tensor], name)
 
     def call(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Any], microbatch: int) -> Any:
-        """Calls a function of replicated tensors, which may write to them.
+        """Call a function of replicated tensors, which may write to them.
 
         Raises:
-            SMPUsageError: it wrote to a tensor that a task holds, and its name does not tell.
+            SMPUsageError: It wrote to a tensor to which a task refers, although its name does not show that.
         """
         held = [tensor for tensor in tensors if tensor.layout == torch.strided and self._holds(tensor)]
         if not held:
@@ -131,15 +131,15 @@ class CopyOnWriteTensors:
         return result
 
     def hold_attribute(self, tensor: torch.Tensor, path: str, tasks: Sequence[Task]) -> None:
-        """Notes that the body has assigned a replicated tensor to an attribute, which tasks from now on read."""
+        """Record that the body has assigned a replicated tensor to an attribute, which later tasks may read."""
         if tensor.layout == torch.strided:
             self._attributes.setdefault(storage_of(tensor), []).append((path, tasks, len(tasks), tensor))
 
     def _check_attributes(self, tensors: Sequence[torch.Tensor], func: Any) -> None:
-        """Checks that no task reads these tensors, which the body changes in place, from an attribute.
+        """Check that no task reads these tensors, which the body changes in place, from an attribute.
 
         Raises:
-            SMPUsageError: One may.
+            SMPUsageError: A task may read one.
         """
         for tensor in tensors:
             for path, tasks, count, held in self._attributes.get(storage_of(tensor), ()):
@@ -177,7 +177,7 @@ class CopyOnWriteTensors:
                 copies[id(leaf)] = leaf.clone()
             return copies[id(leaf)]
 
-        # A copy that is made in inference mode could not be saved for a backward.
+        # Copied outside of inference mode, because an inference tensor cannot be saved for a backward.
         with torch._C.DisableTorchFunction(), torch.inference_mode(False):
             for entry in held:
                 if _overlap(entry[-1], tensor):
@@ -188,7 +188,7 @@ class CopyOnWriteTensors:
 
 
 class StorageRange(NamedTuple):
-    """The part of a storage that a strided tensor covers, in bytes."""
+    """The bytes of a storage that a strided tensor covers."""
 
     storage: int
     begin: int
@@ -196,13 +196,13 @@ class StorageRange(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> StorageRange:
-        """The range of a tensor."""
+        """Return the range of a tensor."""
         last = sum((int(size) - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         begin = int(tensor.storage_offset()) * tensor.itemsize
         return cls(storage_of(tensor), begin, begin + (last + 1) * tensor.itemsize if tensor.numel() else begin)
 
     def overlaps(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor shares bytes of the range."""
+        """Return whether a tensor shares bytes of the range."""
         if tensor.layout != torch.strided or storage_of(tensor) != self.storage:
             return False
         other = StorageRange.of(tensor)
@@ -216,19 +216,19 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Identifies the storage of a strided tensor."""
+    """Return an id of the storage of a strided tensor."""
     with torch._C.DisableTorchFunction():
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             tensor = torch._C._functorch.get_unwrapped(tensor)
         return tensor.untyped_storage()._cdata
 
 
-#: Gives a tensor other numbers, also where autograd has saved it.
+#: #: Replaces a tensor's values, even if autograd has saved it.
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def unversioned_write(name: str, saver: Task) -> SMPUsageError:
-    """The error of a write that autograd's version counter does not see."""
+    """Return the error of a write that autograd's version counter does not register."""
     return SMPUsageError(
         f"`{name}` writes in place through `.data` to a tensor that autograd has saved for the backward of "
         f"`{saver.name}`: its gradient would be wrong; write to a copy"
@@ -238,7 +238,7 @@ def unversioned_write(name: str, saver: Task) -> SMPUsageError:
 def _check_versions(
     saved: Sequence[tuple[torch.Tensor, int, Task]], written: Sequence[torch.Tensor], name: str
 ) -> None:
-    """Checks that the versions of saved tensors have changed where something was written to them."""
+    """Check that the versions of saved tensors have changed if they were written to."""
     ranges = [StorageRange.of(tensor) for tensor in written]
     for tensor, version, task in saved:
         if version_of(tensor) == version and any(each.overlaps(tensor) for each in ranges):
@@ -246,7 +246,7 @@ def _check_versions(
 
 
 def _may_write(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a function's name or arguments say that it changes an operand in place."""
+    """Return whether a function's name or arguments show that it changes an operand in place."""
     schemas = getattr(func, "_schemas", None) or getattr(func, "_schema", None)
     if schemas is not None:
         schemas = schemas.values() if isinstance(schemas, dict) else [schemas]
@@ -256,7 +256,7 @@ def _may_write(func: Any, args: Any, kwargs: Any) -> bool:
         return True
     if name.startswith("__"):
         return name in ("__setitem__", "__set__") or (name.startswith("__i") and name not in _NO_WRITES)
-    # Functions take `inplace` by position, too.
+    # `inplace` may be a positional argument.
     return name.endswith("_") or True in [arg for arg in args if type(arg) is bool]
 
 

@@ -1,4 +1,4 @@
-"""Encodes the arguments of a call: values replace tensors, and a key describes them that is equal for equal calls."""
+"""Encodes the arguments of a call: tensors are replaced by values, and a key describes the arguments."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 class Encoder:
-    """Replaces tensors by values, and describes the arguments by a key.
+    """Replaces tensors by values, and describes the arguments by a key that is equal for equal calls.
 
     Attributes:
-        inputs: Values that it met.
-        leaves: All tensors that it met; located ones as values.
-        tensors: The same as the body has them.
-        unknown: Whether it met something that cannot be described.
-        containers: Of the call of a module: lists, dictionaries and objects that it may change
-            (``tracing/object_state.py``).
-        in_containers: Places, among all tensors, of those that are in such containers.
-        may_read: Whether the call is an operation that gets integers instead of tensors if it reads their numbers.
+        inputs: The values among the arguments.
+        leaves: All tensors among the arguments; located ones as values.
+        tensors: The same as the body's tensors.
+        unknown: Whether an argument cannot be described.
+        containers: For a call of a module: lists, dictionaries and objects that it may change
+        (``tracing/object_state.py``).
+        in_containers: Indices, among all tensors, of those that are in such containers.
+        may_read: Whether the operation can get integers instead of tensors if it reads their values.
     """
 
     __slots__ = (
@@ -43,9 +43,9 @@ class Encoder:
         self._located, self._recording = located, recording
         self.containers: list[Any] = []
         self.in_containers: list[int] = []
-        #: Numbers of the containers met so far, by identity.
+        #: #: Numbers of the containers found so far, by id.
         self._known: dict[int, int] = {}
-        #: How many containers surround the item that is being described; -1: containers are not described.
+        #: #: Nesting depth of containers around the current item; -1 if containers are not described.
         self._depth = -1
         self._key: list[Any] = []
         self.inputs: list[Value] = []
@@ -54,20 +54,20 @@ class Encoder:
         self.unknown = self.may_read = False
 
     def key(self) -> Any:
-        """A key that is equal for calls with equal outputs."""
+        """Return a key that is equal for calls with equal outputs."""
         return tuple(self._key)
 
     def stable(self) -> Any:
-        """The key without parts that differ between processes."""
+        """Return the key without parts that differ between processes."""
         return tuple(item for item in self._key if type(item) is not _Identity)
 
     def encode(self, value: Any) -> Any:
-        """Returns the same structure with values in the place of tensors."""
+        """Return the same structure with tensors replaced by values."""
         self._describe(value, 4)
         return pytree.transform(value, self._leaf) if self.inputs else value
 
     def encode_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a module with values, as they are now (OBJ-1)."""
+        """Return the arguments of a module's call with values, in their current state (OBJ-1)."""
         self._depth = 0
         self._describe(args, 4)
         self._key.append(tuple(kwargs))
@@ -112,7 +112,7 @@ class Encoder:
             return
         for base in (int, float, complex, str, bytes):
             if isinstance(value, base):
-                # A subclass of a number or text by the script: its extra attributes do not change the value.
+                # A subclass of a number or text, whose extra attributes do not change the value.
                 key.append((kind.__qualname__, base.__repr__(value)))
                 return
         if kind is slice:
@@ -146,7 +146,7 @@ class Encoder:
             key.append(kind.__qualname__)
             self.unknown = self.unknown or not isinstance(value, Ellipsis.__class__)
             return
-        # Any other object is described by its attributes. Tensors in them are left as they are.
+        # Any other object is described by its attributes; tensors in them are not replaced.
         attributes = Encoder({})
         key.append(kind.__qualname__)
         for name, item in vars(value).items():
@@ -182,7 +182,7 @@ class Encoder:
 
 
 def leave_out(task: Task, unread: Collection[int]) -> None:
-    """Removes tensors that a task never reads from its inputs; ``unread`` are their places among all its tensors."""
+    """Remove tensors that a task never reads from its inputs; ``unread`` are their indices among all its tensors."""
     place = -1
     left: list[Value] = []
 
@@ -201,7 +201,7 @@ def leave_out(task: Task, unread: Collection[int]) -> None:
 
 
 class _Identity:
-    """An object as a part of a key: itself."""
+    """An object as part of a key, compared by identity."""
 
     __slots__ = ("value",)
 

@@ -1,13 +1,14 @@
-"""Interception of module calls while a step is recorded.
+"""Intercepts module calls while a step is recorded.
 
-``nn.Module.__call__``, and that of each class in the model that defines its own, is replaced during recording.
-``super().forward()`` and everything else inside a forward is unchanged. Also replaced are ``nn.Module.__setattr__`` and
-``__delattr__``, because tasks run with the attributes that their modules had at the call, and
+``nn.Module.__call__``, and the method of each class in the model that overrides it, is replaced during the recording.
+``super().forward()`` and all other code inside of a forward is unchanged. Also replaced are ``nn.Module.__setattr__``
+and ``__delattr__``, because tasks run with the attributes that their modules had at the call, and
 ``torch.autograd.Function.apply``, which PyTorch does not pass to function modes.
 
-- HOOK-1: forward hooks are Python code that sees inputs and outputs, so they run in the body, on all ranks.
-- HOOK-2: a module with hooks below it runs its own forward in the body, so that the hooked module is a call of its own.
-  Hooks of ``torch.nn.utils`` that compute parameters, and backward hooks, stay with the module on its partition.
+- HOOK-1: forward hooks are Python code that gets inputs and outputs, so they run in the body, on all ranks.
+- HOOK-2: a module that contains modules with hooks runs its own forward in the body, so that each module with hooks
+  is called there. Hooks of ``torch.nn.utils`` that compute parameters, and backward hooks, stay on the module's
+  partition.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
 from smdistributed.modelparallel.torch.tracing.key_value_caches import without_new_cache
 from smdistributed.modelparallel.torch.tracing.recording import active
 
-#: Tables of hooks of a module that see what goes in or comes out of its forward.
+#: #: Names of a module's tables of hooks that get inputs or outputs of its forward.
 _FORWARD_TABLES = ("_forward_pre_hooks", "_forward_hooks")
 _BACKWARD_TABLES = ("_backward_pre_hooks", "_backward_hooks")
 
 
 class _Hooks:
-    """Which modules of a pipeline have forward hooks, on them or below them."""
+    """The modules of a pipeline with forward hooks, and the modules that contain such modules."""
 
     def __init__(self) -> None:
         self._tables: dict[int, tuple[list[Any], list[Any]]] = {}
-        #: Modules whose hooks run in the body right now.
+        #: #: Modules whose hooks are running in the body.
         self.entered: set[int] = set()
 
     def _of(self, module: nn.Module) -> tuple[list[Any], list[Any]]:
@@ -51,14 +52,14 @@ class _Hooks:
         return known
 
     def below(self, module: nn.Module) -> bool:
-        """Whether a module in it has some."""
+        """Return whether a submodule has forward hooks."""
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             return any(True for _ in module.children())
         tables = self._of(module)[1]
         return any(tables) and any(table and _any_visible(table) for table in tables)
 
     def on(self, module: nn.Module) -> bool:
-        """Whether it has some itself."""
+        """Return whether the module itself has forward hooks."""
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             return True
         tables = self._of(module)[0]
@@ -75,7 +76,7 @@ def _any_visible(table: dict[int, Any]) -> bool:
 
 @contextmanager
 def _tables_replaced(module: nn.Module, keep: Callable[[str, Any], bool]) -> Iterator[None]:
-    """Hooks of a module that ``keep(table, hook)`` refuses are away inside."""
+    """Remove hooks of a module in the context, except those for which ``keep(table, hook)`` is true."""
     originals = {name: getattr(module, name) for name in (*_FORWARD_TABLES, *_BACKWARD_TABLES)}
     try:
         for name, table in originals.items():
@@ -87,7 +88,7 @@ def _tables_replaced(module: nn.Module, keep: Callable[[str, Any], bool]) -> Ite
 
 
 def _without_forward_hooks(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The call of a module on its partition."""
+    """Call a module on its partition."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(
             _tables_replaced(module, lambda name, hook: name in _BACKWARD_TABLES or _computes_parameters(hook))
@@ -108,7 +109,7 @@ def _recorded(original: Callable[..., Any], pipeline: Pipeline, hooks: _Hooks) -
                 self.__dict__["forward"] = own
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # What is called to find its outputs is the module as it was.
+            # The output spec is found with the module's original call.
             restore()
             recording = active.recording
             assert recording is not None
@@ -212,7 +213,7 @@ def _reads_watched(pipeline: Pipeline) -> Callable[[nn.Module, str], Any]:
 
 
 class _Apply:
-    """``torch.autograd.Function.apply`` of one class, as one operation of the recording."""
+    """Records ``torch.autograd.Function.apply`` of one class as one operation."""
 
     def __init__(self, function: type[torch.autograd.Function], original: Callable[..., Any]) -> None:
         self._function, self._original = function, original
@@ -239,7 +240,7 @@ def _applied(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def intercepted(pipeline: Pipeline) -> Iterator[None]:
-    """Modules that are wholly on one partition are recorded inside."""
+    """Return a context in which calls of modules that are on one partition are recorded as tasks."""
     replaced: list[tuple[Any, str, Any, Any]] = []
     hooks = _Hooks()
     for owner in pipeline.callers:

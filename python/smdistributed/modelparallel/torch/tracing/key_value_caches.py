@@ -1,8 +1,8 @@
-"""Caches of keys and values, which models of Hugging Face make by default and which training does not use.
+"""Key-value caches, which models of Hugging Face create by default and which training does not use.
 
-A layer gets the cache with the keys and values of all layers before it. Over partitions these would be described,
-compared and carried with each call, and their number grows with the square of the layers. As transformers itself does
-with activation checkpointing, a model that trains makes none, unless the call asks for it (KVC-1).
+A layer gets the cache with the keys and values of all earlier layers. In a pipeline, these would be described,
+compared and sent with each call, and their number grows with the square of the layers. As transformers itself does
+with activation checkpointing, a model in training mode creates no cache, unless the call requests it (KVC-1).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import nn
 
 from smdistributed.modelparallel.torch.runtime.fallbacks import script_level
 
-#: Arguments that bring a cache.
+#: #: Arguments that pass a cache.
 _CACHES = ("past_key_values", "past_key_value", "cache_params")
 
 
 def without_new_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments with which a module that is spread over partitions is called.
+    """Return the keyword arguments for a module that is divided among partitions.
 
     Args:
         module: The module.
@@ -29,8 +29,9 @@ def without_new_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         kwargs: Keyword arguments of the call.
 
     Returns:
-        ``kwargs``, with ``use_cache=False`` if the module trains, would make a cache by its configuration, and is
-        neither told to nor given one. For a model that can generate, a warning says so once.
+        ``kwargs``, with ``use_cache=False`` if the module is in training mode, would create a cache by its
+        configuration, and the call neither passes a cache nor requests one. For a model that can generate, a warning
+        says so once.
     """
     if not module.training or not getattr(getattr(module, "config", None), "use_cache", False):
         return kwargs
@@ -47,7 +48,7 @@ def without_new_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 @functools.cache
 def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
-    """The names of the arguments that a class's ``forward`` takes."""
+    """Return the names of the arguments of a class's ``forward``."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 

@@ -1,6 +1,6 @@
-"""Indexing by a boolean mask, and repetition by counts, where the mask or the counts are replicated.
+"""Indexing by a replicated boolean mask, and repetition by replicated counts.
 
-Every rank knows the shape of the result.
+Every rank knows the shape of the result, because it has the values of the mask or of the counts.
 
 - MSK-1: ``x[mask]`` is recorded as the equivalent ``x[mask.nonzero(as_tuple=True)]``. The shapes of the indices
   determine the shape of the result, so signatures and equal microbatches are found by shapes, as for any other
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 _GETITEM = torch.Tensor.__getitem__
 _MASKED_SELECT = frozenset({torch.masked_select, torch.Tensor.masked_select})
-#: Operations whose results have as many elements as a mask says.
+#: #: Operations whose result's shape depends on a mask's values.
 SELECTIONS = frozenset({_GETITEM, *_MASKED_SELECT})
-#: Operations whose results have as many elements as counts say.
+#: #: Operations whose result's shape depends on counts.
 REPETITIONS = frozenset({torch.repeat_interleave, torch.Tensor.repeat_interleave})
 
 
 def with_output_size(recording: Recording, args: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keyword arguments of a repetition, with the size that follows from replicated counts (MSK-2)."""
+    """Return the keyword arguments of a repetition, with the output size from replicated counts (MSK-2)."""
     if kwargs.get("output_size") is not None:
         return kwargs
-    # ``repeat_interleave(repeats)`` is a form of its own.
+    # ``repeat_interleave(repeats)`` is another overload.
     repeats = kwargs.get("repeats", args[min(len(args), 2) - 1] if args else None)
     if not isinstance(repeats, torch.Tensor) or recording.is_located(repeats) or repeats.dim() != 1:
         return kwargs
@@ -40,17 +40,17 @@ def with_output_size(recording: Recording, args: Any, kwargs: Mapping[str, Any])
 
 
 def with_indices(recording: Recording, func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
-    """A selection with indices in the place of replicated masks (MSK-1).
+    """Return a selection with replicated masks replaced by indices (MSK-1).
 
     Args:
-        recording: It computes the indices.
+        recording: Computes the indices.
         func: One of :data:`SELECTIONS`.
-        args: Of the selection.
-        kwargs: Of the selection.
+        args: Arguments of the selection.
+        kwargs: Keyword arguments of the selection.
 
     Returns:
         The tensor and the index of an equal ``__getitem__``; ``None`` if there is no replicated mask, or PyTorch
-        refuses the mask.
+        rejects the mask.
     """
     if func in _MASKED_SELECT:
         return _masked_select(recording, *args, **kwargs)
@@ -89,7 +89,7 @@ def _masked_select(recording: Recording, input: torch.Tensor, mask: Any, *, out:
 
 
 def _is_mask(recording: Recording, item: Any) -> bool:
-    """Whether it is a mask of at least one dimension whose numbers all ranks have."""
+    """Return whether it is a replicated mask of at least one dimension."""
     return (
         isinstance(item, torch.Tensor)
         and item.dtype is torch.bool
@@ -99,7 +99,7 @@ def _is_mask(recording: Recording, item: Any) -> bool:
 
 
 def _dimensions(recording: Recording, item: Any) -> int | None:
-    """The number of dimensions that a part of an index uses, 0 for an ellipsis; ``None`` for unsupported parts."""
+    """Return how many dimensions a part of an index uses, 0 for an ellipsis; ``None`` for unsupported parts."""
     if item is None or item is Ellipsis:
         return 0
     if isinstance(item, torch.Tensor):

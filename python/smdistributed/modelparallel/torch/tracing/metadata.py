@@ -1,8 +1,8 @@
-"""Output specs: what an operation or module would return.
+"""Output specs: descriptions of what an operation or module would return.
 
-Fake tensors go through a call once for each signature, and the result is cached.
+Each signature is called once with fake tensors, and the result is cached.
 
-Every rank can do so for every module, because fake parameters take no memory. Where fake tensors fail, because the
+Every rank can do so for every module, because fake parameters take no memory. If fake tensors fail, because the
 module reads values or calls an operator without a fake implementation, random values are used
 (``tracing/shape_probe.py``). A call that fails with both in the same way is an error of the script, and is raised on
 all ranks.
@@ -33,7 +33,7 @@ from smdistributed.modelparallel.torch.runtime.generators import HostGenerators
 from smdistributed.modelparallel.torch.tracing import object_state, shape_probe
 from smdistributed.modelparallel.torch.tracing.remote_tensor import RemoteTensor, TensorMeta, version_of
 
-#: Signatures that are remembered; a step that never repeats one must not fill the memory.
+#: #: Largest number of cached signatures, which limits the memory if a step never repeats one.
 _LIMIT = 1 << 14
 
 
@@ -43,22 +43,22 @@ class OutputSpec:
 
     Attributes:
         template: The structure, with slots for tensors; with ``effects``, :class:`object_state.Effects` of such
-            structures.
-        metas: Of these tensors.
-        mutated: Places, among the tensors that went in, of those that the call changes.
-        aliases: For each tensor that comes out, the place of the one that went in if it is the same object.
-        cost: What it is estimated to cost; equal on all ranks.
-        storages: For each tensor that comes out, whose storage it shares, if it shares one.
-        attributes: Attributes of modules that the call sets to tensors, as (path in the called module, name). Then the
-            template is a pair of the result and the tuple of their values.
-        draws: Kinds of generators that the call draws from.
-        effects: Whether the call leaves something in the containers that it gets, or returns objects.
-        unread: Places, among the tensors that went in, of those in containers that it never reads.
-        observed: Whether this was seen with made-up numbers.
-        saved: Places of tensors that autograd saves for the backward: of one that went in, its place; of one that comes
-            out, -1 minus its place.
-        unversioned: Of ``mutated``, the places of tensors that are changed through ``.data``, past autograd's version
-            counter.
+        structures.
+        metas: Descriptions of these tensors.
+        mutated: Indices of the input tensors that the call changes.
+        aliases: For each output tensor, the index of the input if it is the same object.
+        cost: The estimated cost; equal on all ranks.
+        storages: For each output tensor, whose storage it shares, if any.
+        attributes: Attributes of modules that the call sets to tensors, as (path in the called module, name). If
+        there are any, the template is a pair of the result and the tuple of their values.
+        draws: Kinds of generators from which the call draws.
+        effects: Whether the call changes containers among its arguments, or returns objects.
+        unread: Indices of the input tensors in containers that the call never reads.
+        observed: Whether the spec was found with random values.
+        saved: Tensors that autograd saves for the backward: the index of an input tensor, or -1 minus the index of an
+        output tensor.
+        unversioned: Those of ``mutated`` that are changed through ``.data``, which autograd's version counter does
+        not register.
     """
 
     template: Any
@@ -69,7 +69,7 @@ class OutputSpec:
     storages: tuple[SharedStorage | None, ...] = ()
     attributes: tuple[tuple[str, str], ...] = ()
     draws: frozenset[str] = frozenset()
-    #: Whether it changes buffers or attributes of the called module, which the next call may read.
+    #: #: Whether it changes buffers or attributes of the called module, which the next call may read.
     changes_state: bool = False
     effects: bool = False
     unread: tuple[int, ...] = ()
@@ -82,7 +82,7 @@ class OutputSpec:
     plain_attributes: tuple[tuple[str, str], ...] = ()
     #: Whether the result is one tensor of its own, and nothing is changed: so it is of most calls.
     is_single_output: bool = field(init=False, compare=False, default=False)
-    #: How many of the tensors are the result's, and not those of attributes.
+    #: #: Number of tensors that belong to the result, and not to attributes.
     results: int = field(init=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
@@ -94,12 +94,12 @@ class OutputSpec:
 
 
 class SharedStorage(NamedTuple):
-    """An output shares the storage of another tensor of the call.
+    """The tensor whose storage an output shares.
 
     Attributes:
-        place: Of a tensor that went in, its place; of one that comes out before, -1 minus its place; ``None`` for the
-            storage of a parameter of the called module.
-        offset: In elements, from the beginning of that tensor.
+        place: The index of an input tensor, or -1 minus the index of an earlier output tensor; ``None`` for a
+        parameter of the called module.
+        offset: Offset in that tensor's storage range, in elements.
     """
 
     place: int | None
@@ -107,14 +107,14 @@ class SharedStorage(NamedTuple):
 
 
 class UnknownOutputError(Exception):
-    """The output spec depends on values; the text says why."""
+    """The output spec depends on values; the text gives the reason."""
 
 
 class ReadsNumbersError(Exception):
-    """An operation reads the number of a replicated tensor, such as a size that was computed with tensors."""
+    """An operation reads the value of a replicated tensor, such as a size that was computed with tensors."""
 
 
-#: What comes out has a shape that follows from numbers.
+#: #: Operators whose result has a shape that depends on values.
 _SHAPES = (DynamicOutputShapeException,)
 _NUMBERS = (DataDependentOutputException, *_SHAPES)
 _UNSUPPORTED = (UnsupportedFakeTensorException, UnsupportedOperatorException)
@@ -123,15 +123,15 @@ _UNSUPPORTED = (UnsupportedFakeTensorException, UnsupportedOperatorException)
 def describe_result(
     result: Any, watch: object_state.Watch | None, given: Mapping[int, int] | None = None
 ) -> tuple[Any, list[torch.Tensor], bool]:
-    """Describes a result: a template, the tensors for it, and whether the template has effects on containers.
+    """Describe a result: a template, its tensors, and whether the template contains effects on containers.
 
     Args:
-        result: What the call returned.
-        watch: The containers that it got, as they were.
-        given: Places of the tensors that it got, by their identities: what stays in a container is no output.
+        result: The result of the call.
+        watch: The containers among the arguments, in their state before the call.
+        given: Indices of the input tensors by id; tensors that stay in a container are not outputs.
 
     Raises:
-        UnknownOutputError: There are sparse tensors among what comes out.
+        UnknownOutputError: The result contains sparse tensors.
     """
     effects = None if watch is None else watch.effects(result)
     shape: Any
@@ -158,14 +158,13 @@ class OutputSpecs:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Any, OutputSpec] = {}
         self._counter = Counter()
-        #: Attributes that modules have been seen to set, by the identity of the called module: to tensors, as (path,
-        #: name).
+        #: #: Attributes that modules have set to tensors, as (path, name), by the id of the called module.
         self._known_attributes: dict[int, list[tuple[str, str]]] = {}
         #: Other attributes that they have been seen to change, likewise.
         self._plain_attributes: dict[int, dict[tuple[str, str], None]] = {}
         #: Modules that were seen to change their own attributes.
         self._changing: set[int] = set()
-        #: What the module that is being called has set attributes to: path, name, value.
+        #: #: Attributes that the current call has set: path, name, value.
         self._attributes: list[tuple[str, str, Any]] = []
         self._changes_attributes = False
         #: Paths of parameters and buffers that the module that is being called has written to.
@@ -176,11 +175,11 @@ class OutputSpecs:
         self._numbers: shape_probe.Numbers | None = None
 
     def known(self, key: Any) -> OutputSpec | None:
-        """The cached spec of a signature."""
+        """Return the cached spec of a signature."""
         return self._known.get(key) if key is not None else None
 
     def keep(self, key: Any, spec: OutputSpec) -> None:
-        """Caches a spec."""
+        """Cache a spec."""
         if key is None:
             return
         if len(self._known) >= _LIMIT:
@@ -197,26 +196,26 @@ class OutputSpecs:
         in_containers: Sequence[int] = (),
         has_numbers: bool = False,
     ) -> OutputSpec:
-        """Finds the output spec of a call.
+        """Find the output spec of a call.
 
         Args:
-            call: What is called.
-            args: Positional arguments: a structure with leaves that ``meta_of`` describes.
+            call: The function or module.
+            args: Positional arguments: a structure whose leaves ``meta_of`` describes.
             kwargs: Keyword arguments, likewise.
-            meta_of: Says all of a leaf but its numbers.
-            is_module: Whether ``call`` is that of a module, which may change containers among its arguments.
-            in_containers: Places, among the leaves, of those that are in such containers.
-            has_numbers: Whether there are tensors among the leaves that all ranks can pass as integers instead.
+            meta_of: Returns the description of a leaf, without its values.
+            is_module: Whether ``call`` calls a module, which may change containers among its arguments.
+            in_containers: Indices, among the leaves, of those that are in such containers.
+            has_numbers: Whether leaves contain tensors that all ranks can pass as integers instead.
 
         Raises:
-            ReadsNumbersError: With ``has_numbers``, the call looks at numbers.
-            UnknownOutputError: What comes out follows from numbers.
-            Exception: The call itself fails, whatever the numbers are.
+            ReadsNumbersError: With ``has_numbers``, the call reads values.
+            UnknownOutputError: The output depends on values.
+            Exception: The call itself fails, whatever the values are.
         """
         wants_gradients = torch.is_grad_enabled()
         found: Exception
         try:
-            # Tensors of inference mode have no versions; tasks run without gradients instead.
+            # Inference tensors have no versions; tasks run without gradients instead.
             with torch.inference_mode(False), torch.set_grad_enabled(wants_gradients), self._mode:
                 return self._output_spec(call, args, kwargs, meta_of, is_module, in_containers)
         except UnknownOutputError:
@@ -235,14 +234,14 @@ class OutputSpecs:
         self, call: Any, args: Any, kwargs: Any, meta_of: Any, is_module: bool, in_containers: Sequence[int],
         found: Exception, reason: str,
     ) -> OutputSpec:  # fmt: skip
-        """The output spec of calls with random values (TRY-1)."""
+        """Return the output spec of calls with random values (TRY-1)."""
         try:
             specs = self._samples(call, args, kwargs, meta_of, is_module, in_containers)
         except UnknownOutputError:
             raise
         except Exception as error:
             if type(error) is type(found) and not isinstance(found, (*_NUMBERS, *_UNSUPPORTED)):
-                # It is not for lack of numbers.
+                # The failure does not depend on values.
                 raise
             text = f"{reason}, and with made-up numbers it fails ({type(error).__name__}: {_line(error)})"
             try:
@@ -250,11 +249,12 @@ class OutputSpecs:
             except Exception:
                 raise UnknownOutputError(text) from error
             if any(meta.shape for meta in specs[0].metas):
-                # Replicated tensors of the next microbatch have other numbers, and a shape may follow from these.
+                # Replicated tensors of the next microbatch have other values, on which a shape may depend.
                 raise UnknownOutputError(text) from error
         first = specs[0]
         if not is_module and isinstance(found, _SHAPES) and any(meta.shape for meta in first.metas):
-            # Made-up numbers may agree by chance where a single operation chooses by them; a loss has one number.
+            # For a single operation whose shape depends on values, random values may agree by chance; a scalar is
+            # accepted.
             raise UnknownOutputError("the shape of what it returns follows from numbers") from found
         if not all(_alike(first, other) for other in specs[1:]):
             raise UnknownOutputError(f"{reason}, and returns other shapes for other numbers")
@@ -266,7 +266,7 @@ class OutputSpecs:
         self, call: Any, args: Any, kwargs: Any, meta_of: Any, is_module: bool, in_containers: Sequence[int],
         replicated: bool = False,
     ) -> list[OutputSpec]:  # fmt: skip
-        """Some calls with made-up numbers; with ``replicated``, tensors that all ranks have keep theirs (TRY-3)."""
+        """Call with several sets of random values; with ``replicated``, replicated tensors keep theirs (TRY-3)."""
         specs = []
         for sample in range(shape_probe.SAMPLES):
             self._numbers = shape_probe.Numbers(sample, replicated)
@@ -345,7 +345,7 @@ class OutputSpecs:
         )
 
     def fake(self, meta: TensorMeta, leaf: bool = False) -> torch.Tensor:
-        """A fake tensor; unless ``leaf``, one that may be changed in place even if it requires a gradient."""
+        """Return a fake tensor; unless ``leaf``, one that can be changed in place even if it requires a gradient."""
         with self._mode, torch.enable_grad():
             tensor = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
             if not meta.requires_grad:
@@ -354,18 +354,18 @@ class OutputSpecs:
             return tensor if leaf else _Alias.apply(tensor)
 
     def module(self, module: nn.Module, what: Callable[..., Any]) -> Callable[..., Any]:
-        """``what``, which calls ``module`` or is it, with fake parameters."""
+        """Return ``what``, which calls ``module`` or is it, with fake parameters."""
         module = getattr(module, "_orig_mod", module)
         caller = module if isinstance(what, nn.Module) else _Caller(module, what)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if any(isinstance(each, torch.jit.ScriptModule) for each in module.modules()):
                 raise UnknownOutputError("its code is TorchScript's")
-            # A tensor that has several names is one tensor here, too.
+            # A parameter under several names is one fake tensor, too.
             made: dict[int, torch.Tensor] = {}
             tensors = {}
-            # Each entry of a table once: of a module with several parents, `functional_call` would restore a second
-            # name to the fake tensor.
+            # Each entry once: for a module with several parents, `functional_call` would restore the second name to
+            # the fake tensor.
             for path, part in module.named_modules():
                 for _, name, tensor in own_tensors(part):
                     if id(tensor) not in made:
@@ -386,14 +386,14 @@ class OutputSpecs:
         return call
 
     def _state(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The fake tensor of a parameter or buffer."""
+        """Return the fake tensor of a parameter or buffer."""
         meta = TensorMeta.of(tensor)
         if self._numbers is None:
             return self.fake(meta, leaf=True)
         return self._numbers.state(meta, isinstance(tensor, nn.Parameter))
 
     def _look_at_attributes(self, module: nn.Module, attributes: preserved_attributes) -> None:
-        """Ranks differ in what a module has cached in attributes, so what was seen once counts for all later calls."""
+        """Record attributes; ranks may differ in what a module has cached, so findings apply to all later calls."""
         found = attributes.set_by_call()
         known = self._known_attributes.setdefault(id(module), [])
         known += [name for name, value in found.items() if name not in known and _is_of_tensors(value)]
@@ -427,7 +427,7 @@ class _Caller(nn.Module):
 
 
 class _Alias(torch.autograd.Function):
-    """The same memory as neither a leaf nor a view, so that it may be written in place."""
+    """Returns a tensor with the same memory that is neither a leaf nor a view, so that it can be changed in place."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -460,11 +460,11 @@ _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
 
 
 class preserved_attributes:  # noqa: N801 - a context
-    """Restores what modules store in themselves during a call: attributes, and the contents of lists, dicts and sets.
+    """Restores the state that modules change during a call: attributes, and contents of lists, dicts and sets.
 
     Args:
-        module: The module that is called.
-        fake: Makes a fake tensor of a description; attributes that hold remote tensors hold fake ones inside.
+        module: The called module.
+        fake: Creates a fake tensor; attributes with remote tensors contain fake ones in the context.
     """
 
     def __init__(self, module: nn.Module, fake: Callable[[TensorMeta], torch.Tensor]) -> None:
@@ -491,7 +491,7 @@ class preserved_attributes:  # noqa: N801 - a context
         return self
 
     def set_by_call(self) -> dict[tuple[str, str], Any]:
-        """Attributes that the call has set, by the path of their module and their name."""
+        """Return attributes that the call has set, by the path of their module and their name."""
         found = {}
         for (path, module), before in zip(self._modules, self._at_call, strict=True):
             for name, value in module.__dict__.items():
@@ -558,7 +558,7 @@ def _same_items(a: Any, b: Any) -> bool:
 
 
 def _alike(one: OutputSpec, other: OutputSpec) -> bool:
-    """Whether two calls gave the same, but for numbers that are no tensors' and what they cost."""
+    """Return whether two specs are equal, except for constants that are numbers, and for costs."""
     first, second = (
         (each.metas, each.mutated, each.aliases, each.effects, each.storages, each.attributes) for each in (one, other)
     )
@@ -566,5 +566,5 @@ def _alike(one: OutputSpec, other: OutputSpec) -> bool:
 
 
 def _line(error: BaseException) -> str:
-    """The first line of what it says."""
+    """Return the first line of an error's text."""
     return (str(error).strip().splitlines() or [""])[0][:200]

@@ -1,4 +1,4 @@
-"""Attributes of modules that a step body changes, such as ``training``: each task runs with those of its call.
+"""Attributes of modules that a step's body changes, such as ``training``: each task runs with those of its call.
 
 The body runs before the tasks. So each change of an attribute is recorded when it happens, a task refers to the
 snapshot of its call, and the executor restores that snapshot before it runs the task.
@@ -27,12 +27,12 @@ from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.tracing.remote_tensor import InvalidatedValue, RemoteTensor
 
-#: Snapshots that are remembered.
+#: #: Largest number of cached snapshots.
 _LIMIT = 1 << 10
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
 
 
-#: Attributes of every module.
+#: #: Attributes that every module has.
 _INTERNALS = frozenset(nn.Module().__dict__)
 
 
@@ -45,7 +45,7 @@ _MISSING = _Missing()
 
 
 class AttributeSnapshot:
-    """Values of changed attributes, by (identity of their owner, name)."""
+    """Values of changed attributes, by (id of their owner, name)."""
 
     __slots__ = ("text", "values")
 
@@ -53,7 +53,7 @@ class AttributeSnapshot:
         self.values, self.text = values, text
 
     def __repr__(self) -> str:
-        """The same on all ranks."""
+        """Return a text that is equal on all ranks."""
         return self.text
 
 
@@ -65,11 +65,11 @@ class ModuleState:
     """The attributes of the modules of one model, during its steps.
 
     Args:
-        modules: The modules that run inside of tasks.
-        paths: Their names, by identity.
+        modules: The modules that run in tasks.
+        paths: Their names, by id.
 
     Attributes:
-        current: The snapshot of this moment of the body.
+        current: The current snapshot of the body.
     """
 
     def __init__(self, modules: Sequence[nn.Module], paths: Mapping[int, str]) -> None:
@@ -78,7 +78,7 @@ class ModuleState:
         self._applied = UNCHANGED
         self._before: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         self._known: dict[Any, AttributeSnapshot] = {(): UNCHANGED}
-        #: Attributes that hold remote tensors now, with their values before.
+        #: #: Attributes that contain remote tensors at present, with their values before.
         self._outputs: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
         #: Of these: the remote tensors with their values and recordings at first.
         self._shown: dict[tuple[int, str], list[tuple[RemoteTensor, Any, Any]]] = {}
@@ -88,11 +88,11 @@ class ModuleState:
         self.changed_by_calls: set[tuple[int, str]] = set()
         self.on_first_change: Callable[[], None] | None = None
         self._modules = modules
-        #: Lists, dictionaries and plain objects in attributes, as (where, object, description of its content).
+        #: #: Lists, dictionaries and plain objects in attributes, as (location, object, description of its content).
         self._contents: list[tuple[str, Any, Any]] | None = None
 
     def begin(self) -> None:
-        """Starts a step: nothing has changed."""
+        """Begin a step without changes."""
         self._contents = None
         self.current = self._applied = UNCHANGED
         self._before.clear()
@@ -126,10 +126,10 @@ class ModuleState:
         self._contents = list(found.values())
 
     def check_contents(self) -> None:
-        """Checks that the body has not changed objects in attributes, whose earlier content tasks would miss.
+        """Check that the body has not changed objects in attributes, whose earlier contents tasks may need.
 
         Raises:
-            SMPUsageError: it has.
+            SMPUsageError: The body has changed one.
         """
         for where, value, content in self._contents or ():
             if _differs(content, _content(value, 3)):
@@ -140,12 +140,12 @@ class ModuleState:
                 )
 
     def follows(self, owner: Any) -> bool:
-        """Whether tasks see attributes of ``owner``."""
+        """Return whether attributes of ``owner`` are tracked for tasks."""
         return id(owner) in self._paths
 
     @contextlib.contextmanager
     def changing(self, owner: Any, name: str, path: str | None = None) -> Iterator[None]:
-        """A context for a change of an attribute by the body."""
+        """Return a context for a change of an attribute by the body."""
         before = _value(owner, name)
         yield
         self._note(owner, name, path or self._paths[id(owner)], before, _value(owner, name))
@@ -171,7 +171,7 @@ class ModuleState:
     # Outputs in attributes (MST-3).
 
     def put(self, owner: Any, name: str, tensors: Any) -> None:
-        """Shows remote tensors in an attribute to the body, until :meth:`hide`."""
+        """Set an attribute to remote tensors for the body, until :meth:`hidden`."""
         key = (id(owner), name)
         before = self._outputs[key][1] if key in self._outputs else _value(owner, name)
         self._outputs[key] = (owner, before, tensors)
@@ -230,13 +230,13 @@ class ModuleState:
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
-        """A context for tasks that run before the body has ended: attributes hold no remote tensors."""
+        """Return a context for tasks that run before the body has ended; attributes then contain no remote tensors."""
         self._hide()
         try:
             yield
         finally:
             for key, (owner, _, tensors) in self._outputs.items():
-                # The next tasks begin with what these have left.
+                # The following tasks use the values that these tasks have set.
                 self._outputs[key] = (owner, _value(owner, key[1]), tensors)
                 owner.__dict__[key[1]] = tensors
 
@@ -246,16 +246,16 @@ class ModuleState:
                 _set(owner, name, before)
 
     def end_of_bodies(self) -> None:
-        """The bodies of all microbatches have run: from now on attributes are as tasks leave them."""
+        """End the bodies of all microbatches: from now on, attributes keep the values that tasks set."""
         self._hide()
         self._lost.update(key for key in self._outputs if self._is_lost(key))
         self._outputs.clear()
         self._shown.clear()
 
-    # Around tasks.
+    # Snapshots for tasks.
 
     def apply(self, snapshot: AttributeSnapshot) -> None:
-        """Sets the attributes to a snapshot."""
+        """Set the attributes to a snapshot."""
         applied = self._applied
         if snapshot is applied:
             return
@@ -266,7 +266,7 @@ class ModuleState:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """A context for tasks; afterwards the attributes have the values that the body gave them (MST-2)."""
+        """Return a context for tasks; afterwards the attributes have the body's values again (MST-2)."""
         try:
             yield
         finally:
@@ -280,7 +280,7 @@ def _is_mutable(value: Any) -> bool:
 
 
 def _content(value: Any, depth: int) -> Any:
-    """A description of an object, for :func:`_differs`."""
+    """Return a description of an object, for :func:`_differs`."""
     if type(value) in _ATOMS:
         return (type(value).__name__, repr(value)) if type(value) is float else value
     if depth == 0 or not _is_mutable(value):
@@ -295,7 +295,7 @@ def _content(value: Any, depth: int) -> Any:
 
 
 def _differs(before: Any, now: Any) -> bool:
-    """Whether a content has changed. What was missing or ``None`` and is filled in, as caches are, does not count."""
+    """Return whether a content has changed, except for absent or ``None`` values that were set, as in caches."""
     if isinstance(before, dict) and isinstance(now, dict):
         return any(key not in now or (item is not None and _differs(item, now[key])) for key, item in before.items())
     return before != now

@@ -1,12 +1,12 @@
 """Objects that a module's call reads and changes: key-value caches, dataclasses, lists, dictionaries.
 
 - OBJ-1: a task runs later than its call, on one rank, so it has a copy of each object as it was at the call.
-- OBJ-2: what the call leaves in its copies is an output of the task, and is written to the caller's objects when the
-  call is recorded.
+- OBJ-2: the final state of the copies is an output of the task. It is written to the caller's objects when the call
+  is recorded.
 - OBJ-3: tensors in objects that the call never reads are not inputs of the task.
 
-Lists, dictionaries and instances of Python classes are followed to any depth, cycles included. Modules, classes,
-functions and other callables are passed as they are.
+Lists, dictionaries and instances of Python classes are tracked to any depth, including cycles. Modules, classes,
+functions and other callables are passed unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import nn
 
 from smdistributed.modelparallel.torch import pytree
 
-#: Instances of classes that Python code has defined.
+#: #: A flag of types that Python code has defined, and not C code.
 _HEAP_TYPE = 1 << 9
 _OPAQUE = (
     nn.Module, type, enum.Enum, BaseException, torch.Tensor, types.ModuleType, weakref.ref, weakref.WeakKeyDictionary,
@@ -36,7 +36,7 @@ _followed: dict[type, bool] = {}
 
 
 def is_object(kind: type) -> bool:
-    """Whether the attributes of instances of a class are followed."""
+    """Return whether the attributes of a class's instances are tracked."""
     known = _followed.get(kind)
     if known is None:
         known = _followed[kind] = _is_object(kind)
@@ -59,17 +59,17 @@ def _is_object(kind: type) -> bool:
 
 
 def is_container(kind: type) -> bool:
-    """Whether instances of a class are containers that a call may change in place."""
+    """Return whether instances of a class are containers that a call may change in place."""
     return kind is list or kind is dict or (issubclass(kind, list | dict) and not is_output(kind)) or is_object(kind)
 
 
 def is_output(kind: type) -> bool:
-    """Whether a class is one of dictionaries with fields, as Hugging Face's models return."""
+    """Return whether a class is a dictionary with fields, such as the results of Hugging Face's models."""
     return issubclass(kind, dict) and dataclasses.is_dataclass(kind)
 
 
 def attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """Attributes of an object, those in slots as well, in an order that follows from how it was made."""
+    """Yield the attributes of an object, including slots, in the order of their creation."""
     yield from getattr(value, "__dict__", {}).items()
     kind: Any = type(value)
     for name in _slots(kind):
@@ -79,7 +79,7 @@ def attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 @functools.lru_cache(maxsize=1024)
 def _slots(kind: type) -> tuple[str, ...]:
-    """Names of attributes that instances of a class have beside their dictionary."""
+    """Return the names of attributes in slots."""
     found: list[str] = []
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())
@@ -88,13 +88,13 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:
-    """The same, as a dictionary."""
+    """Return the attributes as a dictionary."""
     kind: Any = type(value)
     return dict(attributes(value)) if _slots(kind) else getattr(value, "__dict__", {}).copy()
 
 
 class State:
-    """The content of a container: its items and attributes, not their contents."""
+    """The state of a container: its items and attributes, but not their contents."""
 
     __slots__ = ("attributes", "items")
 
@@ -107,7 +107,7 @@ class State:
         self.attributes = {} if type(value) in (list, dict) else _attributes_of(value)
 
     def same(self, other: State) -> bool:
-        """Whether both have the same things in the same places."""
+        """Return whether both have identical items and attributes."""
         mine, theirs = self.items, other.items
         if isinstance(mine, dict):
             if list(mine) != list(theirs) or not all(map(_same, mine.values(), theirs.values())):
@@ -119,7 +119,7 @@ class State:
         )
 
     def put_into(self, value: Any) -> None:
-        """Makes it what ``value`` holds."""
+        """Set the items and attributes of ``value`` to this state."""
         if isinstance(value, list):
             list.__setitem__(value, slice(None), self.items)
         elif isinstance(value, dict):
@@ -141,7 +141,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class Origin:
-    """In what a call leaves: the container with this number that the call was given."""
+    """A placeholder in a recorded state: the container among the call's arguments with this number."""
 
     _smp_leaf = True
     __slots__ = ("number",)
@@ -161,14 +161,14 @@ class Given:
 
 
 class Copier:
-    """Copies structures with all that they refer to; containers keep their identities among each other.
+    """Copies structures with all objects that they refer to; the references between containers are preserved.
 
     Args:
-        leaf: Makes what stands for a tensor, or for an object whose class is a leaf (``pytree.transform``).
+        leaf: Returns the replacement of a tensor, or of an object whose class is a leaf (``pytree.transform``).
 
     Attributes:
-        originals: Containers that were met, in order.
-        copies: Theirs.
+        originals: The containers that were found, in order.
+        copies: Their copies.
     """
 
     def __init__(self, leaf: Callable[[Any], Any]) -> None:
@@ -178,9 +178,9 @@ class Copier:
         self.copies: list[Any] = []
 
     def know(self, value: Any, what: Any) -> None:
-        """``what`` stands for ``value``."""
+        """Use ``what`` as the copy of ``value``."""
         self._memo[id(value)] = what
-        # Its address must not become another's.
+        # A reference, so that its address is not reused.
         self.originals.append(value)
         self.copies.append(what)
 
@@ -188,7 +188,7 @@ class Copier:
         return identity in self._memo
 
     def copy(self, value: Any) -> Any:
-        """The copy."""
+        """Return the copy of a value."""
         kind: Any = type(value)
         if kind in pytree.ATOMS:
             return value
@@ -214,7 +214,7 @@ class Copier:
         elif issubclass(kind, list | dict) or _slots(kind) or not hasattr(new, "__dict__"):
             self.copy(State(value)).put_into(new)
         else:
-            # Most objects, of which a cache has many: the dictionary alone is theirs.
+            # The fast path for most objects, of which a cache has many: they have only a dictionary.
             own = vars(new)
             for name, item in list(vars(value).items()):
                 own[name] = item if type(item) in pytree.ATOMS else self.copy(item)
@@ -226,7 +226,7 @@ class Copier:
         return None if items is None else [self.copy(item) for item in items]
 
     def _other(self, value: Any, kind: type) -> Any:
-        """As ``pytree.transform`` has them."""
+        """Copy other kinds of values, as ``pytree.transform`` does."""
         if is_output(kind):
             return pytree.rebuilt_mapping(value, {key: self.copy(item) for key, item in value.items()})
         if isinstance(value, tuple):
@@ -243,7 +243,7 @@ class Copier:
 
 
 def _empty(value: Any) -> Any:
-    """An object of the same class, which its state is still to be put into."""
+    """Return an empty object of the same class, whose state is set afterwards."""
     kind = type(value)
     if isinstance(value, list | dict):
         return copy.copy(value)
@@ -255,13 +255,13 @@ def _empty(value: Any) -> Any:
 def snapshot(
     args: tuple[Any, ...], kwargs: dict[str, Any], leaf: Callable[[Any], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a call, with copies of the containers among them."""
+    """Return the arguments of a call, with copies of the containers among them."""
     copier = Copier(leaf)
     return copier.copy(args), {key: copier.copy(item) for key, item in kwargs.items()}
 
 
 class Effects:
-    """The state that a call left in its containers, by their numbers, and its result.
+    """The final state of a call's containers, by their numbers, and its result.
 
     Attributes:
         result: What the call returned.
@@ -274,33 +274,33 @@ class Effects:
         self.result, self.states = result, dict(states)
 
     def template(self, containers: list[Any], leaf: Callable[[Any], Any], given: Mapping[int, int]) -> Effects:
-        """Returns the state with ``leaf(tensor)`` instead of tensors.
+        """Return the state with tensors replaced by ``leaf(tensor)``.
 
-        The containers that the call was given, and what stays in them, are left out.
+        Containers of the arguments, and tensors that stay in them, are replaced by placeholders.
 
         Args:
-            containers: The copies that the call was given.
-            leaf: Makes what stands for a tensor.
-            given: Places of the tensors that the call was given, by their identities.
+            containers: The copies that were passed to the call.
+            leaf: Returns the replacement of a tensor.
+            given: Indices of the input tensors, by id.
         """
         copier = Copier(leaf)
         for number, container in enumerate(containers):
             copier.know(container, Origin(number))
         for value in _objects_in(self.result):
             if id(value) not in copier and not has_tensors(value):
-                # Such as what the module has in an attribute: the caller gets the same one.
+                # For example an object in an attribute of the module: the caller gets the same object.
                 copier.know(value, value)
         result = copier.copy(self.result)
         copier.leaf = lambda tensor: Given(given[id(tensor)]) if id(tensor) in given else leaf(tensor)
         return Effects(result, {number: copier.copy(state) for number, state in self.states.items()})
 
     def apply(self, containers: list[Any], results: list[Any], tensors: list[Any]) -> Any:
-        """Of a template: writes the states to the caller's containers, and returns the result (OBJ-2).
+        """Apply a template: write the states to the caller's containers, and return the result (OBJ-2).
 
         Args:
-            containers: Those that the call was made with.
-            results: What the slots of the template stand for.
-            tensors: Those that the call was made with.
+            containers: The caller's containers.
+            results: The values of the template's slots.
+            tensors: The input tensors.
         """
 
         def filled(item: Any) -> Any:
@@ -318,7 +318,7 @@ class Effects:
 
 
 def _objects_in(value: Any) -> Iterator[Any]:
-    """Objects in a structure of tuples, lists and dictionaries."""
+    """Yield the objects in a structure of tuples, lists and dictionaries."""
     kind = type(value)
     if kind in pytree.ATOMS or isinstance(value, torch.Tensor):
         return
@@ -330,12 +330,12 @@ def _objects_in(value: Any) -> Iterator[Any]:
 
 
 def has_objects(value: Any) -> bool:
-    """Whether a structure of tuples, lists and dictionaries has objects in it whose attributes are followed."""
+    """Return whether a structure of tuples, lists and dictionaries contains objects whose attributes are tracked."""
     return next(_objects_in(value), None) is not None
 
 
 def has_tensors(value: Any) -> bool:
-    """Whether tensors can be reached from a value."""
+    """Return whether a value contains tensors, at any depth."""
     found = False
 
     def leaf(tensor: Any) -> Any:
@@ -348,14 +348,14 @@ def has_tensors(value: Any) -> bool:
 
 
 class Watch:
-    """Containers that a call is about to get."""
+    """The containers among a call's arguments, in their state before the call."""
 
     def __init__(self, containers: list[Any]) -> None:
         self.containers = containers
         self._before = [State(container) for container in containers]
 
     def effects(self, result: Any) -> Effects:
-        """What came of the call."""
+        """Return the effects of the call."""
         after = map(State, self.containers)
         states = {
             number: new for number, (old, new) in enumerate(zip(self._before, after, strict=True)) if not old.same(new)
@@ -364,7 +364,7 @@ class Watch:
 
 
 def described(value: Any) -> str:
-    """Text that is equal for templates with the same structure and the same constants."""
+    """Return a text that is equal for templates with the same structure and the same constants."""
     lines: list[str] = []
     known: dict[int, int] = {}
 

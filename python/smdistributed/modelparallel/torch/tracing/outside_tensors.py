@@ -1,9 +1,9 @@
-"""Tensors from outside of the body to which it writes numbers of a partition, as in ``total.add_(loss.detach())``.
+"""Tensors from outside of the body to which it writes values of a partition, as in ``total.add_(loss.detach())``.
 
-- OUT-1: After the step they have the same numbers on all ranks, as in one process. The value that the writes made is
-  sent to all ranks, like those that the body returns, and copied into the tensor.
-- OUT-2: Storages that the body itself makes end with it, and are not sent. If such a tensor is kept all the same, its
-  use raises (``tracing/stale_storages.py``).
+- OUT-1: after the step, they have the same values on all ranks, as in one process. The written value is sent to all
+  ranks, like the body's results, and copied into the tensor.
+- OUT-2: storages that the body itself creates are temporary, and are not sent. If the script keeps such a tensor,
+  using it raises an error (``tracing/stale_storages.py``).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from smdistributed.modelparallel.torch.tracing.tasks import Value
 
 
 class OutsideTensors:
-    """Those of one microbatch."""
+    """The outside tensors of one microbatch."""
 
     def __init__(self) -> None:
-        #: Storages that the body has made.
+        #: #: Storages that the body has created.
         self._made: set[int] = set()
         self._written: dict[int, torch.Tensor] = {}
 
     def note_result(self, result: Any, operands: Sequence[Any]) -> None:
-        """An operation on replicated tensors only has returned ``result``."""
+        """Record that an operation on replicated tensors only has returned ``result``."""
         tensors = [result] if isinstance(result, torch.Tensor) else pytree.tensors_of(result)
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
@@ -37,16 +37,16 @@ class OutsideTensors:
                     self._made.add(storage)
 
     def note_write(self, tensor: torch.Tensor) -> None:
-        """A task writes to a replicated tensor."""
+        """Record that a task writes to a replicated tensor."""
         if storage_of(tensor) not in self._made:
             self._written[id(tensor)] = tensor
 
     def has_written(self, tensor: torch.Tensor) -> bool:
-        """Whether the body has written to this very tensor."""
+        """Return whether the body has written to this tensor object."""
         return self._written.get(id(tensor)) is tensor
 
     def written(self, located: Mapping[int, Any]) -> list[tuple[torch.Tensor, Value]]:
-        """The body has ended: tensors from outside, and the values that they get."""
+        """Return the outside tensors that the body has written to, and their values."""
         found = [(tensor, located[identity]) for identity, tensor in self._written.items()]
         return [(tensor, value) for tensor, value in found if type(value) is Value and value.parameter is None]
 
@@ -54,7 +54,7 @@ class OutsideTensors:
 def write_back(
     written: Sequence[tuple[torch.Tensor, Value]], numbers: Mapping[int, torch.Tensor], stale: StaleStorages
 ) -> None:
-    """Copies the numbers of values into the tensors that the body has changed (OUT-1)."""
+    """Copy values into the tensors to which the body has written (OUT-1)."""
     with torch.no_grad():
         for tensor, value in written:
             tensor.copy_(numbers[value.index])

@@ -1,4 +1,4 @@
-"""Tensors that a task does not need: they have a shape, and no numbers."""
+"""Placeholders for tensors that a task does not need: they have a shape, but no values."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from smdistributed.modelparallel.torch.tracing.remote_tensor import METADATA, Te
 
 
 class UnreadTensor(torch.Tensor):
-    """A tensor in a container that a module got and never read when its outputs were found (OBJ-3)."""
+    """A tensor in a container that a module did not read when its output spec was found (OBJ-3)."""
 
     _smp_leaf = True
     task: str
 
     @staticmethod
     def __new__(cls, meta: TensorMeta, task: str) -> UnreadTensor:
-        """Makes a tensor without memory."""
+        """Create a tensor without memory."""
         self = torch.Tensor._make_wrapper_subclass(
             cls, meta.shape, strides=meta.stride, dtype=meta.dtype, device=meta.device, requires_grad=False
         )

@@ -3,12 +3,13 @@
 - REC-1: a value is *located* (on one partition, a :class:`RemoteTensor` on all ranks) or *replicated* (an ordinary
   tensor with the same values on all ranks of a pipeline). Operations on replicated values only are computed at once, on
   all ranks.
-- REC-2: a call of a module that is wholly on one partition is one task there. Another operation with a located operand
-  is a task on the operand's partition. A module that is spread over partitions runs its own forward on every rank.
+- REC-2: a call of a module that is on one partition with its submodules is one task there. Another operation with a
+  located operand is a task on the operand's partition. A module that is divided among partitions runs its own forward
+  on every rank.
 - REC-3: a value never changes. A write in place makes a new value, and the remote tensor refers to it from then on, as
   do the remote tensors of all other views of the storage.
-- REC-4: ranks record the same tasks, because Python sees the same on all of them. Numbers that the body asks for
-  (``.item()``, ``if loss > x``) are computed where they are and broadcast.
+- REC-4: ranks record the same tasks, because the body runs in the same way on all of them. Values that the body reads
+  (``.item()``, ``if loss > x``) are computed on their partition and broadcast.
 - REC-5: a replicated tensor in a task's arguments never changes: before the body writes to its storage, tasks get a
   copy.
 - REC-6: a tensor that cannot be followed (of another microbatch, or a view whose storage changed on another partition)
@@ -78,7 +79,7 @@ if TYPE_CHECKING:
 
 
 class Active(threading.local):
-    """The recording of this thread, if it records."""
+    """The recording of this thread, if there is one."""
 
     recording: Recording | None = None
 
@@ -102,7 +103,7 @@ class Recording(TorchFunctionMode):
         self.pipeline, self.microbatch = pipeline, len(earlier)
         #: The recordings of earlier microbatches of the same step.
         self.earlier = tuple(earlier)
-        #: Replicated tensors that tasks of this step refer to.
+        #: #: Replicated tensors to which tasks of this step refer.
         self.copy_on_write: CopyOnWriteTensors = earlier[0].copy_on_write if earlier else CopyOnWriteTensors()
         #: Attributes of modules at the time of `model.backward`.
         self.backward_modules = UNCHANGED
@@ -113,19 +114,19 @@ class Recording(TorchFunctionMode):
         #: The generators that each task draws from, by task number (RNG-3).
         self.draws: dict[int, list[Draw]] = {}
         self.tasks: list[Task] = []
-        #: The number of tasks that have run already, because the body read a value.
+        #: #: Number of tasks that have run already, because the body read a value.
         self.num_executed = 0
         self.base_level = 0
         self.digest = 0
         self.backward_roots: list[tuple[Value, Any]] = []
         self.fetched: dict[int, torch.Tensor] = {}
-        #: The part that has been executed while the body was recorded, if any.
+        #: #: The part that was executed during the recording, if any.
         self.executed: Microbatch | None = None
         self.located: dict[int, Any] = dict(pipeline.located)
         self._kept: list[torch.Tensor] = []
         self._count = 0
         self._levels = 0
-        #: Buffers that the body has replaced by casts of them: module, name, buffer.
+        #: #: Buffers that the body has replaced by casts of themselves: module, name, buffer.
         self._cast_buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         #: The calls, for the replay by the next microbatch.
         self.calls: list[Call] = []
@@ -170,11 +171,11 @@ class Recording(TorchFunctionMode):
         return self._operation(func, args, kwargs)
 
     def has_located(self, arguments: Any) -> bool:
-        """Whether the arguments contain a located tensor."""
+        """Return whether the arguments contain a located tensor."""
         return any(isinstance(leaf, torch.Tensor) and self.is_located(leaf) for leaf in pytree.tensors_of(arguments))
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Records a call of a function that PyTorch does not pass to function modes."""
+        """Record a call of a function that PyTorch does not pass to function modes."""
         return self._operation(func, args, kwargs)
 
     def _remote_tensor(self, value: Value) -> RemoteTensor:
@@ -183,7 +184,7 @@ class Recording(TorchFunctionMode):
         return remote
 
     def is_located(self, tensor: Any) -> bool:
-        """Whether a tensor lies on one partition, as opposed to a replicated one."""
+        """Return whether a tensor is located on one partition, and not replicated."""
         return type(tensor) is RemoteTensor or id(tensor) in self.located
 
     def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -251,28 +252,28 @@ class Recording(TorchFunctionMode):
         except ReadsNumbersError:
             return self._with_numbers(func, args, kwargs)
         if func is torch.Tensor.requires_grad_ and type(args[0]) is RemoteTensor:
-            # The tensor that the body holds stands for the result now.
+            # The body's tensor represents the result from now on.
             args[0].value = result.value
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         return result
 
     def _with_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Records an operation that reads values of replicated tensors (REC-7)."""
+        """Record an operation that reads values of replicated tensors (REC-7)."""
         self.pipeline.number_readers[func] = True
         try:
             return self._operation(func, args, kwargs)
         except TypeError:
-            # The function also accepts a remote tensor at one of these places, and nothing was recorded.
+            # The function also accepts tensors there, so it has read no value and nothing was recorded.
             self.pipeline.number_readers[func] = False
             return self._operation(func, args, kwargs)
 
     def _as_integer(self, leaf: Any) -> Any:
-        """An integer instead of a replicated tensor that holds one (REC-7)."""
+        """Return an integer instead of a replicated tensor that contains one (REC-7)."""
         return int(leaf) if not self.is_located(leaf) and _is_integer(leaf) else leaf
 
     def call_function(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Records a function call as one task, where its operands are."""
+        """Record a function call as one task, on the partition of its operands."""
         encoder = Encoder(self.located, self)
         return self._function(name, func, encoder.encode(args), encoder.encode(kwargs), encoder)
 
@@ -301,7 +302,7 @@ class Recording(TorchFunctionMode):
         return self._new(Call(what, module.training, task, task.args, task.kwargs), task, encoder, key, rank)
 
     def _replay_call(self, call: Call, task: Task, tensors: list[torch.Tensor], containers: Sequence[Any] = ()) -> Any:
-        """A call that the microbatch before has made (RPL-1)."""
+        """Reuse a call of the previous microbatch (RPL-1)."""
         assert self._replay is not None
         self._replay.place += 1
         self.calls.append(call)
@@ -322,7 +323,7 @@ class Recording(TorchFunctionMode):
         return self._values(task, tensors, containers)
 
     def _new(self, call: Call, task: Task, encoder: Encoder, key: Any, rank: int | None) -> Any:
-        """A call that the microbatch before has not made, nor any after it (RPL-2)."""
+        """Record a call that differs from the previous microbatch, like all later calls (RPL-2)."""
         self._replay = None
         call.digest_before = self.digest
         first = len(self.tasks)
@@ -369,7 +370,7 @@ class Recording(TorchFunctionMode):
             task, [leaf for leaf in encoder.leaves if isinstance(leaf, torch.Tensor)], self.microbatch
         )
         if spec is None:
-            # Only the rank that holds the inputs can find the outputs: it runs the task now and tells the other ranks.
+            # Only the rank with the inputs can find the outputs: it runs the task now and informs the other ranks.
             numbers_matter = task.module is None or self.pipeline.depends_on_numbers(task.module)
             spec = self._run_now(task, encoder)
             if not numbers_matter:
@@ -401,7 +402,7 @@ class Recording(TorchFunctionMode):
         self._levels = max(self._levels, level)
 
     def _send_parameters(self, task: Task, rank: int) -> None:
-        """Turns parameters that a task on another partition takes into values.
+        """Convert parameters that a task on another partition uses to values.
 
         They are sent, and their gradients come back.
         """
@@ -416,7 +417,7 @@ class Recording(TorchFunctionMode):
         task.inputs = [sent.get(id(value), value) for value in task.inputs]
 
     def add_source(self, task: Task, key: Any) -> Value:
-        """Adds a task that takes no values of this microbatch and makes one; ``key`` identifies it on all ranks."""
+        """Add a task that uses no values of this microbatch and computes one; ``key`` is equal on all ranks."""
         task.level = self.order.level(task, self.base_level, False, None)
         self._levels = max(self._levels, task.level)
         value = self.new_value(task.rank, task.level, task.known_spec.metas[0])
@@ -428,13 +429,13 @@ class Recording(TorchFunctionMode):
         return value
 
     def new_value(self, rank: int, level: int, meta: TensorMeta) -> Value:
-        """Numbers a value that a task on ``rank`` produces."""
+        """Create the value of a task on ``rank``, with the next number."""
         value = Value(self._count, rank, level, meta)
         self._count += 1
         return value
 
     def _run_now(self, task: Task, encoder: Encoder) -> OutputSpec:
-        """Runs all tasks so far, including this one, whose output spec is unknown."""
+        """Run all tasks so far, including this one, whose output spec is unknown."""
         task.signature = task.digest = digest_of((task.name, task.rank, encoder.stable()))
         self.digest = chained_digest(self.digest, task.digest)
         number = len(self.tasks) - 1
@@ -479,7 +480,7 @@ class Recording(TorchFunctionMode):
         return self._values(task, encoder.tensors, encoder.containers)
 
     def _values(self, task: Task, tensors: list[torch.Tensor], containers: Sequence[Any] = ()) -> Any:
-        """What the body gets of a task that was called with these tensors, some of them in these containers."""
+        """Return the body's result of a task that was called with these tensors, some of them in these containers."""
         spec = task.known_spec
         if task.writes:
             self.storages.follow_writes(task, tensors)
@@ -506,10 +507,10 @@ class Recording(TorchFunctionMode):
         return result
 
     def set_buffer(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-        """The forward of a spread module assigns a located tensor to one of its buffers (REC-8).
+        """Handle a divided module's forward that assigns a located tensor to one of the module's buffers (REC-8).
 
         Raises:
-            SMPUsageError: The buffer would have another form, or a graph.
+            SMPUsageError: The tensor has another shape or type than the buffer, or a graph.
         """
         buffer = module._buffers[name]
         assert buffer is not None
@@ -538,7 +539,7 @@ class Recording(TorchFunctionMode):
         self.operation(torch.Tensor.copy_, (buffer, tensor), {})
 
     def rebind(self, tensor: torch.Tensor, value: Value | InvalidatedValue) -> None:
-        """Makes a tensor of the body refer to another value."""
+        """Make a tensor of the body refer to another value."""
         if type(tensor) is RemoteTensor:
             tensor.value = value  # type: ignore[assignment]
             return
@@ -550,12 +551,12 @@ class Recording(TorchFunctionMode):
         self.located[id(tensor)] = value
 
     def value_of_replicated(self, tensor: torch.Tensor) -> Value | None:
-        """The value of a replicated tensor to which an earlier microbatch has written numbers of a partition.
+        """Return the value of a replicated tensor to which an earlier microbatch has written values of a partition.
 
-        It is ``None`` for a tensor that has its numbers here.
+        It is ``None`` for a tensor whose values this rank has.
 
         Raises:
-            SMPUsageError: It has not, and there is no such value.
+            SMPUsageError: This rank does not have them, and there is no such value.
         """
         if not self.pipeline.stale_storages.has(tensor):
             return None
@@ -571,10 +572,10 @@ class Recording(TorchFunctionMode):
         return Context.current(self.pipeline.module_state.current)
 
     def _version_of(self, tensor: torch.Tensor) -> int:
-        """Returns the version of a replicated tensor on the first rank, from which the others may differ.
+        """Return the version of a replicated tensor on the first rank, which may differ on the others.
 
         Raises:
-            SMPUsageError: it is on a partition.
+            SMPUsageError: The tensor is on a partition.
         """
         if self.is_located(tensor):
             raise SMPUsageError(
@@ -584,7 +585,7 @@ class Recording(TorchFunctionMode):
         return self.pipeline.from_first_rank(self, version_of(tensor))
 
     def _set_requires_grad(self, tensor: torch.Tensor, wanted: bool) -> torch.Tensor:
-        """The body freezes or unfreezes a parameter."""
+        """Freeze or unfreeze a parameter, as the body requests."""
         if tensor.requires_grad is not wanted:
             value = self.pipeline.located[id(tensor)]
             changing = self.pipeline.module_state.changing(tensor, "requires_grad", value.parameter)
@@ -594,10 +595,10 @@ class Recording(TorchFunctionMode):
         return tensor
 
     def _graph(self, func: Any, tensor: torch.Tensor) -> Any:
-        """Answers what the body asks of autograd's graph, which is on the partitions and is made later.
+        """Answer a query of autograd's graph, which is created later on the partitions.
 
         Raises:
-            SMPUsageError: the answer is not there yet.
+            SMPUsageError: The answer is not known yet.
         """
         if func == IS_LEAF:
             return not tensor.value.meta.requires_grad if type(tensor) is RemoteTensor else None
@@ -610,10 +611,10 @@ class Recording(TorchFunctionMode):
             "and gradients are there, when the function has returned"
         )
 
-    # What the body asks for itself.
+    # Functions that the body calls directly.
 
     def backward(self, tensors: Any, gradients: Any) -> None:
-        """``model.backward``."""
+        """Implement ``model.backward``."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         gradients = [None] * len(tensors) if gradients is None else gradients
         gradients = [gradients] if isinstance(gradients, torch.Tensor) else list(gradients)
@@ -637,13 +638,13 @@ class Recording(TorchFunctionMode):
             self.digest = chained_digest(self.digest, digest_of(("backward", tensor.value.index)))
 
     def returned(self, remote: RemoteTensor, detach: bool) -> Value:
-        """The value of a remote tensor that the body returns."""
+        """Return the value of a remote tensor that the body returns."""
         value = self.value_of(remote) if remote.recording is self else self.retained.take(remote, detached=detach)
         self.retained.returns(value)
         return value
 
     def fetch(self, value: Value) -> torch.Tensor:
-        """The numbers, on every rank."""
+        """Return the tensor of a value on every rank."""
         if value.parameter is not None:
             return self.pipeline.fetch(self, value)
         if value.index not in self.fetched:
@@ -657,10 +658,10 @@ class Recording(TorchFunctionMode):
         return leaf if value is None else self.fetch(value)
 
     def value_of(self, remote: RemoteTensor) -> Value:
-        """The value of a remote tensor.
+        """Return the value of a remote tensor.
 
         Raises:
-            SMPUsageError: it belongs to another microbatch and has a graph there, or cannot be followed any more.
+            SMPUsageError: It belongs to another microbatch and has a graph there, or cannot be tracked any more.
         """
         if remote.recording is not self:
             return self.retained.take(remote)
@@ -669,12 +670,12 @@ class Recording(TorchFunctionMode):
         return remote.value
 
     def close_level(self) -> None:
-        """Tasks from now on come after all so far."""
+        """Order all later tasks after all tasks so far."""
         self.num_executed = len(self.tasks)
         self._replay = None
         self.base_level = self._levels + 1
         self._levels = self.base_level
-        # The following tasks form stages of their own. Plans and other replicas must see that in the digest.
+        # The following tasks form separate stages, which the digest must show to plans and other replicas.
         self.digest = chained_digest(self.digest, digest_of(("asked", self.num_executed)))
 
 
@@ -683,7 +684,7 @@ def _meta_of_leaf(leaf: Any) -> TensorMeta:
 
 
 def _is_integer(leaf: Any) -> bool:
-    """Whether it is a replicated tensor that Python code may pass as an integer, as a size."""
+    """Return whether it is a replicated tensor that Python code may use as an integer, such as a size."""
     return (
         isinstance(leaf, torch.Tensor)
         and leaf.dim() == 0

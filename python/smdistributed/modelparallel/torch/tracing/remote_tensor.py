@@ -1,7 +1,7 @@
 """Tensors without memory: values of a recorded step, and parameters of other partitions.
 
-They are tensor subclasses with shape, dtype and device. Python code may ask for these; an operation that needs the
-values is recorded.
+They are tensor subclasses with shape, dtype and device, which Python code may query. Operations that need the values
+are recorded.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class TensorMeta(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMeta:
-        """Returns the metadata of a strided tensor."""
-        # A recording would be asked for each of these (and answer as PyTorch does).
+        """Return the metadata of a strided tensor."""
+        # Read without function modes, because a recording would handle each of these queries.
         with torch._C.DisableTorchFunction():
             return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
     @property
     def bytes(self) -> int:
-        """The size in bytes."""
+        """Return the size in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ def _getters(*names: str) -> set[Any]:
     return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
 
 
-#: What a tensor without numbers can answer itself.
+#: #: Queries that a tensor without values can answer itself.
 METADATA: frozenset[Any] = frozenset(
     _getters(
         "shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "is_cpu", "is_sparse", "is_meta",
@@ -67,17 +67,17 @@ METADATA: frozenset[Any] = frozenset(
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Returns autograd's version of a tensor of this rank, or 0 for a tensor without one.
+    """Return autograd's version of a tensor on this rank, or 0 for a tensor without one.
 
-    Only this library uses it, also while a body is recorded. The versions that a body asks for must be equal on all
-    ranks, and are therefore communicated.
+    Used only by this library, also while a body is recorded. Versions that a body reads must be equal on all ranks,
+    and are therefore exchanged.
     """
     with torch._C.DisableTorchFunction():
         return 0 if tensor.is_inference() else int(tensor._version)
 
 
 class InvalidatedValue:
-    """The value of a tensor that cannot be followed; a use of the tensor raises ``reason``."""
+    """The value of a tensor that cannot be tracked any more; using the tensor raises an error with ``reason``."""
 
     _smp_leaf = True
     __slots__ = ("reason",)
@@ -100,8 +100,8 @@ class RemoteTensor(torch.Tensor):
     """A value of the step that is being recorded; see ``tracing/recording.py``.
 
     Attributes:
-        value: The value; it is another one after a change in place.
-        recording: The recording of the microbatch that it belongs to.
+        value: The value, which is replaced when the tensor is changed in place.
+        recording: The recording of its microbatch.
     """
 
     value: Value
@@ -109,10 +109,10 @@ class RemoteTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, value: Value, recording: Any = None) -> RemoteTensor:
-        """Makes a tensor without memory that stands for a value on another rank."""
+        """Create a tensor without memory that represents a value."""
         meta = value.meta
         if meta.requires_grad and torch.is_inference_mode_enabled():
-            # There PyTorch makes no tensors that require gradients.
+            # Inference mode creates no tensors that require gradients.
             with torch.inference_mode(False):
                 return cls.__new__(cls, value, recording)
         self = torch.Tensor._make_wrapper_subclass(
@@ -128,7 +128,7 @@ class RemoteTensor(torch.Tensor):
         return self
 
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """PyTorch does not offer this method to function modes."""
+        """Raise: PyTorch does not pass this method to function modes."""
         raise SMPUsageError(
             "`set_` gives another storage to a tensor on a partition: inside of a `smp.step` function, assign the new "
             "tensor instead"
@@ -161,13 +161,13 @@ class RemoteTensor(torch.Tensor):
 class MetaParameter(torch.Tensor):
     """A parameter or buffer of another partition, without memory."""
 
-    #: Its name in the model, and its partition.
+    #: #: The name in the model, and the partition.
     path: str
     partition: int
 
     @staticmethod
     def __new__(cls, tensor: torch.Tensor, path: str, partition: int, device: torch.device) -> MetaParameter:
-        """Makes a parameter without memory in the place of one on another partition."""
+        """Create a parameter without memory that replaces a parameter of another partition."""
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             tensor.shape,
@@ -177,7 +177,7 @@ class MetaParameter(torch.Tensor):
             requires_grad=tensor.requires_grad,
         )
         self.path, self.partition = path, partition
-        # What `isinstance(.., torch.nn.Parameter)` looks at.
+        # The attribute that `isinstance(.., torch.nn.Parameter)` checks.
         self._is_param = isinstance(tensor, torch.nn.Parameter)
         return self
 
@@ -204,7 +204,7 @@ class MetaParameter(torch.Tensor):
         raise SMPUsageError(f"`{func}` of a parameter that this rank does not hold")
 
 
-#: PyTorch's stubs give the types of a tensor's attributes; of the class, these are descriptors.
+#: #: PyTorch's stubs declare the types of a tensor's attributes; on the class, these are descriptors.
 _TENSOR: Any = torch.Tensor
 _ALLOWED = METADATA | {
     torch.Tensor.requires_grad_,

@@ -1,9 +1,9 @@
-"""Replay: a microbatch that makes the calls of the one before it reuses its tasks instead of recording them.
+"""Replay: a microbatch with the same calls as the previous one reuses its tasks instead of recording them.
 
-- RPL-1: a call is reused if it has the same function, the same values at the same places and the same context. Values
-  of replicated tensors may differ: a task that has some gets those of its own microbatch.
-- RPL-2: all calls before it must have been reused as well. The digest tells this, including what leaves no call, such
-  as a backward. From the first other call on, the microbatch is recorded.
+- RPL-1: a call is reused if it has the same function, the same values as arguments and the same context. The values
+  of replicated tensors may differ: a task with such arguments gets those of its own microbatch.
+- RPL-2: all earlier calls must have been reused as well. The digest shows this, including actions that are no calls,
+  such as a backward. From the first different call on, the microbatch is recorded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Replicated:
-    """The place of a replicated tensor among a call's arguments."""
+    """The index of a replicated tensor among a call's arguments."""
 
     _smp_leaf = True
     __slots__ = ("meta",)
@@ -39,12 +39,12 @@ class Call:
     """A recorded call of the body.
 
     Attributes:
-        what: What was called; of a module, also whether it was training.
-        args, kwargs: With values and :class:`Replicated` instead of tensors.
-        task: Its task, without replicated tensors.
-        before: Tasks in front of it that it brought along.
-        digest_before: The recording's digest before it.
-        state_after: Of the recording, what its digest, its levels and its number of values were then.
+        what: The function or module; for a module, also whether it was in training mode.
+        args, kwargs: The arguments, with tensors replaced by values and :class:`Replicated`.
+        task: The task, without replicated tensors.
+        before: Tasks that were added before it because of this call.
+        digest_before: The recording's digest before the call.
+        state_after: The recording's digest, levels and number of values after the call.
         is_plain: Whether there are no replicated tensors.
     """
 
@@ -70,31 +70,31 @@ class Call:
         self.state_after: tuple[int, int, int] = (0, 0, 0)
 
     def complete(self, task: Task, before: list[Task], after: tuple[int, int, int]) -> None:
-        """Completes it after its task is recorded."""
+        """Complete the call after its task is recorded."""
         self.before, self.state_after = before, after
         if not self.is_plain:
-            # Values that belong to this microbatch are not kept for the next one.
+            # Values that belong to this microbatch only are not kept for the next one.
             self.task = copy.copy(task)
             self.task.args, self.task.kwargs = self.args, self.kwargs
 
 
 class Replay:
-    """The calls of the microbatch before, as far as they are repeated.
+    """The calls of the previous microbatch, as far as they are repeated.
 
     Args:
-        calls: They.
-        located: Values of parameters and buffers, by the identity of what stands for them.
-        recording: The recording that makes them again.
+        calls: The calls.
+        located: Values of parameters and buffers, by the ids of their tensors on this rank.
+        recording: The recording that repeats the calls.
     """
 
     __slots__ = ("_calls", "_containers", "_located", "_paired", "_pairs", "_recording", "place")
 
     def __init__(self, calls: list[Call], located: Mapping[int, Value], recording: Recording) -> None:
         self._calls, self._located, self._recording, self.place = calls, located, recording, 0
-        #: Containers in the arguments of a module call, with their counterparts in the known call by identity.
+        #: #: Containers in the arguments of a module's call, with those of the known call, by id.
         self._containers: list[Any] | None = None
         self._pairs: dict[int, Any] = {}
-        #: Identities of the known call's containers that have a counterpart.
+        #: #: Ids of the known call's containers that have a counterpart.
         self._paired: set[int] = set()
 
     def find(
@@ -107,10 +107,10 @@ class Replay:
         digest_before: int,
         containers: list[Any] | None = None,
     ) -> Call | None:
-        """Returns the next call, if this call followed the same one before.
+        """Return the next known call, if it is the same as this call.
 
-        ``tensors`` then gets the tensors that it is called with. For a module's call, ``containers`` gets the
-        containers that it may change.
+        ``tensors`` then gets the tensors among its arguments. For a module's call, ``containers`` gets the containers
+        that it may change.
         """
         if self.place >= len(self._calls):
             return None
@@ -138,7 +138,7 @@ class Replay:
         kind = type(value)
         if kind is RemoteTensor:
             tensors.append(value)
-            # Equal microbatches share values, not remote tensors.
+            # Equal microbatches share values, but not remote tensors.
             return value.value is known and value.recording is self._recording
         if self._containers is not None and kind not in pytree.ATOMS and object_state.is_container(kind):
             return self._same_container(known, value, tensors)
@@ -201,7 +201,7 @@ class Replay:
         return all(self._same(one, other, tensors) for one, other in pairs)
 
     def task(self, call: Call, context: Context, args: Any, kwargs: Any) -> Task | None:
-        """The task of a call that :meth:`find` has found, for this microbatch; ``None`` if it must be recorded."""
+        """Return the task of a call that :meth:`find` has found, for this microbatch; ``None`` to record it instead."""
         known = call.task
         if not known.context.same(context):
             return None
@@ -223,7 +223,7 @@ class Replay:
 
 
 def _same_partial(known: Any, what: Any) -> bool:
-    """Whether two functions are the same with the same arguments, as checkpointed modules are."""
+    """Return whether two partial functions are the same with the same arguments, such as checkpointed modules."""
     return (
         type(known) is functools.partial
         and type(what) is functools.partial

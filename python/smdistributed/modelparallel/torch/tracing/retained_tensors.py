@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class RetainedTensor:
-    """The numbers of a value, on its partition, once its task has run."""
+    """The tensor of a value on its partition, available once its task has run."""
 
     __slots__ = ("tensor",)
 
@@ -33,10 +33,10 @@ class RetainedTensor:
         self.tensor: torch.Tensor | None = None
 
     def read(self) -> torch.Tensor:
-        """A copy.
+        """Return a copy.
 
         Raises:
-            SMPError: the task has not run, since the step failed.
+            SMPError: The task has not run, because the step failed.
         """
         if self.tensor is None:
             raise SMPError("a tensor of an earlier `smp.step` call, which failed, is used in this one")
@@ -44,11 +44,11 @@ class RetainedTensor:
 
 
 class RetainedTensors:
-    """The tensors that one recording keeps for later ones, and its copies of those of earlier ones.
+    """The tensors that one recording retains for later ones, and its copies of those from earlier ones.
 
     Attributes:
-        by_value: What is kept of it, by the index of the value.
-        needs_earlier: Whether it takes something of an earlier microbatch of the same step (KEEP-2).
+        by_value: Retained tensors, by the index of the value.
+        needs_earlier: Whether it uses tensors of an earlier microbatch of the same step (KEEP-2).
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -56,30 +56,30 @@ class RetainedTensors:
         self.by_value: dict[int, RetainedTensor] = {}
         self.needs_earlier = False
         self._remote_tensors: list[weakref.ref[RemoteTensor]] = []
-        #: Values that stand here for values of other recordings.
+        #: #: Values of this recording that represent values of other recordings.
         self._taken: dict[tuple[Recording, int], Value] = {}
-        #: Storages of which the caller or another recording has a copy.
+        #: #: Storages of which the caller or another recording has a copy.
         self._copied: set[Value] = set()
-        #: Storages of copies that must not change (KEEP-3).
+        #: #: Storages of copies that must not be written (KEEP-3).
         self._frozen: set[Value] = set()
 
     def watch(self, remote: RemoteTensor) -> None:
-        """The body gets a remote tensor, and may keep it."""
+        """Track a remote tensor of the body, which may keep it."""
         self._remote_tensors.append(weakref.ref(remote))
 
     def keep_living(self) -> None:
-        """Ends the bodies of the step: tensors that they still refer to may be used in a later step."""
+        """End the bodies of the step: tensors to which they still refer may be used in a later step."""
         for reference in self._remote_tensors:
             remote = reference()
             if remote is not None and remote.recording is self._recording and type(remote.value) is Value:
                 self._keep(remote.value)
-        # A remote tensor that lives on must not keep the recordings of earlier microbatches and steps.
+        # A remote tensor that is kept must not keep the recordings of earlier microbatches and steps alive.
         self._remote_tensors.clear()
         self._taken.clear()
         self._recording.earlier = ()
 
     def returns(self, value: Value) -> None:
-        """Records that the caller gets a value as it is now."""
+        """Record that the caller gets a value in its current state."""
         self._copied.add(value.storage)
 
     def _keep(self, value: Value) -> RetainedTensor:
@@ -91,10 +91,10 @@ class RetainedTensors:
         return retained
 
     def take(self, remote: RemoteTensor, detached: bool = False) -> Value:
-        """The value that stands for a remote tensor of another recording (KEEP-1).
+        """Return the value that represents a remote tensor of another recording (KEEP-1).
 
         Raises:
-            SMPUsageError: it has a graph, or is not there any more.
+            SMPUsageError: The tensor has a graph, or is not available any more.
         """
         recording, other, value = self._recording, remote.recording, remote.value
         if isinstance(value, InvalidatedValue):
@@ -121,7 +121,7 @@ class RetainedTensors:
         return self._taken.get((other, value.index)) is copy
 
     def take_value(self, other: Recording, value: Value) -> Value:
-        """The value that stands for one of an earlier microbatch of the same step, without its graph."""
+        """Return the value that represents one of an earlier microbatch of the same step, without its graph."""
         return self._copy(other, value, is_same_step=True)
 
     def _copy(self, other: Recording, value: Value, is_same_step: bool) -> Value:
@@ -145,19 +145,19 @@ class RetainedTensors:
         return recording.add_source(task, ("retained", is_same_step, distance, value.index, meta))
 
     def _is_shared(self, remote: RemoteTensor, storage: Value) -> bool:
-        """Whether the body can reach the storage of a remote tensor in another way.
+        """Return whether the body can access the storage of a remote tensor in another way.
 
-        From now on there is a copy of it.
+        From now on, there is a copy of the storage.
         """
         is_shared = storage in self._copied or self._recording.storages.has_others(remote, storage)
         self._copied.add(storage)
         return is_shared
 
     def check_write(self, storage: Value) -> None:
-        """Checks that a storage may change.
+        """Check that a storage may be written.
 
         Raises:
-            SMPUsageError: it is a copy of one that the body can reach by another tensor as well (KEEP-3).
+            SMPUsageError: It is a copy of a storage that the body can access through another tensor as well (KEEP-3).
         """
         if storage in self._frozen:
             raise SMPUsageError(

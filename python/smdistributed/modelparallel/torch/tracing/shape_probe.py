@@ -1,4 +1,4 @@
-"""Shape probing: calls with random values, for modules that fake tensors cannot go through.
+"""Shape probing: calls with random values, for modules that cannot run on fake tensors.
 
 - TRY-1: the routing of a mixture of experts reads values, but its output has the same shape for all of them. Every rank
   calls such a module several times with random values and without its parameters. If all calls return the same
@@ -21,17 +21,17 @@ import torch
 
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta
 
-#: Calls that must agree.
+#: #: Number of calls whose results must agree.
 SAMPLES = 3
 _SEED = 20_011
 
 
 class Numbers:
-    """Made-up tensors of one call. Parameters are views of one memory, which is as large as the largest of them.
+    """Random tensors for one call. Parameters are views of one buffer, which is as large as the largest of them.
 
     Args:
-        sample: Which call; each has other numbers.
-        replicated: Whether replicated tensors keep their own numbers.
+        sample: Number of the call; each call has other values.
+        replicated: Whether replicated tensors keep their values.
     """
 
     def __init__(self, sample: int, replicated: bool = False) -> None:
@@ -40,25 +40,25 @@ class Numbers:
         self._pools: dict[tuple[torch.dtype, torch.device, bool], torch.Tensor] = {}
 
     def of(self, leaf: Any, meta: TensorMeta) -> torch.Tensor:
-        """Returns the random tensor for an argument."""
+        """Return the random tensor for an argument."""
         if self._replicated and type(leaf) is torch.Tensor:
             return leaf.detach().clone().requires_grad_(meta.requires_grad)
         return self.tensor(meta)
 
     def tensor(self, meta: TensorMeta) -> torch.Tensor:
-        """One with memory of its own, which may be changed in place even if it requires a gradient."""
+        """Return a tensor with its own memory, which can be changed in place even if it requires a gradient."""
         with torch.enable_grad():
             tensor = self._placed(self._drawn(_extent(meta), meta.dtype), meta)
             return tensor.clone() if meta.requires_grad else tensor
 
     def state(self, meta: TensorMeta, parameter: bool) -> torch.Tensor:
-        """A parameter or a buffer."""
+        """Return the random tensor of a parameter or a buffer."""
         key = (meta.dtype, meta.device, parameter)
         pool, extent = self._pools.get(key), _extent(meta)
         if pool is None or pool.numel() < extent:
             drawn = self._drawn(extent, meta.dtype)
             if drawn.is_floating_point():
-                # As after an initialization; buffers such as variances are positive.
+                # Similar to initialized values; buffers such as variances are positive.
                 drawn = drawn * 0.1 if parameter else drawn.abs() + 0.5
             pool = self._pools[key] = drawn.to(meta.device)
         return self._placed(pool, meta)
@@ -69,9 +69,9 @@ class Numbers:
         if dtype.is_floating_point:
             return torch.randn(count, generator=self._generator).to(dtype)
         if dtype is torch.bool:
-            # A mask that hides nothing, then others.
+            # The first mask is all true, later ones are random.
             return torch.randint(2 if self._sample else 1, (count,), generator=self._generator) + (not self._sample) > 0
-        # Whatever integers stand for, 0 is one of them.
+        # 0 is a valid value for most uses of integers.
         return torch.zeros(count, dtype=dtype)
 
     def _placed(self, memory: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
@@ -79,7 +79,7 @@ class Numbers:
 
 
 def _extent(meta: TensorMeta) -> int:
-    """Elements of the memory that a tensor of this form lies in."""
+    """Return the number of elements of the memory range of a tensor."""
     if 0 in meta.shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(meta.shape, meta.stride, strict=True))
@@ -87,7 +87,7 @@ def _extent(meta: TensorMeta) -> int:
 
 @contextlib.contextmanager
 def random_numbers(sample: int) -> Iterator[None]:
-    """A context whose random numbers follow from ``sample``; generators are restored afterwards."""
+    """Return a context whose random numbers are determined by ``sample``; generators are restored afterwards."""
     states = random.getstate()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:

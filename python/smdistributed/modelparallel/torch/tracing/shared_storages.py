@@ -1,8 +1,8 @@
 """Tensors of a step body that share a storage: a write to one of them is visible in all.
 
-A value never changes (REC-3). So a task that writes to a storage makes a new value of every tensor of that storage that
-the body still refers to, and their remote tensors refer to the new values. Values between two writes have one base, and
-the executor gives them one storage.
+A value never changes (REC-3). So a task that writes to a storage creates a new value for every tensor of that storage
+to which the body still refers, and their remote tensors refer to the new values. Values between two writes have one
+base, and the executor gives them one storage.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class SharedStorages:
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        #: Remote tensors of values that share a storage, by the value that stands for the storage.
+        #: #: Remote tensors of values that share a storage, by the value that represents the storage.
         self._views: dict[Value, list[weakref.ref[RemoteTensor]]] = {}
-        #: Replicated tensors of which located values are views, by the value that stands for the storage.
+        #: #: Replicated tensors of which located values are views, by the value that represents the storage.
         self._replicated_bases: dict[Value, torch.Tensor] = {}
 
     def add_writes(self, task: Task, leaves: Sequence[Any]) -> None:
-        """Makes new values of all that a task writes to (REC-3)."""
-        # What is added to a tensor in place may make it require a gradient.
+        """Create new values for all tensors that a task changes (REC-3)."""
+        # An in-place operation may make a tensor require a gradient.
         trains = task.context.grad and any(value.meta.requires_grad for value in task.inputs)
         taken = {value.index for value in task.inputs}
 
@@ -87,13 +87,13 @@ class SharedStorages:
                 )  # type: ignore[assignment]
 
     def check_unversioned(self, task: Task, leaves: Sequence[Any]) -> None:
-        """Checks that a task does not write through ``.data`` to what autograd has saved before.
+        """Check that a task does not write through ``.data`` to a tensor that autograd has saved.
 
-        In one process the backward would take the changed numbers. On partitions it would take them only where the
+        In one process, the backward would use the changed values. On partitions, it would use them only if the
         operation that saved the tensor runs in the same stage as the write.
 
         Raises:
-            SMPUsageError: it does.
+            SMPUsageError: The task does so.
         """
         for place in task.known_spec.mutated:
             leaf = leaves[place]
@@ -105,7 +105,7 @@ class SharedStorages:
                     raise unversioned_write(task.name, saver)
 
     def _saver(self, storage: Value, before: Task) -> Task | None:
-        """The last task before another one for whose backward autograd saves a tensor of a storage."""
+        """Return the last task before another one for whose backward autograd saves a tensor of a storage."""
         savers: dict[Value, Task] = {}
         for task in self._recording.tasks:
             if task is before:
@@ -119,9 +119,10 @@ class SharedStorages:
         return savers.get(storage)
 
     def written(self, spec: OutputSpec, leaves: Sequence[Any], rank: int) -> dict[Value, list[Value]]:
-        """Values that change when a call on ``rank`` writes in place, by their bases; ``leaves`` are its arguments.
+        """Return the values that change when a call on ``rank`` writes in place, by base; ``leaves`` are its arguments.
 
-        Of a storage of another partition that is the argument alone: other views of it cannot be followed.
+        For a storage of another partition, only the argument itself is included, because other views cannot be
+        updated.
         """
         found: dict[Value, list[Value]] = {}
         for place in spec.mutated:
@@ -139,12 +140,12 @@ class SharedStorages:
         return found
 
     def has_others(self, remote: RemoteTensor, storage: Value) -> bool:
-        """Whether the body has something else than this remote tensor in a storage."""
+        """Return whether the body refers to a storage by other tensors than this remote tensor."""
         others = [each for each in self._remote_tensors_of(storage) if each is not remote]
         return bool(others) or storage in self._replicated_bases or storage.parameter is not None
 
     def _remote_tensors_of(self, base: Value) -> list[RemoteTensor]:
-        """Living remote tensors of values that share a storage with others."""
+        """Return the existing remote tensors of values that share a storage with others."""
         found: dict[int, RemoteTensor] = {}
         for reference in self._views.get(base, ()):
             remote = reference()
@@ -153,7 +154,7 @@ class SharedStorages:
         return list(found.values())
 
     def writes_alike(self, task: Task, tensors: list[torch.Tensor]) -> bool:
-        """Whether a task of the microbatch before that writes in place writes to the same values in this one."""
+        """Return whether a task of the previous microbatch writes in place to the same values in this one."""
         if not task.writes:
             return True
         leaves = [
@@ -167,7 +168,7 @@ class SharedStorages:
     def add_view(
         self, result: torch.Tensor, shared: SharedStorage, tensors: list[torch.Tensor], results: list[torch.Tensor]
     ) -> None:
-        """Records that a remote tensor shares its storage."""
+        """Record that a remote tensor shares its storage."""
         if type(result) is not RemoteTensor or shared.place is None:
             return
         other = results[-1 - shared.place] if shared.place < 0 else tensors[shared.place]
@@ -182,7 +183,7 @@ class SharedStorages:
             remotes.append(weakref.ref(other))
 
     def follow_writes(self, task: Task, tensors: list[torch.Tensor]) -> None:
-        """Moves the body's tensors to the values after the writes of a task."""
+        """Make the body's tensors refer to the values after a task's writes."""
         after = {write.source: write.result for write in task.writes}
         where = f"`{task.name}` on partition {task.rank}"
         for place in task.known_spec.mutated:

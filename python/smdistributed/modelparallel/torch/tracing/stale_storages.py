@@ -1,8 +1,8 @@
-"""Storages of replicated tensors that tasks have written to, so that this rank does not have their numbers.
+"""Storages of replicated tensors to which tasks have written, so that this rank does not have their values.
 
-A body may write numbers of a partition to a tensor that all ranks have, as in ``total.add_(loss)``. The recording knows
-the tensor from then on as a value on that partition. Other tensors with the same storage, and in later microbatches and
-steps this one as well, would show what was there before the write.
+A body may write values of a partition to a replicated tensor, as in ``total.add_(loss)``. From then on, the recording
+treats the tensor as a value on that partition. Other tensors with the same storage, and in later microbatches and
+steps this tensor as well, would have the values from before the write.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch.tracing.copy_on_write import StorageRange
 
-#: The error.
+#: #: The text of the error.
 STALE = (
     "this tensor was changed in place with numbers of a partition, by another tensor with the same storage or in an "
     "earlier microbatch or step, so this rank does not have its numbers: inside of one microbatch use the tensor that "
@@ -22,36 +22,36 @@ STALE = (
 
 
 class StaleStorages:
-    """The written parts of storages, for as long as these exist."""
+    """The written ranges of storages, as long as the storages exist."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[StorageWeakRef, StorageRange]] = []
 
     def add(self, tensor: torch.Tensor) -> None:
-        """A task writes to a replicated tensor."""
+        """Record that a task writes to a replicated tensor."""
         with torch._C.DisableTorchFunction():
             self._ranges.append((StorageWeakRef(tensor.untyped_storage()), StorageRange.of(tensor)))
 
     def forget_freed(self) -> None:
-        """Forgets storages that are gone, whose addresses others may get."""
+        """Forget freed storages, because their addresses may be reused."""
         self._ranges = [each for each in self._ranges if not each[0].expired()]
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """The numbers of a tensor have been brought here."""
+        """Forget a tensor whose values were copied to this rank."""
         part = StorageRange.of(tensor)
         self._ranges = [each for each in self._ranges if each[1] != part]
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether some numbers of a tensor are not here."""
+        """Return whether this rank lacks some values of a tensor."""
         return bool(self._ranges) and any(
             part.overlaps(tensor) for storage, part in self._ranges if not storage.expired()
         )
 
     def check(self, tensor: torch.Tensor) -> None:
-        """Checks that the numbers of a tensor are here.
+        """Check that this rank has the values of a tensor.
 
         Raises:
-            SMPUsageError: They are not.
+            SMPUsageError: It lacks some.
         """
         if self.has(tensor):
             raise SMPUsageError(STALE)

@@ -1,7 +1,7 @@
 """The order of tasks that read and write the same state of a partition: parameters, buffers, attributes of a module.
 
-Stages are ordered by level, which follows from the values that tasks pass. State passes no values, so a task that
-writes it gets a level that keeps it after earlier calls and before later ones.
+Stages are ordered by level, which follows from the values that tasks pass on. A task that writes state passes no
+value to tasks that read it, so it gets a level that orders it after earlier calls and before later ones.
 
 - ORD-1: a task of the body that writes to a parameter or buffer comes after all earlier tasks of its partition, and
   before all later ones.
@@ -32,19 +32,19 @@ class StateOrder:
 
     def __init__(self) -> None:
         self.changes_state = False
-        #: By rank: the highest level so far, and the level of the last task of the body that writes a parameter or
+        #: #: By rank: the highest level so far, and the level of the last task of the body that writes a parameter or
         #: buffer.
         self._highest: dict[int, int] = {}
         self._written: dict[int, int] = {}
-        #: By the identity of a module: the level of the last call that changes its state, and the highest of the calls
+        #: #: By the id of a module: the level of the last call that changes its state, and the highest level of calls
         #: that read it.
         self._changed: dict[int, int] = {}
         self._read: dict[int, int] = {}
-        #: Tasks that are not in `_read` yet: it is needed only where a call changes state.
+        #: #: Tasks that are not in `_read` yet, because it is needed only if a call changes state.
         self._new: list[Task] = []
 
     def level(self, task: Task, level: int, writes_parameter: bool, spec: OutputSpec | None) -> int:
-        """The level of a task whose inputs allow ``level``."""
+        """Return the level of a task whose inputs allow ``level``."""
         rank = task.rank
         level = max(level, self._written.get(rank, 0))
         if writes_parameter:
@@ -64,7 +64,7 @@ class StateOrder:
         return level
 
     def note(self, task: Task) -> None:
-        """Records a task whose level is known."""
+        """Record a task whose level is known."""
         rank, level = task.rank, task.level
         if level > self._highest.get(rank, 0):
             self._highest[rank] = level
@@ -90,9 +90,9 @@ def _highest(levels: dict[int, int], modules: Iterable[int]) -> int:
 
 
 def touched_modules(task: Task) -> frozenset[int]:
-    """Returns identities of the modules whose state a task can read.
+    """Return the ids of the modules whose state a task can read.
 
-    These are the called module with all in it, and the modules whose parameters it takes.
+    These are the called module with its submodules, and the modules whose parameters it uses.
     """
     found = frozenset[int]() if task.module is None else _parts_of(task.module)
     owners = [value.owner for value in task.inputs if value.owner is not None]
@@ -107,5 +107,5 @@ def _parts_of(module: nn.Module) -> frozenset[int]:
 
 
 def writes_parameter(task: Task) -> bool:
-    """Whether a task writes to a parameter or buffer that it is given."""
+    """Return whether a task writes to a parameter or buffer among its arguments."""
     return any(isinstance(source, Value) and source.storage.parameter is not None for source, _ in task.writes)

@@ -1,9 +1,9 @@
-"""Reordering of tasks where ranks make the same calls in different orders.
+"""Reordering of tasks if ranks make the same calls in different orders.
 
 A loop over a set of strings does so, because each Python process hashes strings differently.
 
-- SAME-1: ranks that recorded the same tasks with the same inputs adopt the order of the first rank, and number the
-  values in it. So plans and messages are the same on all ranks.
+- SAME-1: ranks that recorded the same tasks with the same inputs adopt the order of the first rank, and number their
+  values in that order. So plans and messages are equal on all ranks.
 - SAME-2: a task that draws random numbers, writes in place, changes its module, or ran while the body was recorded
   keeps its place. Only tasks between two such tasks are reordered.
 """
@@ -26,11 +26,11 @@ def content_digests(pipeline: Pipeline, recording: Recording) -> list[tuple[int,
     """Describe the tasks of a recording without their order.
 
     Args:
-        pipeline: It keeps digests.
-        recording: It may be recorded in part.
+        pipeline: Caches digests.
+        recording: The recording, which may be incomplete.
 
     Returns:
-        For each task a digest of what is called with which inputs, and whether the task keeps its place (SAME-2).
+        For each task a digest of the function and its inputs, and whether the task keeps its place (SAME-2).
     """
     tasks = recording.tasks
     made_by = {value: (number, place) for number, task in enumerate(tasks) for place, value in enumerate(task.outputs)}
@@ -41,7 +41,8 @@ def content_digests(pipeline: Pipeline, recording: Recording) -> list[tuple[int,
             for value in task.inputs
         ]
 
-    # Equal calls may serve different ones: what takes their outputs tells them apart, and so do then their inputs.
+    # Equal calls may have different consumers, which distinguish them and, in turn, the calls that compute their
+    # inputs.
     producers: list[int] = []
     for task in tasks:
         producers.append(digest_of((pipeline.digest(task.signature, task.level), inputs(task, producers))))
@@ -58,7 +59,7 @@ def content_digests(pipeline: Pipeline, recording: Recording) -> list[tuple[int,
     digests: list[int] = []
     for number, task in enumerate(tasks):
         digests.append(digest_of((with_consumers[number], inputs(task, digests))))
-    # What later microbatches and steps take of this one, they know by its number.
+    # Values that later microbatches and steps use are identified by their number.
     is_taken_from = bool(recording.retained.by_value)
     keeps = [
         is_taken_from or number < recording.num_executed or _keeps_its_place(task) for number, task in enumerate(tasks)
@@ -75,12 +76,12 @@ def places(own: Sequence[tuple[int, bool]], first: Sequence[tuple[int, bool]]) -
     """Find the order of the first rank.
 
     Args:
-        own: What :func:`content_digests` says of this rank's tasks.
-        first: And of those of the first rank.
+        own: The result of :func:`content_digests` for this rank's tasks.
+        first: The same for the tasks of the first rank.
 
     Returns:
-        The numbers of this rank's tasks in the order of the first rank; ``None`` if the tasks are others, or may not
-        change places.
+        The numbers of this rank's tasks in the order of the first rank; ``None`` if the tasks differ, or must not be
+        reordered.
     """
     if len(own) != len(first):
         return None
@@ -102,10 +103,10 @@ def places(own: Sequence[tuple[int, bool]], first: Sequence[tuple[int, bool]]) -
 
 
 def reorder(recording: Recording, order: Sequence[int]) -> None:
-    """Puts the tasks of a recording into an order, and numbers their values anew (SAME-1)."""
+    """Put the tasks of a recording into an order, and renumber their values (SAME-1)."""
     recording.tasks[:] = [recording.tasks[number] for number in order]
     values = [value for task in recording.tasks for value in task.outputs]
-    # Microbatches that are alike share their values, so the first one of them has numbered these.
+    # Equal microbatches share their values, which the first of them has renumbered.
     if any(value.index != number for number, value in enumerate(values)):
         for number, value in enumerate(values):
             value.index = number
@@ -114,7 +115,7 @@ def reorder(recording: Recording, order: Sequence[int]) -> None:
 
 
 def digest(pipeline: Pipeline, recording: Recording) -> int:
-    """A digest of a recording in an order that was taken over; equal on ranks that record the same."""
+    """Return a digest of a reordered recording; equal on ranks with the same recording."""
     tasks = tuple(
         pipeline.digest(task.signature, tuple(value.parameter or value.index for value in task.inputs))
         for task in recording.tasks

@@ -1,4 +1,4 @@
-"""What a recording consists of: values, and tasks that make them."""
+"""The components of a recording: values, and tasks that compute them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Value:
 
     Attributes:
         index: Its number in the recording; -1 for a parameter.
-        rank: The partition where it is.
-        level: How many changes of the partition lie before it.
-        meta: All but its numbers.
-        parameter: The path of the parameter or buffer that it is.
-        owner: The identity of the module that has it; a parameter of several modules has the first one.
-        base: Of a view, the value whose storage it shares; ``None`` for a value with a storage of its own.
-        offset: Of a view, its place in the storage of ``base``, in elements.
-        versioned: Whether autograd's version counter sees what is written to it; it does not see it through ``.data``.
-        home: The path of the parameter or buffer whose memory it is: of such a value itself, and after writes to it in
-            place.
+        rank: The partition that has it.
+        level: Number of changes of partition before it.
+        meta: Its shape, type and device.
+        parameter: The path of the parameter or buffer, if it is one.
+        owner: The id of the parameter's module; the first one for a parameter of several modules.
+        base: For a view, the value whose storage it shares; ``None`` for a value with a storage of its own.
+        offset: For a view, its offset in the storage of ``base``, in elements.
+        versioned: Whether autograd's version counter registers writes to it, which it does not through ``.data``.
+        home: The path of the parameter or buffer whose memory it is: for the parameter itself, and after in-place
+        writes to it.
     """
 
     _smp_leaf = True
@@ -56,22 +56,22 @@ class Value:
 
     @property
     def storage(self) -> Value:
-        """The value that stands for the storage: ``base``, or the value itself."""
+        """Return the value that represents the storage: ``base``, or the value itself."""
         return self.base or self
 
     @property
     def storage_key(self) -> int | str:
-        """Identifies the storage among those of one recording; equal for recordings with equal tasks."""
+        """Return an id of the storage in its recording; equal for recordings with equal tasks."""
         storage = self.base or self
         return storage.index if storage.parameter is None else storage.parameter
 
 
 class Context:
-    """The state of PyTorch and of the model's modules at the moment when the body made a call.
+    """The state of PyTorch and of the model's modules when the body made a call.
 
     Attributes:
         grad: Whether gradients are enabled.
-        autocast: Of each device: its name, whether autocast is enabled, the dtype, whether casts are cached.
+        autocast: For each device: its name, whether autocast is enabled, the dtype, and whether casts are cached.
         modules: Attributes of modules that the body has changed in this step.
     """
 
@@ -87,7 +87,7 @@ class Context:
 
     @classmethod
     def current(cls, modules: AttributeSnapshot) -> Context:
-        """Returns the state of this moment; ``modules`` is the part that PyTorch does not keep."""
+        """Return the current state; ``modules`` is the part that PyTorch does not store."""
         devices = ("cpu", "cuda") if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") else ()
         autocast = tuple(
             (
@@ -101,19 +101,19 @@ class Context:
         return cls(torch.is_grad_enabled(), autocast, modules)
 
     def key(self) -> Any:
-        """Equal for equal contexts."""
+        """Return a key that is equal for equal contexts."""
         return (self.grad, self.autocast, self.modules)
 
     def same(self, other: Context) -> bool:
-        """Whether a task cannot tell them apart."""
+        """Return whether two contexts have the same effect on a task."""
         return self.grad is other.grad and self.modules is other.modules and self.autocast == other.autocast
 
 
 class Write(NamedTuple):
-    """A tensor that a task writes in place, or that shares the storage of one.
+    """A tensor that a task changes in place, or that shares the storage of one.
 
     Attributes:
-        source: The value before; of a replicated tensor, its place among the leaves of the arguments.
+        source: The value before; for a replicated tensor, its index among the leaves of the arguments.
         result: The value after.
     """
 
@@ -125,18 +125,18 @@ class Task:
     """A computation on one partition.
 
     Attributes:
-        name: For messages: the module's path or the function's name.
-        call: What is called.
-        module: Of a task that is a call of a module, that.
-        args, kwargs: With values instead of remote tensors.
-        inputs: Values among them, in the order of the structure; then other values of a storage that the task writes
-            to.
-        outputs: Values that come out, then those after the writes.
-        writes: What the task changes in place; of each storage its base first.
-        output_spec: What comes out, ``None`` until it is known.
-        has_containers: Whether there are lists, dictionaries or objects among the arguments, which the call may change.
-        digest: The same on ranks that record the same.
-        signature: What is called, without its inputs; the same on ranks that record the same.
+        name: Name in messages: the module's path or the function's name.
+        call: The function.
+        module: The module, if the task is a call of a module.
+        args, kwargs: The arguments, with values instead of remote tensors.
+        inputs: The values among the arguments, in the order of the structure; then other values of a storage to which
+        the task writes.
+        outputs: The values of the result, then those after the writes.
+        writes: In-place changes; for each storage, its base first.
+        output_spec: The description of the result, ``None`` until it is known.
+        has_containers: Whether the arguments contain lists, dictionaries or objects, which the call may change.
+        digest: Equal on ranks that record the same.
+        signature: The function without its inputs; equal on ranks that record the same.
     """
 
     __slots__ = (
@@ -160,21 +160,21 @@ class Task:
         self.context: Context = None  # type: ignore[assignment]
 
     def __copy__(self) -> Task:
-        # What `copy.copy` does, ten times as fast: each microbatch copies the tasks that take replicated tensors.
+        # Like `copy.copy`, but ten times as fast: each microbatch copies the tasks with replicated tensors.
         new = Task.__new__(Task)
         for name in Task.__slots__:
             setattr(new, name, getattr(self, name))
         return new
 
     def replace_leaves(self, leaf: Callable[[Any], Any]) -> None:
-        """Puts ``leaf(item)`` in the place of each value and each tensor of the arguments, in their order."""
+        """Replace each value and each tensor of the arguments by ``leaf(item)``, in their order."""
         if self.has_containers:
             self.args, self.kwargs = object_state.snapshot(self.args, self.kwargs, leaf)
         else:
             self.args, self.kwargs = pytree.transform((self.args, self.kwargs), leaf)
 
     def leaves(self) -> list[Any]:
-        """Each value and each tensor of the arguments, in their order."""
+        """Return each value and each tensor of the arguments, in their order."""
         found: list[Any] = []
 
         def note(leaf: Any) -> Any:
@@ -189,12 +189,12 @@ class Task:
 
     @property
     def known_spec(self) -> OutputSpec:
-        """The output spec of a task for which it is known."""
+        """Return the output spec of a task for which it is known."""
         assert self.output_spec is not None, "the output spec is not known yet"
         return self.output_spec
 
     def saved(self) -> list[Any]:
-        """Values and replicated tensors that autograd saves for the backward of the task."""
+        """Return the values and replicated tensors that autograd saves for the backward of the task."""
         if self.output_spec is None or not self.output_spec.saved:
             return []
         leaves = self.leaves()
@@ -207,7 +207,7 @@ class Task:
 
 
 class WithAttributes:
-    """A call of a module that also returns the tensors which its forward leaves in attributes."""
+    """A call of a module that also returns the tensors that its forward sets as attributes."""
 
     __slots__ = ("_attributes", "_call", "_module")
 
@@ -215,14 +215,14 @@ class WithAttributes:
         self._call, self._module, self._attributes = call, module, attributes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module; returns its result and the attributes that the call left."""
+        """Call the module; return its result and the attributes that the call has set."""
         result = self._call(*args, **kwargs)
         owners = [(self._module.get_submodule(path), name) for path, name in self._attributes]
         return result, tuple(getattr(owner, name) for owner, name in owners)
 
 
 def partition_of(inputs: list[Value]) -> int:
-    """Chooses the partition of an operation: that of the value that comes last, so that the fewest ranks wait.
+    """Return the partition of an operation: that of its last available input, so that the fewest ranks wait.
 
     A parameter that is larger than all the other inputs is not moved.
     """
