@@ -343,7 +343,7 @@ fn kind_named(name: &str) -> Result<CheckpointKind> {
 }
 
 fn json(what: &str, text: &str) -> Result<serde_json::Value> {
-    serde_json::from_str(text).map_err(|error| Error::InvalidArgument(format!("the {what} is no JSON: {error}")))
+    serde_json::from_str(text).map_err(|error| Error::InvalidArgument(format!("the {what} is not valid JSON: {error}")))
 }
 
 fn source((name, dtype, shape, start, lengths, address, held): SourceRow) -> Result<SourceSlice> {

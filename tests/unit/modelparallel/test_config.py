@@ -125,7 +125,7 @@ def test_broken_channels_are_named(monkeypatch):
     with pytest.raises(SMPConfigError, match="cannot be read"):
         config.read()
     monkeypatch.setenv("SMP_CONFIG", "{")
-    with pytest.raises(SMPConfigError, match="no JSON"):
+    with pytest.raises(SMPConfigError, match="is not valid JSON"):
         config.read()
 
 
