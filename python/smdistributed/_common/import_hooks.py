@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-#: #: The callbacks after each import, by the module's full name.
+#: The callbacks after each import, by the module's full name.
 _actions: dict[str, list[Callable[[], None]]] = {}
 
 

@@ -22,11 +22,11 @@ from types import FrameType
 
 from smdistributed import _core
 
-#: #: How long to wait for the main thread to return to the interpreter, in seconds.
+#: How long to wait for the main thread to return to the interpreter, in seconds.
 _PATIENCE = 1.0
-#: #: A byte in the pipe that is not a signal's number.
+#: A byte in the pipe that is not a signal's number.
 _HANDLED = 0
-#: #: The ends of the pipe; none in a forked child, which has no thread to read it.
+#: The ends of the pipe; none in a forked child, which has no thread to read it.
 _pipe: tuple[int, int] | None = None
 
 

@@ -52,7 +52,7 @@ _NAMES: dict[str, frozenset[str]] = {
     }.items()
 }
 
-#: #: Classes that may be arguments of those functions. Calling them may be unsafe: an array over any memory, for
+#: Classes that may be arguments of those functions. Calling them may be unsafe: an array over any memory, for
 #: example.
 _ARGUMENTS = {
     ("numpy", "ndarray"),

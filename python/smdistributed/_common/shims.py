@@ -62,7 +62,7 @@ _FAILURE = "failure"
 _STARTED = time.time()
 
 
-#: #: Warnings that were shown, because both shims may have the same.
+#: Warnings that were shown, because both shims may have the same.
 _told: set[str] = set()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-#: #: Names of first parameters that receive the object.
+#: Names of first parameters that receive the object.
 _OBJECTS = ("self", "cls")
 
 

@@ -20,7 +20,7 @@ from smdistributed.modelparallel.exceptions import CLASSES, SMPConfigError, SMPU
 #: Every key with its default; the core has the table, for launchers as well.
 DEFAULTS: dict[str, Any] = json.loads(_core.parameter_defaults())
 
-#: #: Keys that support one value only, and the framework that supports all values nevertheless.
+#: Keys that support one value only, and the framework that supports all values nevertheless.
 LIMITS: dict[str, tuple[Any, str | None]] = {
     "horovod": (False, "tensorflow"),
     "activation_memory_bytes": (None, "torch"),

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 from smdistributed.modelparallel.exceptions import SMPCheckpointError
 
 _T = TypeVar("_T")
-#: #: The rank, the class of its error, and its text.
+#: The rank, the class of its error, and its text.
 Failure = tuple[int, str, str]
-#: #: Largest number of failures that an error lists.
+#: Largest number of failures that an error lists.
 _LISTED = 5
 
 

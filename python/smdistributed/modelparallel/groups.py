@@ -11,7 +11,7 @@ from smdistributed.modelparallel.config import Config
 #: the ranks that see different data for one stage.
 GROUPS = ("pp", "tp", "rdp", "mp", "dp")
 
-#: #: The framework's type for a group of the core.
+#: The framework's type for a group of the core.
 Group = TypeVar("Group")
 
 

@@ -12,7 +12,7 @@ from smdistributed import _core
 #: Number of saves in this process, of all managers together.
 _SAVES = itertools.count(1)
 
-#: #: The core's names of element types, by those of the frameworks.
+#: The core's names of element types, by those of the frameworks.
 ELEMENTS = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -32,7 +32,7 @@ ELEMENTS = {
     "complex64": "C64",
 }
 
-#: #: A slice for `_core.CheckpointSaver.save`.
+#: A slice for `_core.CheckpointSaver.save`.
 Place = tuple[str, str, Sequence[int], Sequence[int], Sequence[int], int, bool]
 
 

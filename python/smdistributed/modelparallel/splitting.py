@@ -7,9 +7,9 @@ from typing import Any
 
 from smdistributed.modelparallel.exceptions import SMPValidationError
 
-#: #: Returns a tensor's pieces, given the tensor and its name; ``None`` for a value that is not a tensor.
+#: Returns a tensor's pieces, given the tensor and its name; ``None`` for a value that is not a tensor.
 SplitTensor = Callable[[Any, str], list[Any] | None]
-#: #: Creates a sequence of the first argument's type from the items in the second one.
+#: Creates a sequence of the first argument's type from the items in the second one.
 MakeSequence = Callable[[Any, list[Any]], Any]
 
 

@@ -19,7 +19,7 @@ from smdistributed.modelparallel.tensorflow.runtime import agreement, object_tra
 from smdistributed.modelparallel.tensorflow.state import state
 
 _T = TypeVar("_T")
-#: #: Kinds of groups that contain every rank of a pipeline.
+#: Kinds of groups that contain every rank of a pipeline.
 _WHOLE = ("world", "mp", "pp")
 
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 from smdistributed.modelparallel.tensorflow.partitioning import optimizer_variables
 from smdistributed.modelparallel.tensorflow.partitioning.delayed_initialization import handle_of
 
-#: #: Names in Keras of the lists of variables and averages. Accumulated gradients are found by a variable's index.
+#: Names in Keras of the lists of variables and averages. Accumulated gradients are found by a variable's index.
 _VARIABLES, _AVERAGES, _SUMS = "_trainable_variables", "_model_variables_moving_average", "_accumulated_gradients"
 
 

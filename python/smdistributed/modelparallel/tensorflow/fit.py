@@ -29,7 +29,7 @@ from smdistributed.modelparallel.tensorflow.runtime import input_broadcast
 from smdistributed.modelparallel.tensorflow.state import state
 from smdistributed.modelparallel.tensorflow.step import StepFunction, translate_errors
 
-#: #: Whether `tf.keras` is tf_keras, which converts the script's functions with AutoGraph.
+#: Whether `tf.keras` is tf_keras, which converts the script's functions with AutoGraph.
 _IS_OLDER = tf.keras.Model.__module__.startswith("tf_keras")
 
 

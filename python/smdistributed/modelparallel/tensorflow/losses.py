@@ -26,7 +26,7 @@ import tensorflow as tf
 from smdistributed.modelparallel.exceptions import SMPUnsupportedError
 from smdistributed.modelparallel.tensorflow.state import state
 
-#: #: The names of mean reductions in the two packages.
+#: The names of mean reductions in the two packages.
 _MEANS = ("mean", "sum_over_batch_size", "auto")
 _current: LossTerms | None = None
 

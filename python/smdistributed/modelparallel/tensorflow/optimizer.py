@@ -23,7 +23,7 @@ from smdistributed.modelparallel.tensorflow.partitioning import optimizer_variab
 from smdistributed.modelparallel.tensorflow.partitioning.delayed_initialization import handle_of
 from smdistributed.modelparallel.tensorflow.state import state
 
-#: #: Classes whose methods are wrapped; methods of subclasses call these. In steps, Horovod's optimizers do not
+#: Classes whose methods are wrapped; methods of subclasses call these. In steps, Horovod's optimizers do not
 #: reduce gradients, because they do so when the gradients are applied.
 _KERAS = ("keras.", "tf_keras.")
 _WHOSE: dict[str, tuple[str, ...]] = {
@@ -32,7 +32,7 @@ _WHOSE: dict[str, tuple[str, ...]] = {
     "apply_gradients": _KERAS,
     "apply": _KERAS,
 }
-#: #: Ids of optimizers whose update is running, because some of Keras' methods call others.
+#: Ids of optimizers whose update is running, because some of Keras' methods call others.
 _updating: set[int] = set()
 
 

@@ -28,7 +28,7 @@ from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.recording import Recording, active
 from smdistributed.modelparallel.torch.tracing.remote_tensor import RemoteTensor
 
-#: #: Groups of children of sequentials, by their length and the pipeline. Not stored in modules, whose copies need
+#: Groups of children of sequentials, by their length and the pipeline. Not stored in modules, whose copies need
 #: others.
 _known_rows: weakref.WeakKeyDictionary[nn.Sequential, dict[Any, list[nn.Module]]] = weakref.WeakKeyDictionary()
 
@@ -126,7 +126,7 @@ def torch_checkpoints() -> Iterator[None]:
         module.CheckpointFunction, module._checkpoint_without_reentrant_generator = function, generator
 
 
-#: #: Functions for which a warning was issued.
+#: Functions for which a warning was issued.
 _told: set[str] = set()
 
 

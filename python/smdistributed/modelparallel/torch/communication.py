@@ -23,14 +23,14 @@ from smdistributed.modelparallel.objects import CommGroup, Objects
 from smdistributed.modelparallel.torch.state import state
 
 _T = TypeVar("_T")
-#: #: Tags in the group of all ranks: for a message, and for its acknowledgement.
+#: Tags in the group of all ranks: for a message, and for its acknowledgement.
 _CONTENT, _TAKEN = 1, 2
 
 
-#: #: A tensor's index among the messages, its shape, type and kind of device, and whether it is a parameter that
+#: A tensor's index among the messages, its shape, type and kind of device, and whether it is a parameter that
 #: requires a gradient. Plain data, which :mod:`smdistributed._common.unpickling` accepts without allowing any name.
 _Key = tuple[int, tuple[int, ...], str, str, bool | None]
-#: #: Element types by name.
+#: Element types by name.
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 

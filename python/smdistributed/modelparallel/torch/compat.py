@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-#: #: The ``_orig_forward`` that this module added to classes.
+#: The ``_orig_forward`` that this module added to classes.
 _given: WeakKeyDictionary[type, Any] = WeakKeyDictionary()
-#: #: Wrappers of the original inside of ``smp.DistributedModel``.
+#: Wrappers of the original inside of ``smp.DistributedModel``.
 _LEVELS = 2
 
 

@@ -26,7 +26,7 @@ class TorchGroups(Groups[dist.ProcessGroup]):
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
-        #: #: The groups of sharded data parallelism; ``None`` without it.
+        #: The groups of sharded data parallelism; ``None`` without it.
         self.sharding: ShardingGroups | None = None
         #: Of the parameters that other ranks of a tensor-parallel group do not have, or reduce by themselves. They are
         #: sharded over as many of the ranks that hold the same ones as the degree allows.

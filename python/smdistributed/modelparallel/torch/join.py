@@ -22,7 +22,7 @@ from smdistributed.modelparallel.exceptions import CLASSES, SMPUsageError
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.model import DistributedModel
 
-#: #: The part of a replica's status that says that its model is in training mode.
+#: The part of a replica's status that says that its model is in training mode.
 TRAINING = 2
 
 

@@ -123,7 +123,7 @@ class DistributedModel(nn.Module):
         self._placement: Placement | None = None
         # The partition of a checkpoint; it takes precedence.
         self._assignment: Mapping[str, int] | None = None
-        #: #: Whether each rank has the whole model again, after `cpu()`.
+        #: Whether each rank has the whole model again, after `cpu()`.
         self._is_whole = False
         self.sharded: ShardedModel | None = None
         self.rng_state = RngState()

@@ -92,7 +92,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Registered last, so that an optimizer that could not be wrapped is not registered.
         state.optimizer = self
 
-    #: #: Attributes in which a GradScaler stores its scale; they are forwarded, because the wrapped optimizer reads
+    #: Attributes in which a GradScaler stores its scale; they are forwarded, because the wrapped optimizer reads
     #: them.
     _step_supports_amp_scaling = False
 

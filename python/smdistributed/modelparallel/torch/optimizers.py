@@ -168,7 +168,7 @@ class FusedLAMB(Optimizer):
         return loss
 
 
-#: #: The name in older releases of Apex, which published scripts use.
+#: The name in older releases of Apex, which published scripts use.
 FusedLamb = FusedLAMB
 
 

@@ -30,5 +30,5 @@ class StepOutput(MicrobatchOutputs[torch.Tensor]):
         """Return the tensors stacked along a new dimension 0, that of the microbatches."""
         return torch.stack(self.outputs)
 
-    #: #: The name of the same method for TensorFlow.
+    #: The name of the same method for TensorFlow.
     accumulate = reduce_mean

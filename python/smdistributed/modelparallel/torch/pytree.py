@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-#: #: Types that are never containers, for a fast check.
+#: Types that are never containers, for a fast check.
 ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
 
 

@@ -37,7 +37,7 @@ _WITHOUT_GROUP = (
     '    torch.distributed.init_process_group("smddp")'
 )
 
-#: #: Hooks by the number by which C++ identifies them.
+#: Hooks by the number by which C++ identifies them.
 _hooks: weakref.WeakValueDictionary[int, CommHook] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 

@@ -30,11 +30,11 @@ from smdistributed.modelparallel.tensorflow.partitioning import optimizer_variab
 from smdistributed.modelparallel.tensorflow.partitioning.delayed_initialization import handle_of
 from smdistributed.modelparallel.tensorflow.state import state
 
-#: #: Checkpoints of `smp.CheckpointManager`, whose methods all ranks call, whatever the checkpoints contain.
+#: Checkpoints of `smp.CheckpointManager`, whose methods all ranks call, whatever the checkpoints contain.
 managed: weakref.WeakSet[tf.train.Checkpoint] = weakref.WeakSet()
-#: #: Ids of variables that were restored before the rest of the checkpoint that is being read.
+#: Ids of variables that were restored before the rest of the checkpoint that is being read.
 _have_been_read: dict[int, Any] = {}
-#: #: Number of values of a variable that ranks compare.
+#: Number of values of a variable that ranks compare.
 _SAMPLED = 256
 _COUNTER = "save_counter/.ATTRIBUTES/VARIABLE_VALUE"
 

@@ -31,14 +31,14 @@ from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGra
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.tensorflow.state import state
 
-#: #: Names of Keras' graphs that are never run; `tf_keras` puts a layer's name before one of them.
+#: Names of Keras' graphs that are never run; `tf_keras` puts a layer's name before one of them.
 _SCRATCH = re.compile(r"(.+_)?scratch_graph|scratch_graph_\d+|build_graph")
-#: #: Initializers of Keras that may be delayed, by module.
+#: Initializers of Keras that may be delayed, by module.
 _KERAS = ("keras.src.initializers.constant_initializers", "keras.src.initializers.random_initializers")
 _OLDER = "tf_keras.src.initializers.initializers"
-#: #: Variables without a value, by the id of their handles.
+#: Variables without a value, by the id of their handles.
 _delayed: weakref.WeakValueDictionary[int, DelayedVariable] = weakref.WeakValueDictionary()
-#: #: The lock of DELAY-3, reentrant because computing a value may need another variable's.
+#: The lock of DELAY-3, reentrant because computing a value may need another variable's.
 _beginning = threading.RLock()
 
 

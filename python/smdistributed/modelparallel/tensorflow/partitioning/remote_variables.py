@@ -10,14 +10,14 @@ from tensorflow.python.ops import resource_variable_ops
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.modelparallel.tensorflow.partitioning.delayed_initialization import become_plain, handle_of
 
-#: #: The shape of a remote variable's memory: no elements.
+#: The shape of a remote variable's memory: no elements.
 _EMPTY = (0,)
 
 
 class RemoteVariable(resource_variable_ops.ResourceVariable):
     """A variable of another partition. Assignments of values for the whole model are checked and ignored."""
 
-    #: #: The value that reads return while this rank writes the whole model.
+    #: The value that reads return while this rank writes the whole model.
     _smp_read_value: tf.Tensor | None = None
 
     def _read_variable_op(self, no_copy: bool = False) -> Any:

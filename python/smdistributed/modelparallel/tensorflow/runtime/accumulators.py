@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-#: #: Element types that TensorFlow can add to variables on every device.
+#: Element types that TensorFlow can add to variables on every device.
 _TYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 _numbers = itertools.count()
 

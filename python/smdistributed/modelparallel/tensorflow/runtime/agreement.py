@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from smdistributed.modelparallel.tensorflow.groups import TensorFlowGroups
     from smdistributed.modelparallel.tensorflow.runtime.step_scope import StepScope
 
-#: #: Prefixes of the only line of a rank that failed, and of one that runs an operation outside of steps.
+#: Prefixes of the only line of a rank that failed, and of one that runs an operation outside of steps.
 _FAILURE, _ACTIVITY = "failed: ", "does: "
 _HOST = "/device:CPU:0"
-#: #: The value that a failed rank sends instead of a digest.
+#: The value that a failed rank sends instead of a digest.
 _FAILED = -1
 #: Seconds that a rank with a failed trace waits for the others, which may still be tracing.
 TRACING_SECONDS = 10.0

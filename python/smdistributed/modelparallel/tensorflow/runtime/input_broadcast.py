@@ -24,9 +24,9 @@ from smdistributed.modelparallel.tensorflow.state import state
 
 _END = "has not come: there are no more"
 _DOES = "runs `fit`, `evaluate` or `predict`"
-#: #: Errors that the other ranks learn of in another way.
+#: Errors that the other ranks learn of in another way.
 _KNOWN = (errors.MismatchError, errors.PeerFailedError, errors.ClosedError, errors.WaitTimeoutError, tf.errors.OpError)
-#: #: How long a rank that has left the loop waits to tell the others, which may have left, too.
+#: How long a rank that has left the loop waits to tell the others, which may have left, too.
 _SECONDS = 1.0
 
 

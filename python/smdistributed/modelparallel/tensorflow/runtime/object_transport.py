@@ -14,7 +14,7 @@ from smdistributed.dataparallel.tensorflow.collectives import call
 from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.modelparallel.tensorflow.state import state
 
-#: #: Tags in the group of all ranks: for a message, and for its acknowledgement.
+#: Tags in the group of all ranks: for a message, and for its acknowledgement.
 _CONTENT, _TAKEN = 1, 2
 
 

@@ -42,7 +42,7 @@ from smdistributed.modelparallel.tensorflow.runtime.transfers import Transfers
 from smdistributed.modelparallel.tensorflow.tracing.operations import has_effect, waited_for
 from smdistributed.modelparallel.tensorflow.tracing.recording import Trace
 
-#: #: Attributes of operations that contain names of other operations in their graph.
+#: Attributes of operations that contain names of other operations in their graph.
 _NAMING = ("_class", "_output_shapes")
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from smdistributed import _core
 
-#: #: Names of the phases in the timeline.
+#: Names of the phases in the timeline.
 PHASES = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 
 

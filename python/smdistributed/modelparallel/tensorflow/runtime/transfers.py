@@ -28,7 +28,7 @@ from smdistributed.modelparallel.tensorflow.runtime import channels
 from smdistributed.modelparallel.tensorflow.runtime.segment_graph import Segment, SegmentGraph, Transfer
 
 _HOST = "/device:CPU:0"
-#: #: The notice that a tensor of known shape is being sent.
+#: The notice that a tensor of known shape is being sent.
 _NOTICE = [0]
 
 

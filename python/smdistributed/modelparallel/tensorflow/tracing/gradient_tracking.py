@@ -18,7 +18,7 @@ from smdistributed.dataparallel.tensorflow.reduction import name_of
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.tensorflow.partitioning.delayed_initialization import handle_of
 
-#: #: Operations that rearrange or cast elements.
+#: Operations that rearrange or cast elements.
 _MOVES = {
     *(
         "Cast",
@@ -36,7 +36,7 @@ _MOVES = {
     ),
     *("ReverseV2", "Roll", "Slice", "Split", "SplitV", "Squeeze", "StridedSlice", "Tile", "Transpose", "Unpack"),
 }
-#: #: Operations that compare or sum up elements; their results are not gradients.
+#: Operations that compare or sum up elements; their results are not gradients.
 _SUMS = {
     *("BatchMatMulV2", "Conv2D", "Einsum", "MatMul"),
     *("All", "Any", "ArgMax", "ArgMin", "EuclideanNorm", "Max", "Mean", "Min", "Prod", "Sum"),

@@ -14,7 +14,7 @@ from smdistributed import _core
 from smdistributed.modelparallel.tensorflow.tracing.fingerprints import OpFingerprints
 from smdistributed.modelparallel.tensorflow.tracing.recording import Trace
 
-#: #: A result of an operation: the operation's number, and the index of the result.
+#: A result of an operation: the operation's number, and the index of the result.
 Output = tuple[int, int]
 
 #: Stateful operations without an effect if their result is unused.

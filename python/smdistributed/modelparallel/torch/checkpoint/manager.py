@@ -34,9 +34,9 @@ from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
 
 _MODEL, _OPTIMIZER, _USER, _EXTRA = "model/", "optimizer/", "user/", "extra/"
-#: #: The name of the master weight among the tensors of a parameter's optimizer state.
+#: The name of the master weight among the tensors of a parameter's optimizer state.
 _MASTER = "#master_weight"
-#: #: Suffixes of tensors that hold Python's numbers in an optimizer's state.
+#: Suffixes of tensors that hold Python's numbers in an optimizer's state.
 _NUMBERS = {int: ("#int", torch.int64), float: ("#float", torch.float64), bool: ("#bool", torch.bool)}
 _ELEMENTS = {getattr(torch, name): element for name, element in shares.ELEMENTS.items()}
 _DTYPES = {name: dtype for dtype, name in _ELEMENTS.items()}

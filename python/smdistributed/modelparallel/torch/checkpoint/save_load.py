@@ -33,7 +33,7 @@ from smdistributed.modelparallel.torch.state import state
 
 _NEWEST = "newest"
 _PARTIAL = "_partial"
-#: #: How long a rank waits for the folder of rank 0, which exists before the other ranks look for it.
+#: How long a rank waits for the folder of rank 0, which exists before the other ranks look for it.
 _FOLDER_SECONDS = 60.0
 _CLASSES = {**CLASSES, "io": SMPCheckpointError, "invalid_argument": SMPCheckpointError}
 
@@ -482,7 +482,7 @@ def _resume_partial(
     return content
 
 
-#: #: Entries of an optimizer's state that have a file of their own.
+#: Entries of an optimizer's state that have a file of their own.
 _FP16_STATES = (optimizer_state.MASTER_WEIGHTS, optimizer_state.LOSS_SCALE)
 
 

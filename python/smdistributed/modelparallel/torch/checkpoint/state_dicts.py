@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.model import DistributedModel
     from smdistributed.modelparallel.torch.sharding.sharded_model import ShardedModel
 
-#: #: Marks a dict of one rank, in contrast to one of the whole model.
+#: Marks a dict of one rank, in contrast to one of the whole model.
 PARTIAL = "_smp_is_partial"
-#: #: In a dict of one rank under sharded data parallelism: start, end and shape of flattened parameters' elements.
+#: In a dict of one rank under sharded data parallelism: start, end and shape of flattened parameters' elements.
 SHARDS = "_smp_shards"
 #: Of a part with shards, the rank whose slices they are shards of.
 TENSOR_PARALLEL_RANK = "_smp_tensor_parallel_rank"

@@ -114,7 +114,7 @@ def _slice(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 # Collectives with gradients.
 
-#: #: For each exchange, the operation of the forward and that of the backward. TP-1 explains the factors.
+#: For each exchange, the operation of the forward and that of the backward. TP-1 explains the factors.
 _EXCHANGES: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
     "copy": (lambda x: x.view_as(x), lambda g: all_reduce(g)),
     "reduce": (lambda x: all_reduce(x), lambda g: g),

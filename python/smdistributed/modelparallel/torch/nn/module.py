@@ -37,7 +37,7 @@ class DistributedModule(nn.Module):
         self.shards: dict[str, Shard] = {}
         self._whole_shapes: dict[str, tuple[int, ...]] = {}
         self._initializers: dict[str, Initializer] = {}
-        #: #: Names of parameters whose gradients are complete on this rank (``collectives``: the group region).
+        #: Names of parameters whose gradients are complete on this rank (``collectives``: the group region).
         self._group_parameters: set[str] = set()
 
     def add_parameter(

@@ -18,12 +18,12 @@ from smdistributed.modelparallel.torch.nn.module import DistributedModule
 
 _Class = TypeVar("_Class", bound=type)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-#: #: Converts the state of a module, given the module, to that of its replacement, with whole parameters.
+#: Converts the state of a module, given the module, to that of its replacement, with whole parameters.
 Translation = Callable[[Mapping[str, torch.Tensor], nn.Module], Mapping[str, torch.Tensor]]
 
 StateTranslations = tuple[Callable[[dict[str, Any]], dict[str, Any]], Callable[[dict[str, Any]], dict[str, Any]]]
 
-#: #: The key in a module's `__dict__` of its constructor's arguments.
+#: The key in a module's `__dict__` of its constructor's arguments.
 _ARGUMENTS = "_smp_arguments"
 
 
@@ -84,7 +84,7 @@ _registered: dict[type, Registration] = {
     nn.Linear: Registration(DistributedLinear, _linear, translate=_as_it_is),
     nn.Embedding: Registration(DistributedEmbedding, _embedding, translate=_as_it_is),
 }
-#: #: Functions that provide registrations of further classes, such as those of a library that may be imported later.
+#: Functions that provide registrations of further classes, such as those of a library that may be imported later.
 _finders: list[Callable[[type], Registration | None]] = []
 
 

@@ -22,10 +22,10 @@ from smdistributed.modelparallel.torch.nn.options import OPTION_NAMES, BlockOpti
 from smdistributed.modelparallel.torch.partitioning.materialize import broadcast
 from smdistributed.modelparallel.torch.state import state
 
-#: #: The key in a module's `__dict__` of its mark: whether it is marked, and arguments for its replacement.
+#: The key in a module's `__dict__` of its mark: whether it is marked, and arguments for its replacement.
 _MARK = "_smp_tensor_parallelism"
 
-#: #: Keyword arguments of the original that select equivalent implementations, or belong to features that do not
+#: Keyword arguments of the original that select equivalent implementations, or belong to features that do not
 #: exist here. They are ignored with a warning.
 _WITHOUT_EFFECT = {
     "fused_softmax": "PyTorch chooses the kernel of the attention",

@@ -13,7 +13,7 @@ from smdistributed.modelparallel.torch.nn.module import DistributedModule
 from smdistributed.modelparallel.torch.nn.norm import make_norm
 from smdistributed.modelparallel.torch.nn.options import BlockOptions
 
-#: #: The data between layers: states, states of cross attention if there is any, masks, position numbers.
+#: The data between layers: states, states of cross attention if there is any, masks, position numbers.
 States = tuple[torch.Tensor | None, ...]
 
 

@@ -49,7 +49,7 @@ if hasattr(_aten, "_grouped_mm"):
     _FLOPS[_aten._grouped_mm] = _grouped_product_flops
 
 
-#: #: Operations for which fake tensors report another result type than real ones, if operands have different types.
+#: Operations for which fake tensors report another result type than real ones, if operands have different types.
 _PROMOTED_OTHERWISE = {_aten.binary_cross_entropy_with_logits, _aten.huber_loss, _aten.soft_margin_loss}
 
 
@@ -147,23 +147,23 @@ class Counter(TorchDispatchMode):
         super().__init__()
         self._casts_are_cached = casts_are_cached()
         self._parameters: set[int] = set()
-        #: #: Storages to which operations write.
+        #: Storages to which operations write.
         self.written: set[int] = set()
         self._outside: set[int] = set()
         # References to the tensors, so that their addresses are not reused.
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
-        #: #: Tensors without storage, such as sparse ones, kept for the same reason.
+        #: Tensors without storage, such as sparse ones, kept for the same reason.
         self._others: list[torch.Tensor] = []
         self._saved: set[int] = set()
         self._taken: set[int] = set()
-        #: #: The first operation that fake tensors describe wrongly, if any.
+        #: The first operation that fake tensors describe wrongly, if any.
         self.mistrusted: Any = None
         self._forward = self._input = self._weight = 0.0
         # Deferred products keep a layer's input, and a gradient of the size of its output.
         self._multiplied: set[int] = set()
         self._gradient_bytes = 0
         self._recomputes = False
-        #: #: Kinds of PyTorch's default generators from which operations draw.
+        #: Kinds of PyTorch's default generators from which operations draw.
         self.draws: set[str] = set()
 
     def parameter(self, tensor: torch.Tensor) -> torch.Tensor:

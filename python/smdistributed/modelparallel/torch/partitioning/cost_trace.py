@@ -274,7 +274,7 @@ class _Recorder(TorchDispatchMode):
         self.nanoseconds = [0.0] * len(trace.modules)
         self.casts_are_cached = cost_model.casts_are_cached()
         self.handles: list[Any] = []
-        #: #: Whether the running operations do not belong to the forward.
+        #: Whether the running operations do not belong to the forward.
         self.paused = False
         self.output_specs = OutputSpecs()
 

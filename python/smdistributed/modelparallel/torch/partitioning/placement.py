@@ -14,7 +14,7 @@ from smdistributed.modelparallel.torch.module_creation import created_modules
 from smdistributed.modelparallel.torch.nn.module import units
 from smdistributed.modelparallel.torch.state import state
 
-#: #: Keys of a module's `__dict__` for the partition that the script chose: by a context at creation, or by a call.
+#: Keys of a module's `__dict__` for the partition that the script chose: by a context at creation, or by a call.
 _CREATED_IN, _SET_TO = "_smp_created_in", "_smp_set_to"
 
 
@@ -90,7 +90,7 @@ class Placement:
                 degree = state.cfg.pipeline_parallel_degree
                 raise SMPPartitionError(f"`{path}` is assigned to partition {index}, but there are only {degree}")
         self._by_path: dict[str, int] = {}
-        #: #: Partitions by the modules' ids. `whole` contains the modules that are on one partition with all their
+        #: Partitions by the modules' ids. `whole` contains the modules that are on one partition with all their
         #: submodules.
         self._by_module: dict[int, int] = {}
         self.whole: dict[int, int] = {}

@@ -9,7 +9,7 @@ from smdistributed import _core
 from smdistributed._common import errors
 from smdistributed.modelparallel.exceptions import CLASSES, SMPValidationError
 
-#: #: Keys of ``dynamic_loss_args`` with their defaults.
+#: Keys of ``dynamic_loss_args`` with their defaults.
 DYNAMIC_DEFAULTS: dict[str, Any] = {
     "init_scale": 2.0**32,
     "scale_factor": 2.0,

@@ -46,7 +46,7 @@ class MasterWeights:
         self.sources: dict[int, torch.Tensor] = {}
         self.groups: list[list[torch.Tensor]] = []
         self.flat: list[torch.Tensor] = []
-        #: #: The concatenated gradients of the master weights, in the layout of `flat`.
+        #: The concatenated gradients of the master weights, in the layout of `flat`.
         self._gradients: list[torch.Tensor] = []
         self._rows: list[list[tuple[torch.Tensor, nn.Parameter, torch.Tensor]]] = []
         self._others: list[torch.Tensor] = []

@@ -40,7 +40,7 @@ from smdistributed.modelparallel.torch.tracing.recording import Recording
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta, version_of
 from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
 
-#: #: Number of receives on CPUs that are posted ahead of their use in the program.
+#: Number of receives on CPUs that are posted ahead of their use in the program.
 _MAX_POSTED_RECEIVES = 4
 
 
@@ -56,7 +56,7 @@ class StageState:
         offloaded: offloading.Batch | None = None,
     ) -> None:
         self.leaves = leaves
-        #: #: Whether its activations were moved to host memory.
+        #: Whether its activations were moved to host memory.
         self.offloaded = offloaded
         #: Output values; once all consumers have them, only gradient edges at which the backward begins.
         self.exports: dict[int, torch.Tensor | GradientEdge | None] = dict(exports)
@@ -140,9 +140,9 @@ class Executor:
     ) -> None:
         self._rank, self._transfers, self._parameters, self._scale = rank, transfers, parameters, scale
         self._modules, self._early, self._offloader = modules, early, offloader
-        #: #: For a task without a known output spec: the spec that was found, and the output tensors.
+        #: For a task without a known output spec: the spec that was found, and the output tensors.
         self.unknown: Any = None
-        #: #: Stages that have run in this program.
+        #: Stages that have run in this program.
         self._known: set[int] = set()
 
     # One method for each action. `run` calls them in the order of a program, and the recording for early stages.
@@ -280,7 +280,7 @@ class Executor:
         place = -1
         changed = task.output_spec.mutated if task.output_spec is not None else ()
         replicated: dict[int, torch.Tensor] = {}
-        #: #: Indices of tensors by id, for tensors inside of containers among the arguments.
+        #: Indices of tensors by id, for tensors inside of containers among the arguments.
         given: dict[int, int] = {}
 
         def leaf(item: Any) -> Any:

@@ -20,7 +20,7 @@ from smdistributed.modelparallel.exceptions import SMPUsageError
 _OURS = str(Path(smdistributed.__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 
-#: #: `run`: a task with an unknown output spec; `read`: a value that the body reads.
+#: `run`: a task with an unknown output spec; `read`: a value that the body reads.
 Kind = Literal["run", "read"]
 
 

@@ -13,7 +13,7 @@ import torch
 
 from smdistributed.modelparallel.torch.device import current_device
 
-#: #: The end of the states of NumPy's global generator and of Python's: the position, whether a normal number is
+#: The end of the states of NumPy's global generator and of Python's: the position, whether a normal number is
 #: cached, and that number.
 _TAIL = struct.Struct("<q?d")
 

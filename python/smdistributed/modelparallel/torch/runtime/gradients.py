@@ -38,17 +38,17 @@ class GradientReducer:
         self._passes, self._steps = passes, 0
         self._hook: CommHook | None = None
         self._reducer: Any = None
-        #: #: The parameters whose gradients are reduced, and the index of each.
+        #: The parameters whose gradients are reduced, and the index of each.
         self._parameters: list[torch.Tensor] = []
         self._places: dict[int, int] = {}
-        #: #: For each stage, indices of gradients to which it contributes; and for each gradient, the number of
+        #: For each stage, indices of gradients to which it contributes; and for each gradient, the number of
         #: pending stages.
         self._stages: dict[int, list[int]] = {}
         self._pending_stages: dict[int, int] = {}
         self._stage_graph: StageGraph | None = None
         self._ready: set[int] = set()
         self._reduces = False
-        #: #: Whether there are gradients of earlier steps that were not reduced.
+        #: Whether there are gradients of earlier steps that were not reduced.
         self._accumulated = False
 
     @property

@@ -37,11 +37,11 @@ from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter, RemoteTensor
 from smdistributed.modelparallel.torch.tracing.stale_storages import StaleStorages
 
-#: #: Smaller tensors on CPUs are sent in one message.
+#: Smaller tensors on CPUs are sent in one message.
 _SMALL = 1 << 18
 _ALIGNMENT = 16
 _CONTAINERS = (list, tuple, dict, set, frozenset, bytearray, slice, range, Mapping, enum.Enum)
-#: #: Classes whose instances are plain data.
+#: Classes whose instances are plain data.
 _DATA_MODULES = frozenset({"numpy", "datetime", "decimal", "fractions", "pathlib", "uuid", "collections", "copyreg"})
 
 
@@ -152,7 +152,7 @@ class _Arguments:
             contents[name] = file.getvalue()
             for place, each in enumerate(description.own):
                 self.own[_Own(name, place, _kind(each))] = each
-        #: #: For each segment, a view of all its bytes; for a dense one, the tensor.
+        #: For each segment, a view of all its bytes; for a dense one, the tensor.
         self.memory: list[torch.Tensor] = []
         segments: list[_Segment] = []
         layouts = _layouts([tensor for _, tensor in found.values()], segments, self.memory)

@@ -24,9 +24,9 @@ import torch
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.runtime.executor import Microbatch
 
-#: #: Smaller tensors are not offloaded, because a separate copy costs more than it saves.
+#: Smaller tensors are not offloaded, because a separate copy costs more than it saves.
 _MIN_BYTES = 64 << 10
-#: #: Number of tensors whose copies to the host may be running; the computation continues meanwhile.
+#: Number of tensors whose copies to the host may be running; the computation continues meanwhile.
 _MAX_PENDING_COPIES = 2
 
 
@@ -199,7 +199,7 @@ class StageBoundary:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.grad: torch.Tensor | None = None
-        #: #: The leaf of the autograd graph.
+        #: The leaf of the autograd graph.
         self.leaf = torch.empty((), requires_grad=True)
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -102,7 +102,7 @@ class OverlappedRun:
         self.was_interrupted = False
         self._pipeline, self._expectation = pipeline, expectation
         self._microbatches: list[Microbatch] = []
-        #: #: Comparisons of recorded microbatches whose results this rank has not read yet.
+        #: Comparisons of recorded microbatches whose results this rank has not read yet.
         self._comparisons: deque[Comparison] = deque()
         self._num_compared = 0
         self._on_stage_done: Callable[[int, Microbatch], None] | None = None

@@ -39,7 +39,7 @@ from smdistributed.modelparallel.torch.tracing.replay import Call
 from smdistributed.modelparallel.torch.tracing.stale_storages import StaleStorages
 from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
 
-#: #: Largest number of cached plans and digests.
+#: Largest number of cached plans and digests.
 _LIMIT = 1 << 12
 
 
@@ -70,7 +70,7 @@ class Pipeline:
         self.output_specs = OutputSpecs()
         self.constants = Constants()
         self.stale_storages = StaleStorages()
-        #: #: Attributes of the modules that run in tasks.
+        #: Attributes of the modules that run in tasks.
         self.module_state = self._state_of_modules(root)
         #: Calls that left the pipeline.
         self.fallbacks = Fallbacks()
@@ -79,9 +79,9 @@ class Pipeline:
         self.parameters: dict[str, torch.Tensor] = {}
         self.located: dict[int, Value] = {}
         self.paths = {id(module): path for path, module in root.named_modules()}
-        #: #: References to the modules, so that the ids of removed ones are not reused.
+        #: References to the modules, so that the ids of removed ones are not reused.
         self._initial_modules = list(root.modules())
-        #: #: Ids of modules and of their parameters and buffers, as of the last step.
+        #: Ids of modules and of their parameters and buffers, as of the last step.
         self._contents: list[list[int]] = []
         self.version: int = 0
         #: Classes that define `__call__`.
@@ -92,21 +92,21 @@ class Pipeline:
         #: Calls of the last microbatch of each step function.
         self.calls: weakref.WeakKeyDictionary[Any, list[Call]] = weakref.WeakKeyDictionary()
         self._seen: list[tuple[dict[str, Any], str, torch.Tensor, TensorMeta]] = []
-        #: #: The expectations of step functions; and the step functions whose microbatches depend on each other.
+        #: The expectations of step functions; and the step functions whose microbatches depend on each other.
         self._expectations: weakref.WeakKeyDictionary[Any, Expectation] = weakref.WeakKeyDictionary()
         self._never_overlapped: weakref.WeakSet[Any] = weakref.WeakSet()
-        #: #: The execution during the recording, while it runs.
+        #: The execution during the recording, while it runs.
         self.overlapped: OverlappedRun | None = None
         self._digests: dict[Any, int] = {}
         self._plans: dict[Any, list[tuple[str, int, int, int | None]]] = {}
         self._stage_graphs: dict[Any, StageGraph] = {}
-        #: #: For recordings that were reordered to match the first rank, by their digests: the order, and the new
+        #: For recordings that were reordered to match the first rank, by their digests: the order, and the new
         #: digest.
         self._orders: dict[Any, list[tuple[list[int], int]]] = {}
-        #: #: Values of parameters whose `requires_grad` the body has changed, by id and `requires_grad`.
+        #: Values of parameters whose `requires_grad` the body has changed, by id and `requires_grad`.
         self._relocated: dict[tuple[int, bool], Value] = {}
         self._unknown: Any = None
-        #: #: Operations that read values of replicated tensors (REC-7), and whether they accept integers instead.
+        #: Operations that read values of replicated tensors (REC-7), and whether they accept integers instead.
         self.number_readers: dict[Any, bool] = {}
 
     def _state_of_modules(self, root: nn.Module) -> ModuleState:

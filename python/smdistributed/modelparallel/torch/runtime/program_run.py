@@ -11,7 +11,7 @@ from smdistributed.modelparallel.torch.runtime import offloading
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.runtime.executor import Executor, Microbatch
 
-#: #: The kind (F, B, I, W; S and R for F and B), the stage, the microbatch, and for a transfer the stage at the other
+#: The kind (F, B, I, W; S and R for F and B), the stage, the microbatch, and for a transfer the stage at the other
 #: end.
 Action = tuple[str, int, int, int | None]
 
@@ -43,7 +43,7 @@ class ProgramRun:
         self._last, self._on_stage_done = total - 1, on_stage_done
         self._max_posted = max_posted
         self._prefetcher = offloading.ActivationPrefetcher(offloader, program)
-        #: #: Receives that are not posted yet, with their positions in the program; and posted ones.
+        #: Receives that are not posted yet, with their positions in the program; and posted ones.
         self._receives: deque[tuple[int, Action]] | None = None
         self._posted: deque[tuple[int, Callable[[], None]]] = deque()
         self._place = 0

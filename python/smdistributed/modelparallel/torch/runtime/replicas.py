@@ -58,7 +58,7 @@ class Replicas:
             self._reducer = ShardReducer(passes)
         elif group is not None:
             self._reducer = GradientReducer(group, bucket_cap_mb, overlapping, passes)
-        #: #: The reducer of gradients that are averaged over `rdp_group`, if that is another group.
+        #: The reducer of gradients that are averaged over `rdp_group`, if that is another group.
         self._is_divided = rdp_group is not group
         self._rdp_reducer: GradientReducer | None = None
         # A reducer to shards knows the group of each parameter.

@@ -92,9 +92,9 @@ class _Stream:
 
     def __init__(self, generator: Generator, own: bytes) -> None:
         self._generator, self._own = generator, own
-        #: #: By the state of the body's generator.
+        #: By the state of the body's generator.
         self._origins = {generator.state(): _Origin(own, {})}
-        #: #: The last task of each rank.
+        #: The last task of each rank.
         self._latest: dict[int, Draw] = {}
         self._has_moved = False
 
@@ -142,15 +142,15 @@ class RngState:
     """The generators of this process."""
 
     def __init__(self) -> None:
-        #: #: The first rank's states, from :meth:`follow_first` on.
+        #: The first rank's states, from :meth:`follow_first` on.
         self._first: dict[str, bytes] = {}
-        #: #: The states of this rank's task streams, between steps and while the body runs.
+        #: The states of this rank's task streams, between steps and while the body runs.
         self._own: dict[str, bytes] = {}
-        #: #: The states of the process after the last step.
+        #: The states of the process after the last step.
         self._left: dict[str, bytes] = {}
         self._generators: list[Generator] = []
         self._streams: dict[str, _Stream] | None = None
-        #: #: The states of the body that has ended.
+        #: The states of the body that has ended.
         self._ends: dict[str, tuple[bytes | None, Draw | bytes | None]] = {}
 
     def states(self) -> dict[str, bytes]:

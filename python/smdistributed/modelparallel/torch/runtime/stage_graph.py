@@ -51,21 +51,21 @@ class StageGraph:
         self.stages: list[Stage] = []
         self.values: list[Value] = []
         self.returned: list[int] = []
-        #: #: Storages to which a task writes, by `Value.storage_key`; earlier values that others need are copied.
+        #: Storages to which a task writes, by `Value.storage_key`; earlier values that others need are copied.
         self.written: set[int | str] = set()
-        #: #: Whether a module that changes its own state runs in several stages. Microbatches then run one after the
+        #: Whether a module that changes its own state runs in several stages. Microbatches then run one after the
         #: other, because each reads the state that the previous one left.
         self.runs_in_turn = False
-        #: #: Tasks that call a module which changes its own state; and for each task, the modules whose state it can
+        #: Tasks that call a module which changes its own state; and for each task, the modules whose state it can
         #: read.
         self._stateful: set[int] = set()
         self._touched: list[frozenset[int]] = []
         #: Tasks of the body that write to a parameter or buffer, and whether that requires a gradient.
         self._writers: dict[int, bool] = {}
         self._tasks: list[str] = []
-        #: #: For each task, which inputs get gradients of which outputs, as (inputs, outputs).
+        #: For each task, which inputs get gradients of which outputs, as (inputs, outputs).
         self._gradients: list[list[tuple[list[int], list[int]]]] = []
-        #: #: Values that require gradients without a graph: views that were created without gradients.
+        #: Values that require gradients without a graph: views that were created without gradients.
         self.without_graph: set[int] = set()
         #: Values on which a loss depends.
         self._live: set[int] = set()

@@ -54,12 +54,12 @@ class StepRun:
     ) -> None:
         self._model, self._step, self._body, self._detach = model, step, body, detach
         self._expectation = expectation
-        #: #: The execution during the recording, if there is one.
+        #: The execution during the recording, if there is one.
         self._overlapped: OverlappedRun | None = None
         self.has_backward = False
         self._gradient_scale = model.replicas.gradient_scale(microbatches)
         self.recording: Recording | None = None
-        #: #: For each microbatch, tensors from outside of the body to which it has written.
+        #: For each microbatch, tensors from outside of the body to which it has written.
         self._written: list[list[tuple[torch.Tensor, Value]]] = []
         self._recordings: list[Recording] = []
         self._begin_recording: Callable[[], None] | None = None

@@ -21,12 +21,12 @@ class Transfers:
 
     def __init__(self, group: dist.ProcessGroup, members: Sequence[int], place: int, device: torch.device) -> None:
         self._group, self._members, self._place, self._device = group, list(members), place, device
-        #: #: Handles of messages from CPU memory.
+        #: Handles of messages from CPU memory.
         self._under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        #: #: The last message from a device to each partition.
+        #: The last message from a device to each partition.
         self._latest: dict[int, dist.Work] = {}
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
-        #: #: A separate group for comparisons that run at the same time as other operations of the pipeline.
+        #: A separate group for comparisons that run at the same time as other operations of the pipeline.
         self._beside: dist.ProcessGroup | None = None
 
     def open(self, edges: Iterable[tuple[int, int]]) -> None:

@@ -18,7 +18,7 @@ from smdistributed.modelparallel.torch.sharding.sharding_groups import ShardingG
 from smdistributed.modelparallel.torch.sharding.unit import ShardedParameter, Slot, Unit
 from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
 
-#: #: Replaced parameters and buffers by id: themselves and their replacements.
+#: Replaced parameters and buffers by id: themselves and their replacements.
 Replaced = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 

@@ -28,7 +28,7 @@ from smdistributed.modelparallel.exceptions import CLASSES, SMPUnsupportedError
 from smdistributed.modelparallel.torch.optimizers import WHOLE_PARAMETER
 from smdistributed.modelparallel.torch.sharding.piece import Piece
 
-#: #: Alignment of shards in elements, for fast kernels.
+#: Alignment of shards in elements, for fast kernels.
 _ALIGNMENT = 16
 
 
@@ -70,14 +70,14 @@ class _Row:
             view.copy_(parameter.detach())
             parameter.data = view
             self._starts.append(self._starts[-1] + parameter.numel())
-        #: #: For each parameter by id, the part of it that is in this rank's shard.
+        #: For each parameter by id, the part of it that is in this rank's shard.
         self.virtual: dict[int, tuple[Piece, nn.Parameter, int]] = {}
         shard = self.shard(self._flat)
         for at, start, end, offset in pieces[rank]:
             name, parameter = named[at]
             virtual = nn.Parameter(shard[offset : offset + end - start])
             self.virtual[id(parameter)] = Piece(name, start, end, tuple(parameter.shape), True), virtual, offset
-        #: #: The sum of earlier reductions, to which gradients are added.
+        #: The sum of earlier reductions, to which gradients are added.
         self._carried: torch.Tensor | None = None
         self._has_carried = [False] * len(self._parameters)
         self._is_reduced = False

@@ -122,13 +122,13 @@ class ShardedModel:
         self._order: list[Unit] = []
         self._previous: dict[bool, list[Unit]] = {}
         self._is_training = False
-        #: #: Gathered units; those that are not in use are freed in this order.
+        #: Gathered units; those that are not in use are freed in this order.
         self._present: list[Unit] = []
         self._for_the_forward: list[Unit] = []
         self._saved: dict[int, tuple[Unit, int]] = {}
         self._reductions: deque[tuple[dist.Work, torch.Tensor, torch.Tensor, Unit, list[int], int]] = deque()
         self._reducing = 0
-        #: #: Whether gradients were averaged over replicas, and none was computed since.
+        #: Whether gradients were averaged over replicas, and none was computed since.
         self._is_reduced = False
 
     def add_replicated(self, name: str, parameter: nn.Parameter, is_slice: bool) -> None:

@@ -19,7 +19,7 @@ from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.torch.sharding.piece import Piece
 from smdistributed.modelparallel.torch.sharding.sharding_groups import ShardingGroups
 
-#: #: A module, and the name of a parameter in it.
+#: A module, and the name of a parameter in it.
 Slot = tuple[nn.Module, str]
 
 

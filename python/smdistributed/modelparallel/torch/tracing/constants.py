@@ -22,7 +22,7 @@ import torch
 
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta, version_of
 
-#: #: Functions whose results depend only on their arguments.
+#: Functions whose results depend only on their arguments.
 _NAMES = (
     "arange", "eye", "tril", "triu",
     "view", "reshape", "expand", "expand_as", "unsqueeze", "squeeze", "flatten", "permute", "transpose", "repeat",
@@ -50,9 +50,9 @@ class Constants:
 
     def __init__(self, devices: Sequence[str] = ("cuda",)) -> None:
         self._devices = frozenset(devices)
-        #: #: By the id of a tensor: the tensor, its version, and the number of the call that computed it.
+        #: By the id of a tensor: the tensor, its version, and the number of the call that computed it.
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
-        #: #: Function calls with their arguments, numbered.
+        #: Function calls with their arguments, numbered.
         self._producers: dict[Any, int] = {}
         self._answers: dict[Any, Any] = {}
 

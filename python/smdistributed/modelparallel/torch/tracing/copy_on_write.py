@@ -223,7 +223,7 @@ def storage_of(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage()._cdata
 
 
-#: #: Replaces a tensor's values, even if autograd has saved it.
+#: Replaces a tensor's values, even if autograd has saved it.
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 

@@ -43,9 +43,9 @@ class Encoder:
         self._located, self._recording = located, recording
         self.containers: list[Any] = []
         self.in_containers: list[int] = []
-        #: #: Numbers of the containers found so far, by id.
+        #: Numbers of the containers found so far, by id.
         self._known: dict[int, int] = {}
-        #: #: Nesting depth of containers around the current item; -1 if containers are not described.
+        #: Nesting depth of containers around the current item; -1 if containers are not described.
         self._depth = -1
         self._key: list[Any] = []
         self.inputs: list[Value] = []

@@ -9,7 +9,7 @@ import torch
 
 from smdistributed.modelparallel.torch.tracing.remote_tensor import METADATA
 
-#: #: Functions whose results are not tensors: all ranks get their operands and call them.
+#: Functions whose results are not tensors: all ranks get their operands and call them.
 READS = frozenset(
     {
         getattr(torch.Tensor, name)
@@ -21,7 +21,7 @@ READS = frozenset(
     }
     | {torch.equal, torch.allclose, torch.is_nonzero}
 )  # fmt: skip
-#: #: PyTorch's stubs declare the types of a tensor's attributes; on the class, these are descriptors.
+#: PyTorch's stubs declare the types of a tensor's attributes; on the class, these are descriptors.
 _TENSOR: Any = torch.Tensor
 #: Functions that freeze or unfreeze a tensor.
 REQUIRES_GRAD = frozenset({torch.Tensor.requires_grad_, _TENSOR.requires_grad.__set__})
@@ -30,11 +30,11 @@ GRADIENT_FUNCTION = _TENSOR.grad_fn.__get__
 IS_LEAF = _TENSOR.is_leaf.__get__
 VERSION = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 DATA = _TENSOR.data.__get__
-#: #: Functions that query autograd's graph, with the names of the queried attributes.
+#: Functions that query autograd's graph, with the names of the queried attributes.
 GRAPH_READS = {
     GRADIENT: "grad", GRADIENT_FUNCTION: "grad_fn", IS_LEAF: "is_leaf", torch.Tensor.retain_grad: "retain_grad",
 }  # fmt: skip
-#: #: Queries that a tensor answers without its values and without autograd's graph.
+#: Queries that a tensor answers without its values and without autograd's graph.
 PLAIN_METADATA = METADATA - GRAPH_READS.keys() - {VERSION}
 #: Functions that return the tensor without its graph.
 DETACHES = frozenset({torch.Tensor.detach, torch.detach, DATA})
@@ -48,11 +48,11 @@ STORAGE_WRITES = frozenset(
         _TENSOR.grad.__set__,
     }
 )
-#: #: Functions that return the same values in another type, or on another device.
+#: Functions that return the same values in another type, or on another device.
 CASTS = frozenset(
     getattr(torch.Tensor, name) for name in ("to", "type", "float", "double", "half", "bfloat16", "contiguous")
 )
-#: #: Functions that run a backward.
+#: Functions that run a backward.
 BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 

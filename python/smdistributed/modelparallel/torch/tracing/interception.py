@@ -30,7 +30,7 @@ from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
 from smdistributed.modelparallel.torch.tracing.key_value_caches import without_new_cache
 from smdistributed.modelparallel.torch.tracing.recording import active
 
-#: #: Names of a module's tables of hooks that get inputs or outputs of its forward.
+#: Names of a module's tables of hooks that get inputs or outputs of its forward.
 _FORWARD_TABLES = ("_forward_pre_hooks", "_forward_hooks")
 _BACKWARD_TABLES = ("_backward_pre_hooks", "_backward_hooks")
 
@@ -40,7 +40,7 @@ class _Hooks:
 
     def __init__(self) -> None:
         self._tables: dict[int, tuple[list[Any], list[Any]]] = {}
-        #: #: Modules whose hooks are running in the body.
+        #: Modules whose hooks are running in the body.
         self.entered: set[int] = set()
 
     def _of(self, module: nn.Module) -> tuple[list[Any], list[Any]]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from smdistributed.modelparallel.torch.runtime.fallbacks import script_level
 
-#: #: Arguments that pass a cache.
+#: Arguments that pass a cache.
 _CACHES = ("past_key_values", "past_key_value", "cache_params")
 
 

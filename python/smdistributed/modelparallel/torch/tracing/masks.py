@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 _GETITEM = torch.Tensor.__getitem__
 _MASKED_SELECT = frozenset({torch.masked_select, torch.Tensor.masked_select})
-#: #: Operations whose result's shape depends on a mask's values.
+#: Operations whose result's shape depends on a mask's values.
 SELECTIONS = frozenset({_GETITEM, *_MASKED_SELECT})
-#: #: Operations whose result's shape depends on counts.
+#: Operations whose result's shape depends on counts.
 REPETITIONS = frozenset({torch.repeat_interleave, torch.Tensor.repeat_interleave})
 
 

@@ -33,7 +33,7 @@ from smdistributed.modelparallel.torch.runtime.generators import HostGenerators
 from smdistributed.modelparallel.torch.tracing import object_state, shape_probe
 from smdistributed.modelparallel.torch.tracing.remote_tensor import RemoteTensor, TensorMeta, version_of
 
-#: #: Largest number of cached signatures, which limits the memory if a step never repeats one.
+#: Largest number of cached signatures, which limits the memory if a step never repeats one.
 _LIMIT = 1 << 14
 
 
@@ -69,7 +69,7 @@ class OutputSpec:
     storages: tuple[SharedStorage | None, ...] = ()
     attributes: tuple[tuple[str, str], ...] = ()
     draws: frozenset[str] = frozenset()
-    #: #: Whether it changes buffers or attributes of the called module, which the next call may read.
+    #: Whether it changes buffers or attributes of the called module, which the next call may read.
     changes_state: bool = False
     effects: bool = False
     unread: tuple[int, ...] = ()
@@ -82,7 +82,7 @@ class OutputSpec:
     plain_attributes: tuple[tuple[str, str], ...] = ()
     #: Whether the result is one tensor of its own, and nothing is changed: so it is of most calls.
     is_single_output: bool = field(init=False, compare=False, default=False)
-    #: #: Number of tensors that belong to the result, and not to attributes.
+    #: Number of tensors that belong to the result, and not to attributes.
     results: int = field(init=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
@@ -114,7 +114,7 @@ class ReadsNumbersError(Exception):
     """An operation reads the value of a replicated tensor, such as a size that was computed with tensors."""
 
 
-#: #: Operators whose result has a shape that depends on values.
+#: Operators whose result has a shape that depends on values.
 _SHAPES = (DynamicOutputShapeException,)
 _NUMBERS = (DataDependentOutputException, *_SHAPES)
 _UNSUPPORTED = (UnsupportedFakeTensorException, UnsupportedOperatorException)
@@ -158,13 +158,13 @@ class OutputSpecs:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Any, OutputSpec] = {}
         self._counter = Counter()
-        #: #: Attributes that modules have set to tensors, as (path, name), by the id of the called module.
+        #: Attributes that modules have set to tensors, as (path, name), by the id of the called module.
         self._known_attributes: dict[int, list[tuple[str, str]]] = {}
         #: Other attributes that they have been seen to change, likewise.
         self._plain_attributes: dict[int, dict[tuple[str, str], None]] = {}
         #: Modules that were seen to change their own attributes.
         self._changing: set[int] = set()
-        #: #: Attributes that the current call has set: path, name, value.
+        #: Attributes that the current call has set: path, name, value.
         self._attributes: list[tuple[str, str, Any]] = []
         self._changes_attributes = False
         #: Paths of parameters and buffers that the module that is being called has written to.

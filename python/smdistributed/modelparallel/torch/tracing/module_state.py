@@ -27,12 +27,12 @@ from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.tracing.remote_tensor import InvalidatedValue, RemoteTensor
 
-#: #: Largest number of cached snapshots.
+#: Largest number of cached snapshots.
 _LIMIT = 1 << 10
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
 
 
-#: #: Attributes that every module has.
+#: Attributes that every module has.
 _INTERNALS = frozenset(nn.Module().__dict__)
 
 
@@ -78,7 +78,7 @@ class ModuleState:
         self._applied = UNCHANGED
         self._before: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         self._known: dict[Any, AttributeSnapshot] = {(): UNCHANGED}
-        #: #: Attributes that contain remote tensors at present, with their values before.
+        #: Attributes that contain remote tensors at present, with their values before.
         self._outputs: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
         #: Of these: the remote tensors with their values and recordings at first.
         self._shown: dict[tuple[int, str], list[tuple[RemoteTensor, Any, Any]]] = {}
@@ -88,7 +88,7 @@ class ModuleState:
         self.changed_by_calls: set[tuple[int, str]] = set()
         self.on_first_change: Callable[[], None] | None = None
         self._modules = modules
-        #: #: Lists, dictionaries and plain objects in attributes, as (location, object, description of its content).
+        #: Lists, dictionaries and plain objects in attributes, as (location, object, description of its content).
         self._contents: list[tuple[str, Any, Any]] | None = None
 
     def begin(self) -> None:

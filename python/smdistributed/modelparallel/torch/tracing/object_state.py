@@ -26,7 +26,7 @@ from torch import nn
 
 from smdistributed.modelparallel.torch import pytree
 
-#: #: A flag of types that Python code has defined, and not C code.
+#: A flag of types that Python code has defined, and not C code.
 _HEAP_TYPE = 1 << 9
 _OPAQUE = (
     nn.Module, type, enum.Enum, BaseException, torch.Tensor, types.ModuleType, weakref.ref, weakref.WeakKeyDictionary,

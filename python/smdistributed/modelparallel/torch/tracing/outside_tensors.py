@@ -23,7 +23,7 @@ class OutsideTensors:
     """The outside tensors of one microbatch."""
 
     def __init__(self) -> None:
-        #: #: Storages that the body has created.
+        #: Storages that the body has created.
         self._made: set[int] = set()
         self._written: dict[int, torch.Tensor] = {}
 

@@ -103,7 +103,7 @@ class Recording(TorchFunctionMode):
         self.pipeline, self.microbatch = pipeline, len(earlier)
         #: The recordings of earlier microbatches of the same step.
         self.earlier = tuple(earlier)
-        #: #: Replicated tensors to which tasks of this step refer.
+        #: Replicated tensors to which tasks of this step refer.
         self.copy_on_write: CopyOnWriteTensors = earlier[0].copy_on_write if earlier else CopyOnWriteTensors()
         #: Attributes of modules at the time of `model.backward`.
         self.backward_modules = UNCHANGED
@@ -114,19 +114,19 @@ class Recording(TorchFunctionMode):
         #: The generators that each task draws from, by task number (RNG-3).
         self.draws: dict[int, list[Draw]] = {}
         self.tasks: list[Task] = []
-        #: #: Number of tasks that have run already, because the body read a value.
+        #: Number of tasks that have run already, because the body read a value.
         self.num_executed = 0
         self.base_level = 0
         self.digest = 0
         self.backward_roots: list[tuple[Value, Any]] = []
         self.fetched: dict[int, torch.Tensor] = {}
-        #: #: The part that was executed during the recording, if any.
+        #: The part that was executed during the recording, if any.
         self.executed: Microbatch | None = None
         self.located: dict[int, Any] = dict(pipeline.located)
         self._kept: list[torch.Tensor] = []
         self._count = 0
         self._levels = 0
-        #: #: Buffers that the body has replaced by casts of themselves: module, name, buffer.
+        #: Buffers that the body has replaced by casts of themselves: module, name, buffer.
         self._cast_buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         #: The calls, for the replay by the next microbatch.
         self.calls: list[Call] = []

@@ -46,7 +46,7 @@ def _getters(*names: str) -> set[Any]:
     return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
 
 
-#: #: Queries that a tensor without values can answer itself.
+#: Queries that a tensor without values can answer itself.
 METADATA: frozenset[Any] = frozenset(
     _getters(
         "shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "is_cpu", "is_sparse", "is_meta",
@@ -161,7 +161,7 @@ class RemoteTensor(torch.Tensor):
 class MetaParameter(torch.Tensor):
     """A parameter or buffer of another partition, without memory."""
 
-    #: #: The name in the model, and the partition.
+    #: The name in the model, and the partition.
     path: str
     partition: int
 
@@ -204,7 +204,7 @@ class MetaParameter(torch.Tensor):
         raise SMPUsageError(f"`{func}` of a parameter that this rank does not hold")
 
 
-#: #: PyTorch's stubs declare the types of a tensor's attributes; on the class, these are descriptors.
+#: PyTorch's stubs declare the types of a tensor's attributes; on the class, these are descriptors.
 _TENSOR: Any = torch.Tensor
 _ALLOWED = METADATA | {
     torch.Tensor.requires_grad_,

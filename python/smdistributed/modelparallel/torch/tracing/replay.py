@@ -91,10 +91,10 @@ class Replay:
 
     def __init__(self, calls: list[Call], located: Mapping[int, Value], recording: Recording) -> None:
         self._calls, self._located, self._recording, self.place = calls, located, recording, 0
-        #: #: Containers in the arguments of a module's call, with those of the known call, by id.
+        #: Containers in the arguments of a module's call, with those of the known call, by id.
         self._containers: list[Any] | None = None
         self._pairs: dict[int, Any] = {}
-        #: #: Ids of the known call's containers that have a counterpart.
+        #: Ids of the known call's containers that have a counterpart.
         self._paired: set[int] = set()
 
     def find(

@@ -56,11 +56,11 @@ class RetainedTensors:
         self.by_value: dict[int, RetainedTensor] = {}
         self.needs_earlier = False
         self._remote_tensors: list[weakref.ref[RemoteTensor]] = []
-        #: #: Values of this recording that represent values of other recordings.
+        #: Values of this recording that represent values of other recordings.
         self._taken: dict[tuple[Recording, int], Value] = {}
-        #: #: Storages of which the caller or another recording has a copy.
+        #: Storages of which the caller or another recording has a copy.
         self._copied: set[Value] = set()
-        #: #: Storages of copies that must not be written (KEEP-3).
+        #: Storages of copies that must not be written (KEEP-3).
         self._frozen: set[Value] = set()
 
     def watch(self, remote: RemoteTensor) -> None:

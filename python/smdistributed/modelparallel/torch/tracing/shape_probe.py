@@ -21,7 +21,7 @@ import torch
 
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta
 
-#: #: Number of calls whose results must agree.
+#: Number of calls whose results must agree.
 SAMPLES = 3
 _SEED = 20_011
 

@@ -27,9 +27,9 @@ class SharedStorages:
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        #: #: Remote tensors of values that share a storage, by the value that represents the storage.
+        #: Remote tensors of values that share a storage, by the value that represents the storage.
         self._views: dict[Value, list[weakref.ref[RemoteTensor]]] = {}
-        #: #: Replicated tensors of which located values are views, by the value that represents the storage.
+        #: Replicated tensors of which located values are views, by the value that represents the storage.
         self._replicated_bases: dict[Value, torch.Tensor] = {}
 
     def add_writes(self, task: Task, leaves: Sequence[Any]) -> None:

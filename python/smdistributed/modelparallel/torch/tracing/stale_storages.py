@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch.tracing.copy_on_write import StorageRange
 
-#: #: The text of the error.
+#: The text of the error.
 STALE = (
     "this tensor was changed in place with numbers of a partition, by another tensor with the same storage or in an "
     "earlier microbatch or step, so this rank does not have its numbers: inside of one microbatch use the tensor that "

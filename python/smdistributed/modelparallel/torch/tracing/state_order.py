@@ -32,15 +32,15 @@ class StateOrder:
 
     def __init__(self) -> None:
         self.changes_state = False
-        #: #: By rank: the highest level so far, and the level of the last task of the body that writes a parameter or
+        #: By rank: the highest level so far, and the level of the last task of the body that writes a parameter or
         #: buffer.
         self._highest: dict[int, int] = {}
         self._written: dict[int, int] = {}
-        #: #: By the id of a module: the level of the last call that changes its state, and the highest level of calls
+        #: By the id of a module: the level of the last call that changes its state, and the highest level of calls
         #: that read it.
         self._changed: dict[int, int] = {}
         self._read: dict[int, int] = {}
-        #: #: Tasks that are not in `_read` yet, because it is needed only if a call changes state.
+        #: Tasks that are not in `_read` yet, because it is needed only if a call changes state.
         self._new: list[Task] = []
 
     def level(self, task: Task, level: int, writes_parameter: bool, spec: OutputSpec | None) -> int:

@@ -16,7 +16,7 @@ from smdistributed.modelparallel.torch.nn.lm_head import DistributedTransformerL
 from smdistributed.modelparallel.torch.nn.registry import Registration, StateTranslations
 from smdistributed.modelparallel.torch.nn.rotary import Rotary
 
-#: #: Arguments of `forward` that request further results, or that have no effect in training.
+#: Arguments of `forward` that request further results, or that have no effect in training.
 _OUTPUTS = ("output_attentions", "output_hidden_states")
 _IGNORED = {"use_cache", "return_dict", "cache_position", "logits_to_keep", "num_items_in_batch", *_OUTPUTS}
 

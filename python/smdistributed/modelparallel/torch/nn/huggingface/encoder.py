@@ -16,7 +16,7 @@ from smdistributed.modelparallel.torch.nn.huggingface.names import State
 from smdistributed.modelparallel.torch.nn.registry import Registration
 from smdistributed.modelparallel.torch.nn.transformer import DistributedTransformer
 
-#: #: The names of a layer's weights, in the distributed module and in Hugging Face's; their layouts are equal.
+#: The names of a layer's weights, in the distributed module and in Hugging Face's; their layouts are equal.
 LAYER = {
     "attention.query": "attention.self.query",
     "attention.key": "attention.self.key",
@@ -119,7 +119,7 @@ def encoder() -> Registration:
     return Registration(DistributedTransformer, arguments, _forward, _output, translate, lambda module: translations())
 
 
-#: #: Further positional arguments of older versions.
+#: Further positional arguments of older versions.
 _LATER: Sequence[str] = (
     "head_mask", "encoder_hidden_states", "encoder_attention_mask", "past_key_values", "use_cache",
     "output_attentions", "output_hidden_states", "return_dict",

@@ -16,9 +16,9 @@ from smdistributed.modelparallel.exceptions import SMPCheckpointError
 
 State = Mapping[str, Any]
 
-#: #: Marks a state of one rank, which is not translated.
+#: Marks a state of one rank, which is not translated.
 _PARTIAL = "_smp_is_partial"
-#: #: Suffixes of buffers in the states of older versions of transformers, which are not weights.
+#: Suffixes of buffers in the states of older versions of transformers, which are not weights.
 _BUFFERS = re.compile(
     r".*\.(attn|attention|self_attn)\.(\w+\.)*(bias|masked_bias|inv_freq|embed_positions)|.*\.position_ids|.*\.inv_freq"
 )
