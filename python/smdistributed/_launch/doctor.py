@@ -156,7 +156,7 @@ def _framework(module: str, names: tuple[str, ...], build: bool) -> Iterator[Fin
     pattern = f"{module}-{version.partition('+')[0]}-core-{_version('opensmd') or '*'}-*"
     folders = [shims.PREBUILT]
     with contextlib.suppress(shims.ShimError):
-        # Without a home folder there is none; `_cache` says so.
+        # There is no cache folder without a home folder; `_cache` reports that.
         folders.append(shims.cache_dir())
     built = [path.parent for folder in folders for path in folder.glob(f"{pattern}/libsmd_{module}.so")]
     if built:

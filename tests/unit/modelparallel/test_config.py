@@ -59,7 +59,10 @@ def test_the_launcher_wins(monkeypatch, tmp_path):
         ({"memory_weight": 1.5}, "from 0 to 1"),
         ({"ddp_port": 5}, "needs `ddp`"),
         ({"partition_file": 3}, "a text"),
-        ({"partition_file": object()}, "smp.init: `partition_file` is <object .* expected a value that JSON can represent"),
+        (
+            {"partition_file": object()},
+            "smp.init: `partition_file` is <object .* expected a value that JSON can represent",
+        ),
         ({"memory_weight": float("nan")}, "smp.init: `memory_weight` is nan"),
     ],
 )
@@ -88,9 +91,7 @@ def test_what_one_framework_has_is_refused_for_the_other():
         config.read({"tensor_parallel_degree": 2, "ddp": True}, "tensorflow")
     bound = {"activation_memory_bytes": 1 << 20}
     assert config.read(bound).activation_memory_bytes == 1 << 20
-    with pytest.raises(
-        SMPUnsupportedError, match="`activation_memory_bytes` is 1048576, but only None is supported"
-    ):
+    with pytest.raises(SMPUnsupportedError, match="`activation_memory_bytes` is 1048576, but only None is supported"):
         config.read(bound, "tensorflow")
     assert config.read({"horovod": True}, "tensorflow").horovod
     assert config.read({"offload_activations": True}).activation_loading_horizon == 4

@@ -28,8 +28,9 @@ class TorchGroups(Groups[dist.ProcessGroup]):
         super().__init__(cfg)
         #: The groups of sharded data parallelism; ``None`` without it.
         self.sharding: ShardingGroups | None = None
-        #: Of the parameters that other ranks of a tensor-parallel group do not have, or reduce by themselves. They are
-        #: sharded over as many of the ranks that hold the same ones as the degree allows.
+        #: The ranks over which parameters are sharded that other ranks of a tensor-parallel group do not have, or
+        #: whose gradients the group reduces itself. They are as many of the ranks with the same parameters as the
+        #: degree allows.
         self.slice_sharding: ShardingGroups | None = None
         degree = cfg.sharded_data_parallel_degree
         if degree > 1:

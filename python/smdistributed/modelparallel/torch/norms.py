@@ -67,8 +67,8 @@ def _gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _counted_here(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the parameters whose gradients this rank adds to a norm.
 
-    These are slices, and on the first rank of a tensor-parallel group also what all ranks of the group have. Where the
-    group divides the gradients of what it has in common (OSH-2), all its ranks add theirs.
+    These are slices. The first rank of a tensor-parallel group also adds the gradients of parameters that all its
+    ranks have. If the group shards those gradients (OSH-2), every rank adds its own part.
     """
     if state.groups.rank_in("tp") == 0 or state.model is None:
         return list(parameters)
@@ -79,9 +79,9 @@ def _counted_here(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _norm_over_partitions(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The norm, in float64, of what the ranks of one model have.
+    """Return the norm, in float64, over the gradients of all ranks that hold one model.
 
-    All of them call this, and with sharded gradients all ranks of the job.
+    All of these ranks call this; with sharded gradients, all ranks of the job do.
     """
     infinite = math.isinf(norm_type)
     total = torch.zeros((), dtype=torch.float64, device=current_device())
@@ -89,7 +89,7 @@ def _norm_over_partitions(gradients: Sequence[torch.Tensor], norm_type: float) -
     for gradient in gradients if optimizer is None else optimizer._counted(gradients):
         norm = torch.linalg.vector_norm(gradient, norm_type, dtype=_wide(gradient)).to(total)
         total = torch.maximum(total, norm) if infinite else total + norm**norm_type
-    # Where gradients are sharded, each element counts on one rank of the job.
+    # Of sharded gradients, each element counts on exactly one rank of the job.
     is_sharded = optimizer is not None and optimizer.is_sharded
     group = state.groups.objects("world") if is_sharded else state.groups.mp_group
     if group is not None:

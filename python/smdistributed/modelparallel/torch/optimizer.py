@@ -198,7 +198,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._shards is not None or _sharded_model() is not None
 
     def _counted(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Those gradients that this rank adds to a norm, of which other ranks have the same."""
+        """Return the gradients that this rank adds to a norm, so that each one counts on one rank only."""
         sharded = _sharded_model()
         if sharded is None:
             return gradients
@@ -208,7 +208,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for each in itertools.chain.from_iterable(group["params"] for group in self.optimizer.param_groups):
             source = sources.get(id(each), each)
             groups = sharded.groups_of(source)
-            # Replicas have the same shards; and all ranks of a sharding group what stays whole.
+            # Replicas have the same shards; ranks of a sharding group have the same parameters that are not sharded.
             if groups.number > 0 or (groups.rank > 0 and id(source) not in pieces):
                 left_out.add(id(each.grad))
         return [each for each in gradients if id(each) not in left_out]
@@ -269,10 +269,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._masters.unscale()
 
     def _check_clipped(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Refuses to clip some of the parameters whose gradients lie on different ranks.
+        """Reject a subset of the parameters, whose gradients are on different ranks.
 
         Raises:
-            SMPUsageError: These are some of them.
+            SMPUsageError: Some parameters are missing.
         """
         wanted = {id(each) for each in parameters}
         if self._shards is not None and any(

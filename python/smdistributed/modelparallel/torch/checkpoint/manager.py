@@ -305,7 +305,8 @@ class CheckpointManager:
             name: Piece(name, start, end, tuple(shape), True)
             for name, (start, end, shape) in local.get(optimizer_state.SHARDS, {}).items()
         }
-        # The count of a parameter's steps is one number, which the parameter may be as well.
+        # Compared by name, not by shape: the step count is a single number, and a parameter may have one element,
+        # too.
         sharded = {
             name: parameter
             for name, (parameter, key) in wanted.items()
@@ -348,7 +349,7 @@ class CheckpointManager:
         wanted: Mapping[str, tuple[torch.Tensor, Piece]],
         model: Any,
     ) -> None:
-        """Reads the elements of shards."""
+        """Read the elements of shards."""
         about = {name: (_DTYPES[found[name][0]], found[name][1]) for name in wanted}
         sharded_tensors.read(reader, about, wanted, slices.named_shards(model.module), self.threads)
 
@@ -462,14 +463,14 @@ def _aliases(model: Any) -> dict[str, str]:
 
 
 class _LocalTensors(NamedTuple):
-    """The tensors that this rank holds, by their names in a checkpoint, in an order that is the same on all replicas.
+    """The tensors that this rank holds, by their names in a checkpoint, in an order that is equal on all replicas.
 
     Attributes:
-        whole: Those that replicas have, too.
-        shards: Those of which other ranks have the rest.
-        numbers: What this rank writes beside shards, as the counts of steps.
-        held: Of ``sharded_tensors.holders``.
-        divided: Of ``slices.named_shards``.
+        whole: Tensors that all replicas hold completely.
+        shards: Tensors of which this rank holds some elements, and other ranks the rest.
+        numbers: Single numbers of sharded optimizer states, such as step counts, that this rank writes.
+        held: The result of ``sharded_tensors.holders``.
+        divided: The result of ``slices.named_shards``.
     """
 
     whole: dict[str, torch.Tensor]
@@ -480,7 +481,7 @@ class _LocalTensors(NamedTuple):
 
     @classmethod
     def of(cls, model: Any, optimizer: Any) -> _LocalTensors:
-        """The tensors of the model and of the optimizer, if there is one."""
+        """Return the tensors of the model and of the optimizer, if there is one."""
         divided = slices.named_shards(model.module)
         held = sharded_tensors.holders(model, optimizer, divided)
         found, aliases = cls({}, {}, {}, held, divided), _aliases(model)
@@ -519,12 +520,12 @@ class _LocalTensors(NamedTuple):
             self.numbers[name] = tensor.cpu()
 
     def _counts(self, parameter: str) -> bool:
-        """Whether this rank's slice is the one whose numbers count."""
+        """Whether this rank writes the single numbers of a parameter's state; the first tensor-parallel rank does."""
         return parameter not in self.divided or state.groups.rank_in("tp") == 0
 
 
 def _numbered(name: str, key: str, value: Any, parameter: str) -> tuple[str, torch.Tensor] | None:
-    """A tensor or a number of an optimizer's state as a tensor, with its name in the checkpoint."""
+    """Return a tensor or a number of an optimizer's state as a tensor, with its name in the checkpoint."""
     if isinstance(value, torch.Tensor):
         return name, value.detach()
     if type(value) in _NUMBERS:
@@ -598,7 +599,7 @@ def _block(name: str, tensor: torch.Tensor, is_owned: bool, shard: Shard | None)
 
 
 def _rows_block(name: str, rows: sharded_tensors.Rows) -> shares.Block:
-    """A part of a sharded tensor, which this rank alone writes."""
+    """Return the part of a sharded tensor that only this rank writes, as a block."""
     tensor = rows.tensor
     element, address, size = _ELEMENTS[tensor.dtype], tensor.data_ptr(), tensor.element_size()
     return shares.Block(name, element, list(tensor.shape), size, address, False, True, rows.origin, rows.shape)

@@ -3,8 +3,8 @@
 A state identifies parameters by their names in the model, and a whole state has tensors of the parameters' shapes. So
 it depends neither on the partition nor on the sharding.
 
-- ``shards`` of a partial state say which elements of a flattened parameter its tensors are: start, end, shape. Under
-  tensor parallelism the parameter is this rank's slice, of ``_smp_tensor_parallel_rank``.
+- ``shards`` of a partial state give the elements of a flattened parameter that its tensors hold: start, end, shape.
+  With tensor parallelism, they are elements of the slice of the rank ``_smp_tensor_parallel_rank``.
 - ``master_weights`` and ``loss_scale`` are those of 16-bit training.
 """
 
@@ -116,7 +116,7 @@ def _joined(
         own.update({name: content for name, content in part[key].items() if name not in ranges})
         for name, content in part[key].items():
             if name in ranges:
-                # Of what all ranks of a tensor-parallel group have, any of them may hold a part.
+                # Shards of parameters that tensor parallelism does not divide may come from any rank of its group.
                 tp_rank = part.get(TENSOR_PARALLEL_RANK, 0) if name in divided else 0
                 shards.setdefault((tp_rank, name), {})[ranges[name][0]] = ranges[name], content
     for (tp_rank, name), found in shards.items():

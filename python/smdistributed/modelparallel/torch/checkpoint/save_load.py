@@ -526,18 +526,19 @@ def _sharded_files(model: Any, optimizer: Any, sharding: Any) -> dict[str, Any]:
 
 
 def _shard_info(sharding: Any) -> str:
-    """What the names of this rank's files of shards end with.
+    """Return how the names of this rank's files of shards end.
 
-    The number of the shard, as scripts that merge them expect; beside pipelines and tensor parallelism, the rank.
+    That is the shard's number, which published scripts expect; with pipelines or tensor parallelism, the rank's
+    indices.
     """
     return str(sharding.rank) if state.groups.mp_group is None else _rank_info(True)
 
 
 def _names_of_ranks(folder: Path, what: str, partitions: Sequence[int]) -> list[str]:
-    """The files of the ranks of some partitions.
+    """Return the names of the files of the ranks of some partitions.
 
     Raises:
-        SMPCheckpointError: There is none of a partition.
+        SMPCheckpointError: A partition has no file.
     """
     listed = {*_listed(folder), *(path.name for path in folder.glob(f"{what}_*.pt"))}
     names = []

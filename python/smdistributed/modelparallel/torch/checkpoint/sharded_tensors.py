@@ -1,8 +1,8 @@
-"""Shards in checkpoints of the core, which hold slices of tensors: rows are written, and elements are read.
+"""Sharded tensors in checkpoints: ranks write whole rows of them, and read the elements of their shards.
 
-A shard holds elements of a flattened parameter, which are no slice of it. When a checkpoint is saved, one tensor after
-the other is put together, and each rank that has a shard writes a part of its rows. When one is loaded, the elements
-of a shard are read as the few slices that they consist of.
+A shard holds consecutive elements of a flattened parameter, which in general form no slice of it, whereas a
+checkpoint stores slices. While saving, the ranks put together one tensor after the other, and each rank that has a
+shard writes some of its rows. While loading, the elements of a shard are read as the few slices that they consist of.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
 
 _CLASSES = {**CLASSES, "io": SMPCheckpointError, "invalid_argument": SMPCheckpointError}
-#: Tensors of fewer bytes are written by one rank.
+#: Tensors of fewer bytes are written by one rank only.
 _SPLIT_BYTES = 1 << 20
 
 
@@ -38,9 +38,10 @@ class Holders(NamedTuple):
     """The ranks that hold the shards of a parameter.
 
     Attributes:
-        group: Their group.
+        group: The group of these ranks.
         members: Global ranks.
-        writes: Whether these ranks write the parameter, of which other ranks have the same shards.
+        writes: Whether these ranks write the parameter. Other groups of ranks have the same shards and do not write
+        it.
     """
 
     group: dist.ProcessGroup
@@ -49,11 +50,11 @@ class Holders(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a rank writes of a tensor.
+    """The rows of a tensor that a rank writes.
 
     Attributes:
-        tensor: Some rows, in host memory of their own.
-        origin: Where they begin in the whole tensor.
+        tensor: The rows, in host memory of their own.
+        origin: The index of their first element in the whole tensor.
         shape: The shape of the whole tensor.
     """
 
@@ -70,10 +71,10 @@ def holders(
     Args:
         model: The model.
         optimizer: The optimizer, if there is one.
-        divided: How tensor parallelism divides parameters.
+        divided: How tensor parallelism divides parameters, by name.
 
     Returns:
-        By name of the parameter.
+        The holders by parameter name.
     """
     groups, found = state.groups, {}
     if model.sharded is not None:
@@ -97,18 +98,18 @@ def rows(
     """Put sharded tensors together, one after the other; all ranks of the job call it.
 
     Args:
-        shards: By name in the checkpoint, the elements that this rank holds, and of which parameter they are.
-        held: Of :func:`holders`.
-        divided: How tensor parallelism divides parameters.
+        shards: By name in the checkpoint: the elements that this rank holds, and their place in the parameter.
+        held: The result of :func:`holders`.
+        divided: How tensor parallelism divides parameters, by name.
 
     Returns:
-        By name in the checkpoint, what this rank writes.
+        By name in the checkpoint, the rows that this rank writes.
     """
     about = {name: (piece.name, str(tensor.dtype), piece.shape) for name, (tensor, piece) in shards.items()}
     everywhere = allgather(about, CommGroup.WORLD)
     found: dict[str, Rows] = {}
     for own in dict.fromkeys(each for each in held.values() if each.writes):
-        # A rank may lack the shards of some parameters, and takes part in putting them together.
+        # A rank without shards of some parameter still takes part in putting it together.
         known = {name: each for member in own.members for name, each in everywhere[member].items()}
         names = sorted(name for name, (parameter, *_) in known.items() if held.get(parameter) == own)
         for number, name in enumerate(names):
@@ -118,7 +119,7 @@ def rows(
                 tensor, piece = shards[name]
                 whole[piece.start : piece.end].copy_(tensor.detach()[: piece.end - piece.start])
             with errors.translated(CLASSES):
-                # Of bytes: a sum with zeros keeps every bit.
+                # Summed as bytes: a sum with zeros keeps every bit.
                 dist.all_reduce(whole.view(torch.uint8), ReduceOp.SUM, own.group)
             part = _own_rows(whole.view(shape), own.members.index(state.groups.rank), len(own.members), number)
             if part is not None:
@@ -127,7 +128,7 @@ def rows(
 
 
 def _own_rows(whole: torch.Tensor, rank: int, ranks: int, number: int) -> tuple[int, int] | None:
-    """The rows of a tensor that one of several ranks writes; ``number`` spreads small tensors over them."""
+    """Return the rows of a tensor that this rank writes; ``number`` distributes small tensors over the ranks."""
     size = whole.shape[0] if whole.dim() else 1
     if whole.nbytes < _SPLIT_BYTES or size < ranks:
         return (0, size) if number % ranks == rank else None
@@ -148,7 +149,7 @@ def _written(whole: torch.Tensor, first: int, last: int, shard: Shard | None) ->
 
 
 class _Read(NamedTuple):
-    """A slice that is read, and the place of its elements among those of a shard."""
+    """A slice to read, and the position of its elements in the shard."""
 
     start: list[int]
     target: torch.Tensor
@@ -167,10 +168,11 @@ def read(
 
     Args:
         reader: The core's reader of the checkpoint.
-        found: By name in the checkpoint, types and shapes.
-        wanted: By name in the checkpoint, the tensor of one dimension that gets the elements, and which these are.
-        divided: How tensor parallelism divides parameters.
-        threads: How many read.
+        found: By name in the checkpoint, the types and shapes.
+        wanted: By name in the checkpoint: the one-dimensional tensor to fill, and the place of its elements in the
+            parameter.
+        divided: How tensor parallelism divides parameters, by name.
+        threads: Number of threads that read.
 
     Raises:
         SMPCheckpointError: A tensor has another shape in the checkpoint, or a file is damaged.
@@ -210,7 +212,7 @@ def _slices_of(own: torch.Tensor, piece: Piece, shard: Shard | None) -> Iterator
             begin, end = shard.bounds(state.groups.rank_in("tp"))
             length = min(lengths[shard.dim], end - begin - start[shard.dim])
             if length <= 0:
-                # Padding.
+                # Padding is filled with zeros.
                 place.zero_()
                 continue
             if length < lengths[shard.dim]:
@@ -225,13 +227,13 @@ def slices(start: int, end: int, shape: Sequence[int]) -> Iterator[tuple[list[in
     """Divide elements of a flattened tensor into slices of the tensor.
 
     Args:
-        start: The first element.
-        end: One past the last.
+        start: Index of the first element.
+        end: Index after the last element.
         shape: The tensor's shape.
 
     Yields:
-        For each slice its first element, by dimension, its lengths, and how many of the elements lie before it. The
-        elements of a slice are neighbours.
+        For each slice: its first index and its length in each dimension, and the number of elements before it. The
+        elements of a slice are consecutive.
     """
     if start >= end:
         return
@@ -239,7 +241,7 @@ def slices(start: int, end: int, shape: Sequence[int]) -> Iterator[tuple[list[in
         yield [start] * len(shape), [end - start] * len(shape), 0
         return
     row = math.prod(shape[1:])
-    # The rest of a row that has begun, whole rows, and the beginning of one.
+    # The rest of a row that has begun, then whole rows, then the beginning of one.
     cuts = [start, min(end, -(-start // row) * row), max(start, end // row * row), end]
     for low, high in itertools.pairwise(sorted(cuts)):
         if low == high:

@@ -50,7 +50,7 @@ def local_shapes(root: nn.Module, shards: Mapping[str, Shard]) -> dict[str, tupl
     Returns:
         The shapes by name.
     """
-    # A shard of sharded data parallelism has the shape of the slice that it is a part of.
+    # A shard of sharded data parallelism carries the shape of the slice that it belongs to.
     shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in root.named_parameters()}
     for name, shard in shards.items():
         if name in shapes:

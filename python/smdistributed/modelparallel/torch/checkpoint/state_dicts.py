@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PARTIAL = "_smp_is_partial"
 #: In a dict of one rank under sharded data parallelism: start, end and shape of flattened parameters' elements.
 SHARDS = "_smp_shards"
-#: Of a part with shards, the rank whose slices they are shards of.
+#: In a dict with shards: the tensor-parallel rank whose slices the shards belong to.
 TENSOR_PARALLEL_RANK = "_smp_tensor_parallel_rank"
 MARKS = (PARTIAL, SHARDS, TENSOR_PARALLEL_RANK)
 
@@ -106,11 +106,11 @@ def _shards(model: DistributedModel) -> dict[str, Any]:
 
 
 def join_models(parts: Sequence[Mapping[str, Any]], divided: Mapping[str, Shard]) -> dict[str, Any]:
-    """The whole model of the parts of all ranks that hold shards of it.
+    """Merge the parts of all ranks that hold shards to the whole model.
 
     Args:
-        parts: States of ranks, with ``SHARDS``.
-        divided: How tensor parallelism divided the parameters that the shards are of.
+        parts: State dicts of ranks, with ``SHARDS``.
+        divided: How tensor parallelism divides parameters, by name.
 
     Raises:
         SMPCheckpointError: Parts of a parameter are missing.
@@ -124,7 +124,8 @@ def join_models(parts: Sequence[Mapping[str, Any]], divided: Mapping[str, Shard]
             if name in shards:
                 start, end, shapes[name] = shards[name]
                 if end > start:
-                    # Of what all ranks of a tensor-parallel group have, any of them may hold a part.
+                    # Shards of parameters that tensor parallelism does not divide may come from any rank of its
+                    # group.
                     rows.setdefault((tp_rank if name in divided else 0, name), {})[start] = value[: end - start]
             elif name not in MARKS:
                 plain.setdefault(tp_rank, {})[name] = value
@@ -151,7 +152,7 @@ def full_model(model: DistributedModel, gather_to_rank0: bool) -> dict[str, Any]
         return _own(model)
     if model.sharded is not None:
         return _gathered(model, model.sharded, shards, gather_to_rank0)
-    # Before the division, every rank of a pipeline has all.
+    # Before the partition, every rank of a pipeline has the whole model.
     group = CommGroup.MP_GROUP if model.is_partitioned else CommGroup.TP_GROUP
     parts = gather_on_host(lambda: local_model(model), group, first_only=gather_to_rank0)
     merged = slices.merge(parts, shards)
@@ -161,7 +162,7 @@ def full_model(model: DistributedModel, gather_to_rank0: bool) -> dict[str, Any]
 def _gathered(
     model: DistributedModel, sharded: ShardedModel, divided: Mapping[str, Shard], first_only: bool
 ) -> dict[str, Any]:
-    """The whole model in host memory, gathered unit by unit: no rank holds it on its device."""
+    """Gather the whole model in host memory unit by unit, so that no rank holds it on its device."""
     wanted = not first_only or state.groups.rank_in("rdp") == 0
     whole: dict[str, torch.Tensor] = {}
 
@@ -216,7 +217,7 @@ def load_model(model: DistributedModel, found: Mapping[str, Any], strict: bool, 
     if SHARDS in found:
         part = found
         found = dict(raise_on_all_ranks(lambda: _own_shards(model, part), CommGroup.WORLD, what))
-        # Each rank has what it needs.
+        # Every rank has its part already.
         same_partition_load = True
     if not same_partition_load and PARTIAL not in found and found.keys() - model_entries(model).keys():
         # The names may be those of the original modules, which tensor parallelism has replaced.

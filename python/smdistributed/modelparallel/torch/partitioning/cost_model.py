@@ -1,6 +1,6 @@
 """The cost model: estimated time and saved memory of operations, from their shapes.
 
-The partitioner and the schedules use it. Here operations are counted; what they cost a device is the core's to say
+The partitioner and the schedules use it. This module counts operations and bytes; the core converts them to times
 (``rust-core/src/partition/device_model.rs``).
 """
 

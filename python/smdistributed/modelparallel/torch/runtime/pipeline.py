@@ -226,7 +226,7 @@ class Pipeline:
         """Return the tensor of a value on every rank."""
         if value.parameter is not None:
             if any(each.order.changes_state for each in (*recording.earlier, recording)):
-                # Tasks that write to it may not have run.
+                # Tasks that write to it may not have run yet.
                 self._flush(recording)
             tensor = self.parameters[value.parameter] if value.rank == self.rank else None
             return self._broadcast(tensor, value)

@@ -61,7 +61,7 @@ class Replicas:
         #: The reducer of gradients that are averaged over `rdp_group`, if that is another group.
         self._is_divided = rdp_group is not group
         self._rdp_reducer: GradientReducer | None = None
-        # A reducer to shards knows the group of each parameter.
+        # Reducers of sharded gradients store the group of each parameter.
         if self._is_divided and rdp_group is not None and not isinstance(self._reducer, ShardReducer):
             self._rdp_reducer = GradientReducer(rdp_group, bucket_cap_mb, overlapping, passes)
         self.join_context: Join | None = None

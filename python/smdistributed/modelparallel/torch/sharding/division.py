@@ -25,13 +25,13 @@ Replaced = dict[int, tuple[torch.Tensor, torch.Tensor]]
 def shard_model(
     root: nn.Module, groups: ShardingGroups, slice_groups: ShardingGroups, cfg: Config, device: torch.device
 ) -> tuple[ShardedModel, Replaced]:
-    """Shards the parameters of a model with the values of the first rank that has them.
+    """Shard the parameters of a model, with the values of the first rank that holds them.
 
     Args:
         root: The model, with the parameters of this rank's partition. Parameters that are smaller than
             ``sdp_param_persistence_threshold`` stay whole.
         groups: The groups of sharded data parallelism.
-        slice_groups: The groups of parameters whose gradients are averaged over ``RDP_GROUP``.
+        slice_groups: The groups for parameters whose gradients are averaged over ``RDP_GROUP``.
         cfg: The configuration.
         device: Where this rank computes.
 

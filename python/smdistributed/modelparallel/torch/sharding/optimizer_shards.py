@@ -8,8 +8,9 @@ Parameters of one type are concatenated into a flat tensor (a row), and the core
   completes the update.
 - OSH-2: after the reduction, ``grad`` of a parameter holds the reduced gradient in the elements of this rank's shard
   and zeros elsewhere. Sums over the ranks' gradients, as of a norm, count each element once.
-- OSH-3: under tensor parallelism, a row has parameters of one reduction group only: the ranks that average the
-  gradients of a parameter are those that share its state. A parameter that no other rank holds stays as it is.
+- OSH-3: with tensor parallelism, a row contains parameters of one reduction group only, because the ranks that
+  average a parameter's gradients are the ranks that share its state. A parameter that no other rank holds is not
+  sharded.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class ReplicaGroup(NamedTuple):
     Attributes:
         group: The core's group of them; ``None`` if this rank is the only one.
         ranks: Their number.
-        rank: This rank's place among them.
+        rank: This rank's index among them.
     """
 
     group: dist.ProcessGroup | None
@@ -51,7 +52,7 @@ class _Row:
 
     Args:
         named: Parameters with their names.
-        replicas: The ranks that hold them, two or more.
+        replicas: The ranks that hold the parameters; two or more.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], replicas: ReplicaGroup) -> None:
@@ -166,7 +167,8 @@ class OptimizerShards:
 
     Args:
         optimizer: The wrapped optimizer.
-        parts: Trainable parameters that this rank holds, with their names, by the ranks that hold the same ones.
+        parts: Trainable parameters that this rank holds, with their names, grouped by the ranks that hold the same
+        ones.
 
     Raises:
         SMPUnsupportedError: The optimizer needs whole parameters.
@@ -180,7 +182,7 @@ class OptimizerShards:
         check_elementwise(optimizer)
         self._optimizer = optimizer
         self._rows: list[_Row] = []
-        #: By name of a parameter whose state is sharded, the ranks that hold the shards.
+        #: For each parameter with a sharded state, by name: the ranks that hold the shards.
         self.replicas: dict[str, ReplicaGroup] = {}
         #: Parameters that only this rank holds, with their names.
         self._alone: list[tuple[str, nn.Parameter]] = []
@@ -232,7 +234,7 @@ class OptimizerShards:
         return found + self._alone
 
     def parts_of(self, parameters: set[int]) -> list[nn.Parameter]:
-        """What the optimizer updates of parameters of the model, which are given by identity."""
+        """Return what the optimizer updates instead of these parameters of the model, which are given by id."""
         found = [each for row in self._rows for key, (_, each, _) in row.virtual.items() if key in parameters]
         return found + [each for _, each in self._alone if id(each) in parameters]
 
@@ -254,7 +256,7 @@ class OptimizerShards:
                 row.gather()
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Resets the gradients of the model's parameters; the optimizer does so for its own."""
+        """Reset the gradients of the model's parameters; the optimizer resets those of its own."""
         for row in self._rows:
             row.zero_grad(set_to_none)
 

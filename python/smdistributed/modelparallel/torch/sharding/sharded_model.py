@@ -95,9 +95,9 @@ class ShardedModel:
     """The sharded parameters of a model, with their gathers and reductions.
 
     Args:
-        groups: The ranks that hold shards together, and those that hold the same shard.
-        slice_groups: The same for parameters whose gradients are averaged over ``RDP_GROUP``, as those of which tensor
-            parallelism leaves this rank a slice.
+        groups: The ranks that together hold all shards, and the ranks with the same shard.
+        slice_groups: The same for parameters whose gradients are averaged over ``RDP_GROUP``, such as those of which
+            tensor parallelism gives this rank a slice.
         cfg: The configuration.
 
     Attributes:
@@ -114,7 +114,7 @@ class ShardedModel:
         self._bucket_elems, self._max_live = cfg.sdp_reduce_bucket_size, cfg.sdp_max_live_parameters
         self.units: list[Unit] = []
         self.replicated: list[tuple[str, nn.Parameter]] = []
-        #: Those of them whose gradients are averaged over `RDP_GROUP`, by identity.
+        #: The ids of replicated parameters whose gradients are averaged over `RDP_GROUP`.
         self._replicated_slices: set[int] = set()
         self.owners: dict[int, Unit] = {}
         self.is_running = False
@@ -132,20 +132,20 @@ class ShardedModel:
         self._is_reduced = False
 
     def add_replicated(self, name: str, parameter: nn.Parameter, is_slice: bool) -> None:
-        """Keeps a parameter whole; ``is_slice`` if its gradients are averaged over ``RDP_GROUP``."""
+        """Keep a parameter whole; ``is_slice`` if its gradients are averaged over ``RDP_GROUP``."""
         self.replicated.append((name, parameter))
         if is_slice:
             self._replicated_slices.add(id(parameter))
 
     def groups_of(self, parameter: torch.Tensor) -> ShardingGroups:
-        """The ranks that average the gradients of a shard, or of a parameter that stays whole."""
+        """Return the ranks that average the gradients of a shard, or of a parameter that is not sharded."""
         unit = self.owners.get(id(parameter))
         if unit is not None:
             return unit.groups
         return self.slice_groups if id(parameter) in self._replicated_slices else self.groups
 
     def add_unit(self, parameters: Sequence[ShardedParameter], groups: ShardingGroups) -> Unit:
-        """Shards parameters of one type, whose gradients the same ranks average."""
+        """Shard parameters of one type whose gradients are averaged by the same ranks."""
         unit = Unit(parameters, groups)
         self.units.append(unit)
         for each in parameters:

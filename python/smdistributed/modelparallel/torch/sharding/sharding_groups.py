@@ -19,17 +19,17 @@ class ShardingGroups:
         members: Global ranks that hold the same parameters.
         rank: This global rank.
         degree: Ranks of a sharding group.
-        data: The group of the members; ``None`` if there is one.
+        data: The group of all members; ``None`` if there is only one.
 
     Attributes:
         degree: Ranks of a sharding group.
-        rank: This rank's place in it.
-        members: Global ranks of it.
-        number: Which of the sharding groups it is.
-        source: The first rank of all members.
-        sharding: The ranks that hold the shards of one model; ``None`` if the degree is 1.
-        replication: The ranks that hold the same shard; ``None`` if there is one sharding group.
-        data: All members; ``None`` if there is one.
+        rank: This rank's index in the sharding group.
+        members: Global ranks of the sharding group.
+        number: Index of the sharding group.
+        source: The first of all members, whose values all of them start with.
+        sharding: The ranks that together hold the shards of one model; ``None`` if the degree is 1.
+        replication: The ranks with the same shard; ``None`` if there is only one sharding group.
+        data: As above.
 
     Raises:
         SMPConfigError: The degree does not divide the group.
@@ -49,7 +49,7 @@ class ShardingGroups:
             self.sharding, self.replication = dist.new_group(self.members), dist.new_group(replication[self.rank])
 
     def close(self) -> None:
-        """Removes the groups from the core."""
+        """Remove the groups from the core."""
         for group in (self.sharding, self.replication):
             if group is not None and group is not self.data:
                 assert group.id is not None

@@ -1,10 +1,10 @@
 """Copy-on-write of replicated tensors that recorded tasks refer to.
 
-A task runs after the body, with the values that its arguments had at the call (REC-5). Before the body writes to memory
-that tasks refer to, those tasks get a copy of it.
+A task runs after the body, with the values that its arguments had at the call (REC-5). Before the body writes to
+memory that tasks refer to, those tasks get a copy of it.
 
-What counts is whether tensors overlap, not whether they share a storage: pieces of one batch share a storage on the
-first rank only, because the other ranks receive them apart.
+Tensors are compared by the memory that they cover, not by storage: slices of one batch share a storage on the first
+rank only, because the other ranks receive them separately.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class CopyOnWriteTensors:
     def __init__(self) -> None:
         self.has_backward = False
         self.before_write: Callable[[], None] | None = None
-        #: By the storage, the tasks that hold a tensor of it, with their microbatches.
+        #: For each storage, the tasks that hold a tensor of it, with their microbatches.
         self._tasks: dict[int, list[tuple[int, Task, torch.Tensor]]] = {}
-        #: By the storage: attributes that hold tensors of it, the tasks of their microbatch, and how many there were.
+        #: For each storage, attributes with tensors of it: path, tasks of the microbatch, their number then, tensor.
         self._attributes: dict[int, list[tuple[str, Sequence[Task], int, torch.Tensor]]] = {}
         #: Remote tensors of located views of replicated tensors.
         self._views: dict[int, list[tuple[weakref.ref[RemoteTensor], torch.Tensor]]] = {}
@@ -53,7 +53,7 @@ class CopyOnWriteTensors:
         self._views.setdefault(storage_of(tensor), []).append((weakref.ref(remote), tensor))
 
     def lose_views(self, tensor: torch.Tensor, reason: str) -> None:
-        """Located views of a replicated tensor that changes cannot be followed."""
+        """Invalidate the located views of a replicated tensor that is about to change."""
         kept = []
         for reference, held in self._views.pop(storage_of(tensor), ()):
             remote = reference()
@@ -152,7 +152,7 @@ class CopyOnWriteTensors:
 
     def _holds(self, tensor: torch.Tensor) -> bool:
         storage = storage_of(tensor)
-        # The last ones first: most often they are those of this microbatch.
+        # In reverse order, because most matches are tasks of the current microbatch.
         return any(
             held is tensor or _overlap(held, tensor)
             for held in (
@@ -163,7 +163,7 @@ class CopyOnWriteTensors:
         )
 
     def _release(self, tensor: torch.Tensor, func: Any) -> None:
-        """Copies what overlaps ``tensor`` for the tasks that refer to it."""
+        """Give tasks that refer to memory of ``tensor`` a copy of it."""
         storage = storage_of(tensor)
         held = self._tasks.get(storage, [])
         copies: dict[int, torch.Tensor] = {}
@@ -210,7 +210,7 @@ class StorageRange(NamedTuple):
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors share memory."""
+    """Return whether two tensors share memory."""
     with torch._C.DisableTorchFunction():
         return one is other or StorageRange.of(one).overlaps(other)
 

@@ -200,7 +200,7 @@ def _noted(original: Callable[..., Any], pipeline: Pipeline) -> Callable[..., An
 
 
 def _reads_watched(pipeline: Pipeline) -> Callable[[nn.Module, str], Any]:
-    """``nn.Module.__getattribute__`` where calls change attributes that the body must not read (MST-4)."""
+    """Replace ``nn.Module.__getattribute__``, to reject reads of attributes that calls change (MST-4)."""
     state, changed = pipeline.module_state, pipeline.module_state.changed_by_calls
     read = object.__getattribute__
 
@@ -256,7 +256,7 @@ def intercepted(pipeline: Pipeline) -> Iterator[None]:
     replaced.append((function, "apply", original, classmethod(_applied(original.__func__))))
 
     def watch_reads() -> None:
-        # This makes every access slower, so it is done only where some module changes attributes.
+        # Done only when some module changes attributes, because it slows down every access.
         owner: Any = nn.Module
         owner.__getattribute__ = _reads_watched(pipeline)
 

@@ -76,9 +76,9 @@ class OutputSpec:
     observed: bool = False
     saved: tuple[int, ...] = ()
     unversioned: tuple[int, ...] = ()
-    #: Paths, in the called module, of parameters and buffers that it writes to.
+    #: Paths, relative to the called module, of parameters and buffers that the call writes to.
     written_state: tuple[str, ...] = ()
-    #: Attributes that hold no tensors and that the call changes, as (path in the called module, name).
+    #: Attributes without tensors that the call changes: path relative to the called module, name.
     plain_attributes: tuple[tuple[str, str], ...] = ()
     #: Whether the result is one tensor of its own, and nothing is changed: so it is of most calls.
     is_single_output: bool = field(init=False, compare=False, default=False)
@@ -160,18 +160,18 @@ class OutputSpecs:
         self._counter = Counter()
         #: Attributes that modules have set to tensors, as (path, name), by the id of the called module.
         self._known_attributes: dict[int, list[tuple[str, str]]] = {}
-        #: Other attributes that they have been seen to change, likewise.
+        #: Other attributes that calls have changed, in the same form.
         self._plain_attributes: dict[int, dict[tuple[str, str], None]] = {}
         #: Modules that were seen to change their own attributes.
         self._changing: set[int] = set()
         #: Attributes that the current call has set: path, name, value.
         self._attributes: list[tuple[str, str, Any]] = []
         self._changes_attributes = False
-        #: Paths of parameters and buffers that the module that is being called has written to.
+        #: Paths of parameters and buffers that the current call has written to.
         self._written_state: tuple[str, ...] = ()
-        #: Other attributes that it has changed, in this call or before.
+        #: Attributes without tensors that this or an earlier call of the module has changed.
         self._changed: tuple[tuple[str, str], ...] = ()
-        #: Of a call with made-up numbers, these.
+        #: The invented numbers, if the current call runs with such.
         self._numbers: shape_probe.Numbers | None = None
 
     def known(self, key: Any) -> OutputSpec | None:
@@ -473,7 +473,7 @@ class preserved_attributes:  # noqa: N801 - a context
 
     def __enter__(self) -> preserved_attributes:
         self._before = [dict(module.__dict__) for _, module in self._modules]
-        # The dictionaries of plain objects count as contents, too.
+        # The dictionaries of plain objects are contents, too.
         self._contents = [
             (path, name, content, copy.copy(content))
             for (path, _), before in zip(self._modules, self._before, strict=True)
@@ -501,7 +501,7 @@ class preserved_attributes:  # noqa: N801 - a context
         return found
 
     def changed_contents(self) -> list[tuple[str, str]]:
-        """Attributes with lists, dictionaries, sets and objects whose content the call has changed, not only filled."""
+        """Return attributes whose container or object the call has changed, other than by adding entries."""
         return [
             (path, name)
             for path, name, value, content in self._contents
@@ -527,7 +527,7 @@ class preserved_attributes:  # noqa: N801 - a context
 
 
 def _contents_of(value: Any) -> list[Any]:
-    """The mutable content of an attribute: it, or the attributes of a plain object, which may have one as well."""
+    """Return the mutable containers of an attribute: its value, or the attributes of a plain object."""
     if type(value) in (list, dict, set):
         return [value]
     if type(value) in pytree.ATOMS or not object_state.is_object(type(value)):

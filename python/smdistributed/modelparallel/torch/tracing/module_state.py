@@ -8,10 +8,10 @@ snapshot of its call, and the executor restores that snapshot before it runs the
 - MST-2: while the body runs and after the step, attributes have the values that the body gave them.
 - MST-3: an attribute that a module's own forward sets to a tensor is an output of the task. While the body runs, it
   holds the remote tensor; after the task, the task's value.
-- MST-4: an attribute that a module's own forward changes otherwise, such as a count of its calls, has its value on the
-  partition, and only when the task has run. The body cannot use it.
-- MST-5: a module cannot be called any more when the tensor in one of its attributes has been changed in place where its
-  partition does not see it.
+- MST-4: if a module's own forward changes an attribute in another way, such as a call counter, only the partition of
+  the module gets the new value, when the task runs. The body must not read such an attribute.
+- MST-5: a module must not be called any more after the tensor in one of its attributes was changed in place on
+  another partition, because the module's partition does not get that change.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class ModuleState:
         self._known: dict[Any, AttributeSnapshot] = {(): UNCHANGED}
         #: Attributes that contain remote tensors at present, with their values before.
         self._outputs: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
-        #: Of these: the remote tensors with their values and recordings at first.
+        #: For each of these attributes, its remote tensors with their values and recordings when it was set.
         self._shown: dict[tuple[int, str], list[tuple[RemoteTensor, Any, Any]]] = {}
-        #: Attributes that hold what earlier steps have changed elsewhere (MST-5).
+        #: Attributes whose tensors were changed on other partitions in earlier steps (MST-5).
         self._lost: set[tuple[int, str]] = set()
-        #: Attributes that calls change (MST-4), and what is called when the first one is found.
+        #: Attributes that calls change (MST-4), and a function to call when the first one is found.
         self.changed_by_calls: set[tuple[int, str]] = set()
         self.on_first_change: Callable[[], None] | None = None
         self._modules = modules
@@ -101,12 +101,12 @@ class ModuleState:
             self._known = {(): UNCHANGED}
 
     def before_call(self, module: nn.Module) -> None:
-        """Notes that the body is about to call a module.
+        """Record the contents of attributes before the body's first call of a module.
 
         Changes that the body makes to objects before the first call of a step count for all calls.
 
         Raises:
-            SMPUsageError: The partition does not see a tensor in an attribute as the body does (MST-5).
+            SMPUsageError: The tensor in an attribute was changed on another partition (MST-5).
         """
         if self._outputs or self._lost:
             self._check_outputs(module)
@@ -198,15 +198,15 @@ class ModuleState:
             if isinstance(now, InvalidatedValue):
                 return True
             if leaf.recording is not recording:
-                # A later microbatch has a copy, which may have changed.
+                # A later microbatch works on a copy, which may have changed.
                 return not leaf.recording.retained.is_copy(now, recording, value)
-            # Within a stage, the attribute shares its storage with what the body has.
+            # Within a stage, the attribute and the body's tensor share a storage.
             if (now.rank, now.level) != (value.rank, value.level):
                 return True
         return False
 
     def note_changes(self, module: nn.Module, attributes: Sequence[tuple[str, str]]) -> None:
-        """Notes attributes of a called module, as (path in it, name), that the call changes (MST-4)."""
+        """Register attributes of a called module, as (path relative to it, name), that the call changes (MST-4)."""
         if not attributes:
             return
         self.changed_by_calls.update((id(module.get_submodule(path)), name) for path, name in attributes)
@@ -215,7 +215,7 @@ class ModuleState:
             self.on_first_change = None
 
     def check_use(self, owner: Any, name: str) -> None:
-        """Checks that the body may use an attribute.
+        """Check that the body may read an attribute.
 
         Raises:
             SMPUsageError: Calls of modules change it (MST-4).

@@ -694,5 +694,5 @@ def _is_integer(leaf: Any) -> bool:
 
 
 def _copied(parameter: torch.Tensor) -> torch.Tensor:
-    """What is sent of a parameter: it leaves with its stage, and a later task of the stage may write to it before."""
+    """Return a copy to send, because a later task of the stage may write to the parameter before it is sent."""
     return parameter.clone()

@@ -117,7 +117,7 @@ class RetainedTensors:
         return taken
 
     def is_copy(self, copy: Value, other: Recording, value: Value) -> bool:
-        """Whether a value is the copy of one of an earlier microbatch, unchanged."""
+        """Return whether ``copy`` is the unchanged copy of a value of an earlier microbatch."""
         return self._taken.get((other, value.index)) is copy
 
     def take_value(self, other: Recording, value: Value) -> Value:

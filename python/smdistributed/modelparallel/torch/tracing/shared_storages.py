@@ -69,7 +69,7 @@ class SharedStorages:
                     view.base, view.offset = new_base, value.offset
 
     def lose_views_of_state(self, task: Task) -> None:
-        """A module writes to buffers or parameters that it has, of which the body may hold views."""
+        """Invalidate the body's views of buffers or parameters that a called module writes to."""
         module: Any = getattr(task.module, "_orig_mod", task.module)
         for path in task.known_spec.written_state:
             owner, _, name = path.rpartition(".")

@@ -153,9 +153,9 @@ class Task:
         self.outputs: list[Value] = []
         self.writes: list[Write] = []
         self.output_spec: OutputSpec | None = None
-        #: Storages of parameters and buffers that the called module writes to, and of which there are views, by keys.
+        #: Keys of storages of parameters and buffers that the called module writes to, if the body has views of them.
         self.overwritten: tuple[int | str, ...] = ()
-        #: How the executor runs it, once it has looked.
+        #: How the executor runs the task; ``None`` until it has decided.
         self.flat: FlatTask | Literal[False] | None = None
         self.context: Context = None  # type: ignore[assignment]
 
