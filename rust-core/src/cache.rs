@@ -297,7 +297,7 @@ mod tests {
 
     #[test]
     fn a_folder_of_ones_own_stands_in_for_one_that_nothing_is_loaded_from() {
-        // Of the file systems that are always there, one that is mounted so and that root can write to.
+        // Uses one of the file systems that every Linux has, if it is mounted `noexec` and root can write to it.
         let none = ["/dev/mqueue", "/sys/fs/cgroup", "/proc"].map(Path::new).into_iter().find(|path| {
             rustix::fs::statvfs(*path).is_ok_and(|system| system.f_flag.contains(StatVfsMountFlags::NOEXEC))
         });

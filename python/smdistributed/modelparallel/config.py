@@ -189,7 +189,7 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
     sharded, partitions = values.get("sharded_data_parallel_degree", 1), values.get("pipeline_parallel_degree", 1)
     if sharded > 1 and values.get("shard_optimizer_state"):
         raise SMPConfigError("`sharded_data_parallel_degree` does not go with `shard_optimizer_state`")
-    # The launchers' rules are those of Amazon's library, which has no shards beside pipelines.
+    # Launchers check the published rules, which do not allow sharded parameters with pipelines.
     left_out = {"sharded_data_parallel_degree"} if sharded > 1 and partitions > 1 else set()
     with errors.translated(_CLASSES):
         _core.check_parameter_rules(json.dumps({key: value for key, value in values.items() if key not in left_out}))

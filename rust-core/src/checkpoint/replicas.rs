@@ -1,9 +1,9 @@
-//! Which replica writes what of the tensors that all replicas have.
+//! Divides the writing of tensors that all replicas hold among the replicas.
 //!
-//! - REPL-1: each row of a shared tensor is written by exactly one replica, and what a replica writes follows from the tensors' sizes
-//!   and the number of replicas alone, so that all replicas agree without a message.
+//! - REPL-1: exactly one replica writes each row of a shared tensor. The division depends only on the tensors' sizes
+//!   and the number of replicas, so all replicas compute the same one without a message.
 
-/// Tensors of fewer bytes are written whole, by one replica: pieces of them would be many small reads.
+/// Tensors of fewer bytes are written whole, by one replica, because parts of them would cause many small reads.
 const MIN_SPLIT_BYTES: u64 = 1 << 20;
 
 /// The size of a tensor that a rank holds.
@@ -11,23 +11,24 @@ const MIN_SPLIT_BYTES: u64 = 1 << 20;
 pub struct HeldTensor {
     /// Its length along the first axis; `None` for a scalar.
     pub rows: Option<u64>,
-    /// Of all of it.
+    /// Size in bytes of the whole tensor.
     pub bytes: u64,
-    /// Whether all replicas hold it. Otherwise this rank writes it.
+    /// Whether all replicas hold it. If not, this rank writes all of it.
     pub is_shared: bool,
 }
 
-/// What a replica writes of one tensor.
+/// The part of one tensor that a replica writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReplicaShare {
     /// The tensor's index.
     pub tensor: usize,
-    /// The first row and their number; `None` is the whole tensor.
+    /// The first row and the number of rows; `None` for the whole tensor.
     pub rows: Option<(u64, u64)>,
 }
 
-/// What replica `replica` of `replicas` writes of `tensors`, in their order. Rows of large tensors are divided evenly. Smaller ones go to
-/// the replica that has the fewest bytes of them so far.
+/// Returns which parts of `tensors` the replica with index `replica` of `replicas` writes, in their order. Rows of
+/// large tensors are divided evenly. A smaller tensor goes to the replica that has got the fewest bytes of such
+/// tensors so far.
 pub fn shares_of_replica(tensors: &[HeldTensor], replica: usize, replicas: usize) -> Vec<ReplicaShare> {
     let count = replicas.max(1) as u64;
     let mut given = vec![0; replicas.max(1)];
@@ -42,7 +43,7 @@ pub fn shares_of_replica(tensors: &[HeldTensor], replica: usize, replicas: usize
             shares.push(ReplicaShare { tensor, rows: Some((first, begin(replica as u64 + 1) - first)) });
         } else {
             let least = (0..given.len()).min_by_key(|&at| given[at]).expect("there is a replica");
-            // Empty tensors are spread as well.
+            // Counts empty tensors as well, so that they are spread over the replicas.
             given[least] += held.bytes + 1;
             if least == replica {
                 shares.push(ReplicaShare { tensor, rows: None });

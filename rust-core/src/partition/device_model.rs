@@ -1,24 +1,24 @@
-//! What estimates of time assume of a device and of its links.
+//! Rates of devices and links that time estimates use.
 
 use crate::pipeline::LinkCost;
 
-/// Rates of a device. Partitions and schedules depend on their proportions alone.
+/// Rates of a device. Partitions and schedules depend only on their ratios.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceModel {
-    /// Floating-point operations in a nanosecond.
+    /// Floating-point operations per nanosecond.
     pub flops_per_nanosecond: f64,
-    /// Bytes that an operation reads and writes in a nanosecond.
+    /// Bytes per nanosecond that an operation can read and write.
     pub memory_bytes_per_nanosecond: f64,
-    /// The least time of an operation: the launch of its kernel.
+    /// The minimum time of an operation, for the launch of its kernel.
     pub launch_nanoseconds: f64,
-    /// What a task of a pipeline takes of the host, on the rank that runs it and on those that only record it.
+    /// Host time for a task of a pipeline, both on the rank that runs it and on ranks that only record it.
     pub task_nanoseconds: u64,
     /// A transfer to another device.
     pub link: LinkCost,
 }
 
 impl DeviceModel {
-    /// About a current accelerator that computes in bfloat16.
+    /// Approximately a current accelerator that computes in bfloat16.
     pub const ACCELERATOR: Self = Self {
         flops_per_nanosecond: 400_000.0,
         memory_bytes_per_nanosecond: 3_000.0,
@@ -27,7 +27,7 @@ impl DeviceModel {
         link: LinkCost { latency: 10_000, bytes_per_tick: 200 },
     };
 
-    /// About a core of a processor that computes in float32, with a fast network between hosts.
+    /// Approximately one processor core that computes in float32, with a fast network between hosts.
     pub const PROCESSOR: Self = Self {
         flops_per_nanosecond: 10.0,
         memory_bytes_per_nanosecond: 10.0,
@@ -36,7 +36,8 @@ impl DeviceModel {
         link: LinkCost { latency: 10_000, bytes_per_tick: 10 },
     };
 
-    /// Nanoseconds of an operation that needs `flops` and reads and writes `moved_bytes`: what limits it counts alone.
+    /// Estimates the nanoseconds of an operation that computes `flops` and reads and writes `moved_bytes`: the slower
+    /// of the two determines the time.
     pub fn operation_nanoseconds(&self, flops: f64, moved_bytes: u64) -> f64 {
         let arithmetic = flops / self.flops_per_nanosecond;
         arithmetic.max(moved_bytes as f64 / self.memory_bytes_per_nanosecond).max(self.launch_nanoseconds)

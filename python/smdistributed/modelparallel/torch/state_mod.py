@@ -1,4 +1,4 @@
-"""The name under which Amazon's scripts import the state of the library: ``state_mod.state``."""
+"""The module from which published scripts import the library's state, as ``state_mod.state``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small functions that Amazon's scripts import."""
+"""Small functions that published scripts import."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from smdistributed.modelparallel.torch.state import state
 
 
 def rmsg(message: object) -> str:
-    """Return a message with the rank in front, for a log.
+    """Return a log message with the rank in front.
 
     Args:
         message: The message.
 
     Returns:
-        The text, with the global rank where the job has begun.
+        The text; with the global rank, once the job has been initialized.
     """
     return f"[{_core.rank()}] {message}" if _core.is_initialized() else str(message)
 
 
 def get_distribution_axis(parameter: torch.Tensor) -> int | None:
-    """Return along which dimension tensor parallelism divides a parameter.
+    """Return the dimension along which tensor parallelism divides a parameter.
 
     Args:
         parameter: A parameter of the wrapped model.
 
     Returns:
-        The dimension; ``None`` if every rank of the tensor-parallel group has the whole.
+        The dimension; ``None`` if every rank of the tensor-parallel group has the whole parameter.
     """
     shard = shards(state.require_model().module).get(id(parameter))
     return None if shard is None else shard.dim

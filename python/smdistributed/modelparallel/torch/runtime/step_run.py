@@ -174,7 +174,7 @@ class StepRun:
                 assert pipeline is not None
                 if not recordings:
                     if model.sharded is not None:
-                        # Sharded inside of this step.
+                        # The gradients are sharded within this step.
                         model.sharded.enter_step()
                     if self._expectation is None:
                         pipeline.refresh()

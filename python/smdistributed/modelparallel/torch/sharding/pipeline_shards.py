@@ -1,11 +1,11 @@
-"""Sharded data parallelism beside a pipeline: the parameters of a partition are whole during a step.
+"""Sharded data parallelism with a pipeline: the parameters of a partition are whole during a step.
 
 All microbatches of a step use the parameters of all layers of the partition, forwards and backwards alternate, and
-each partition has an order of its own. So a rank gathers its partition once when a step begins, and frees it when the
-step has ended. Between steps it has shards of parameters and gradients, and always of the optimizer's states.
+the order differs between partitions. So a rank gathers its partition once at the start of a step, and frees it at the
+end. Between steps, parameters and gradients are sharded; optimizer states always are.
 
 - PSH-1: a whole parameter is the same object in each step, so that recordings of earlier steps stay valid. Between
-  steps it has its shape and no memory.
+  steps it keeps its shape but has no memory.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class PipelineShards(ShardedModel):
     """The sharded parameters of a partition, gathered for whole steps.
 
     Args:
-        groups: As of :class:`ShardedModel`.
-        slice_groups: As of :class:`ShardedModel`.
+        groups: As for :class:`ShardedModel`.
+        slice_groups: As for :class:`ShardedModel`.
         cfg: The configuration.
     """
 
@@ -39,22 +39,22 @@ class PipelineShards(ShardedModel):
         self._is_entered = False
 
     def attach(self, needs: dict[nn.Module, list[Unit]]) -> None:
-        """Does nothing: units are gathered for steps, not for modules."""
+        """Do nothing: units are gathered for steps, not for modules."""
         del needs
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Around a forward of the model, whose parameters are whole already."""
+        """Return a context for a forward of the model, whose parameters are whole already."""
         yield
 
     @torch.no_grad()
     def enter_step(self) -> None:
-        """Gives modules the whole parameters, unless they have them."""
+        """Give modules the whole parameters, unless they have them."""
         if self._is_entered:
             return
         self._is_entered = True
         with errors.translated(CLASSES):
-            # The next one is on its way while one is put together.
+            # The next unit is gathered while this one is put together.
             for unit, following in zip(self.units, [*self.units[1:], None], strict=True):
                 unit.begin_gather()
                 if following is not None:
@@ -73,7 +73,7 @@ class PipelineShards(ShardedModel):
 
     @torch.no_grad()
     def leave_step(self) -> None:
-        """Gives modules the shards, and frees the whole parameters."""
+        """Give modules the shards, and free the whole parameters."""
         if not self._is_entered:
             return
         self._is_entered = False
@@ -81,11 +81,11 @@ class PipelineShards(ShardedModel):
             unit.uninstall()
             for each in whole:
                 each.grad = None
-                # One element for the shape (PSH-1).
+                # One element, expanded to the shape (PSH-1).
                 each.data = each.data.new_empty(1).expand(each.shape)
 
     def finish_backward(self) -> None:
-        """Reduces the gradients of the step to their shards."""
+        """Reduce the gradients of the step to their shards."""
         for unit, whole in self._whole.items():
             if unit.is_trained and self._is_entered:
                 self._reduce(unit, [each.grad for each in whole])

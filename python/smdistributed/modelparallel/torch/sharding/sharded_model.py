@@ -343,10 +343,10 @@ class ShardedModel:
             begin += each.elems
 
     def enter_step(self) -> None:
-        """Does nothing: units are gathered when their modules run."""
+        """Do nothing: units are gathered when their modules run."""
 
     def leave_step(self) -> None:
-        """Does nothing: units are freed when their modules have run."""
+        """Do nothing: units are freed when their modules have run."""
 
     def begin_step(self) -> None:
         """Begin a step: gradients that the script has kept after a reduction are included."""
