@@ -14,10 +14,10 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-# Scripts compare it with the last version of the original; what follows the plus sign does not take part.
+# Scripts compare it with the original's last version; comparisons ignore what follows the plus sign.
 __version__ = "0.28.1+smd.1"
 
-#: Modules of the original that are not here, and what there is instead.
+#: Modules of the original that do not exist here, with the alternative.
 _MISSING = {
     "ray": "start the job with `horovodrun`, or each rank with `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`",
     "spark": "start the job with `horovodrun`, or with `horovod.run` for a function",
@@ -26,7 +26,7 @@ _MISSING = {
 
 
 class _NotYet(importlib.abc.MetaPathFinder):
-    """Answers for modules of the original that are not here: with what is."""
+    """Raise an error that names the alternative to a module that does not exist here."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -29,12 +29,12 @@ CallableList = compat.CallableList
 
 GradientsAndVariables = Iterable[tuple[Any, Any]]
 
-# Of each distributed optimizer; not its own attribute, which Keras would track and save.
+# Options of each distributed optimizer; not stored in an attribute, which Keras would track and save.
 _helpers: weakref.WeakKeyDictionary[Any, LocalGradientAggregationHelper] = weakref.WeakKeyDictionary()
 
 
 class _Options:
-    """What a distributed optimizer was asked for."""
+    """The options of a distributed optimizer."""
 
     def __init__(
         self, reduction: Reduction, passes: int, average_aggregated_gradients: bool, name: str | None = None
@@ -45,12 +45,12 @@ class _Options:
         self.name = name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Options:
-        # Variables and process sets are what they are.
+        # Copies of an optimizer share variables and process sets.
         return self
 
 
 class _Methods(views.Methods):
-    """Reduction by name, local gradients and aggregation, for every family."""
+    """Reduction by name, local gradients and aggregation, for every class of optimizers."""
 
     _smd_options: _Options
 
@@ -58,7 +58,7 @@ class _Methods(views.Methods):
         return _distributed, (views.given(self), self._smd_options)
 
     def _smd_all(self, condition: tf.Tensor) -> tf.Tensor:
-        """Whether it holds on all ranks that reduce gradients with this one."""
+        """Return whether the condition holds on all ranks that reduce gradients with this one."""
         process_set = self._smd_options.reduction.process_set
         if not is_active(process_set):
             return condition
@@ -86,7 +86,7 @@ class _Methods(views.Methods):
         return self._allreduce(gradients, variables)
 
     def _allreduce(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The gradients of all ranks, unless they are that already."""
+        """Return the reduced gradients, unless they are reduced already."""
         variables = [underlying(variable) for variable in variables]
         gradients = [
             gradient
@@ -104,7 +104,7 @@ class _Methods(views.Methods):
         return reduced
 
     def _taken_as_reduced(self, grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Any]]:
-        """For callers that have reduced gradients themselves."""
+        """Return gradients that the caller has reduced itself."""
         pairs = list(grads_and_vars)
         tensors = [
             gradient if gradient is None or isinstance(gradient, tf.IndexedSlices) else tf.identity(gradient)
@@ -114,12 +114,12 @@ class _Methods(views.Methods):
         return [(gradient, variable) for gradient, (_, variable) in zip(tensors, pairs, strict=True)]
 
     def _step(self, apply: Callable[[], Any], variables: Sequence[Any]) -> Any:
-        """Takes the step; or if gradients are still being aggregated, counts it."""
+        """Apply the gradients, or count the step while gradients are aggregated."""
         helper = self._agg_helper
         if helper is None or helper.counter is None:
             return apply()
         with tf.init_scope():
-            # Nothing may be made in a branch.
+            # Variables must not be created in a branch.
             self._prepare(variables)
         iterations = underlying(self.iterations)
         helper.apply_gradients(apply, lambda: iterations.assign_add(1, read_value=False))
@@ -129,7 +129,7 @@ class _Methods(views.Methods):
         raise NotImplementedError
 
     def _aggregate_gradients(self, grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Any]]:
-        """The gradients of all ranks, with their variables."""
+        """Return the reduced gradients with their variables."""
         return self._smd_reduced(grads_and_vars)
 
     def get_gradients(self, loss: Any, params: Any) -> list[Any]:
@@ -144,7 +144,7 @@ class _Keras3(_Methods, views.Keras3):
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
         if len(grads) == len(variables):
             grads = self._allreduce(grads, variables)
-        # They are reduced, and stay so on the way.
+        # The gradients are marked as reduced until they are applied.
         return self._step(lambda: super(_Keras3, self).apply(grads, trainable_variables), variables)
 
     def apply_gradients(
@@ -166,7 +166,7 @@ class _Keras3(_Methods, views.Keras3):
     def _compute_gradients(
         self, loss: Any, var_list: Any, grad_loss: Any = None, tape: tf.GradientTape | None = None
     ) -> list[tuple[Any, Any]]:
-        """The gradients of all ranks, with their variables."""
+        """Return the reduced gradients with their variables."""
         if callable(loss):
             tape = tape or tf.GradientTape()
             with tape:
@@ -185,7 +185,7 @@ class _Keras3(_Methods, views.Keras3):
 
 
 class _Skipping(_Methods):
-    """Of tf_keras: an argument says whether somebody else has reduced the gradients."""
+    """Methods for tf_keras, where an argument says whether the caller has reduced the gradients."""
 
     def _applied(self, grads_and_vars: GradientsAndVariables, is_reduced: bool, **arguments: Any) -> Any:
         pairs = list(grads_and_vars)
@@ -319,7 +319,7 @@ def create_distributed_optimizer(
         scope=name,
     )
     result = _distributed(optimizer, _Options(reduction, backward_passes_per_step, average_aggregated_gradients))
-    # Keras 3 has it in an attribute of the first name, tf_keras of the second.
+    # Keras 3 stores it in the first attribute, tf_keras in the second.
     result.__dict__["_name" if "_name" in result.__dict__ else "name"] = name
     return result
 
@@ -343,7 +343,7 @@ def create_partial_distributed_optimizer(keras: Any, optimizer: Any, local_layer
 
 
 def _value(result: Any) -> Any:
-    # In a graph of TensorFlow 1 what is wanted is the value, of what may be variables.
+    # In a graph of TensorFlow 1, the values of variables are returned.
     if tf.executing_eagerly() or tf.inside_function():
         return result
     session = tf.compat.v1.get_default_session() or tf.compat.v1.keras.backend.get_session()

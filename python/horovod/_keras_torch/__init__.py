@@ -28,12 +28,12 @@ from smdistributed._common import keras3, replicas, views
 # Whether this rank has to reduce gradients. False where a caller has reduced them already.
 _reduces: ContextVar[bool] = ContextVar("_reduces", default=True)
 
-# The number that Keras appends to a name that is taken.
+# The number that Keras appends to a name that is in use.
 _COUNT = re.compile(r"_\d+(?=/|$)")
 
 
 class _Options:
-    """What a distributed optimizer was asked for."""
+    """The options of a distributed optimizer."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class _Options:
         self.scope, self.compression, self.op, self.factor, self.groups = scope, compression, op, factor, groups
         self.passes, self.average_passes = passes, average_passes
         self.process_set, self.scale_local = process_set, scale_local
-        #: Identities of variables whose gradients are not reduced.
+        #: The ids of variables whose gradients are not reduced.
         self.local: set[int] = set()
-        #: The session that knows which variables are trained.
+        #: Id of the session whose ranks have been told which variables are trained.
         self.told: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Options:
@@ -61,7 +61,7 @@ class _Options:
 
 
 class _Sums:
-    """Gradients of passes that come before a step."""
+    """Gradients of earlier passes that are added in a step."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -92,7 +92,7 @@ class _Methods(keras3.Reducing):
     _smd_options: _Options
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """A copy or a pickle is one of the given optimizer, and distributed again."""
+        """Copy or unpickle the given optimizer, and make it distributed again."""
         return _distributed, (views.given(self), self._smd_options)
 
     def register_local_var(self, var: Any) -> None:
@@ -131,20 +131,20 @@ class _Methods(keras3.Reducing):
             _reduces.reset(token)
 
     def _aggregate_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-        """The gradients of all ranks, with their variables."""
+        """Return the reduced gradients with their variables."""
         pairs = list(grads_and_vars)
         variables = [variable for _, variable in pairs]
         return list(zip(self._smd_reduce([gradient for gradient, _ in pairs], variables), variables, strict=True))
 
     def _smd_all(self, condition: Any) -> bool:
-        """Whether it holds on all ranks that reduce gradients with this one."""
+        """Return whether the condition holds on all ranks that reduce gradients with this one."""
         if not self._smd_is_shared():
             return bool(condition)
         mine = torch.tensor([int(condition)])
         return bool(mpi_ops.allreduce(mine, op=mpi_ops.Min, process_set=self._smd_options.process_set).item())
 
     def _smd_is_shared(self) -> bool:
-        """Whether other ranks take part in what this one reduces."""
+        """Return whether other ranks take part in this one's reductions."""
         process_set = self._smd_options.process_set
         return process_set.included() is not False and process_set.size() != 1
 
@@ -187,7 +187,7 @@ class _Methods(keras3.Reducing):
         )
 
     def _start(self, results: list[Any], group: list[int]) -> Callable[[], None]:
-        """Reduces some of the gradients together."""
+        """Reduce some of the gradients in one collective."""
         options = self._smd_options
         small, ctxs = zip(*(options.compression.compress(results[place].contiguous()) for place in group), strict=True)
         handle = mpi_ops.grouped_allreduce_async(

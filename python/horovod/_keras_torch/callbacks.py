@@ -104,7 +104,7 @@ class Engine:
         """
         replicas.note_broadcast()
         sent = [variable.value.data for variable in variables]
-        # What is not dense in memory is sent as a copy.
+        # Tensors that are not dense in memory are sent as copies.
         dense = [tensor.contiguous() for tensor in sent]
         handles = [mpi_ops.broadcast_async_(tensor, root_rank, f"variable.{at}") for at, tensor in enumerate(dense)]
         for handle in handles:

@@ -35,7 +35,7 @@ class KerasState(ObjectState):
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
         if self.optimizer is not None and not self.optimizer.built:
-            # So that all ranks have the same variables, however far they are.
+            # Creates the optimizer's variables, so that all ranks have the same ones at any point of the training.
             self.optimizer.build(model.trainable_variables)
         self._values: list[np.ndarray] = []
         super().__init__(bcast_object=broadcast_object, get_rank=rank, **kwargs)
@@ -78,5 +78,5 @@ class KerasState(ObjectState):
         for variable, value in zip(variables, self._values, strict=False):
             variable.assign(value)
         for variable in variables[len(self._values) :]:
-            # It was made after the commit.
+            # The entry was created after the commit.
             variable.assign(keras.ops.zeros_like(variable))

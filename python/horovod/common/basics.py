@@ -22,14 +22,14 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def _control(call: _Call) -> _Call:
-    """Errors of the core become Horovod's."""
+    """Convert errors of the core to Horovod's."""
 
     @functools.wraps(call)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
         except RuntimeError as error:
-            # The core's errors are all of this class.
+            # All errors of the core are of this class.
             raise of_control(error) from None
 
     return wrapped  # type: ignore[return-value]
@@ -434,7 +434,7 @@ def _is_communicator(comm: object) -> bool:
 
 
 def _communicator_ranks(comm: Any) -> list[int]:
-    """Ranks of a communicator in MPI's world."""
+    """Return the ranks of a communicator in MPI's world."""
     try:
         from mpi4py import MPI
     except ImportError:
@@ -444,7 +444,7 @@ def _communicator_ranks(comm: Any) -> list[int]:
 
 
 def _all_groups(sets: list[ProcessSet], world: Any) -> list[list[int]]:
-    """The groups of all ranks' communicators, each once, in order; the sets learn their own ranks."""
+    """Return the groups of all ranks' communicators, each once, in order; set the ranks of the process sets."""
     if not _is_communicator(world):
         return []
     for one in sets:

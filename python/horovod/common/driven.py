@@ -24,14 +24,14 @@ from smdistributed._common.errors import RemovedError
 _STORE = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 _SLOT = ("HOROVOD_HOSTNAME", "HOROVOD_LOCAL_RANK")
 _PLACE = ("HOROVOD_RANK", "HOROVOD_SIZE")
-# Where the address of rank 0 is, and how often others look.
+# Key of rank 0's address, and the interval at which other ranks look for it.
 _SCOPE, _KEY = "global", "meeting"
 _LOOK_S = 0.05
 
-# As the driver has named this worker; its place may come to have another number.
+# The driver's name for this worker, which stays the same when the worker's place changes.
 _slot: tuple[str, str] | None = None
 
-# Of ranks that know their places: all of them have met as often.
+# For ranks whose places are fixed: the number of sessions so far, which is equal on all of them.
 _meetings = itertools.count()
 _is_met = False
 
@@ -153,7 +153,7 @@ def _enter(patience: float) -> None:
 
 
 def _at(meeting: list[Any]) -> dict[str, str]:
-    """Variables that say where ranks meet, and prove to each other that they are of the job."""
+    """Return variables with the ranks' meeting point and the secret by which they authenticate each other."""
     from horovod.runner.common.util import secret
 
     host, port = meeting
@@ -165,10 +165,10 @@ def _at(meeting: list[Any]) -> dict[str, str]:
 
 
 def _own_address(store: str, port: int) -> list[Any]:
-    """This host's address as the store's host sees it, and a port that is free."""
+    """Return this host's address as the store's host sees it, and a free port."""
     family = socket.getaddrinfo(store, port)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe, socket.socket(family, socket.SOCK_STREAM) as server:
-        # Nothing is sent.
+        # Connecting a UDP socket sends nothing.
         probe.connect((store, port))
         host = probe.getsockname()[0]
         server.bind((host, 0))
@@ -181,7 +181,7 @@ def _meeting(request: Any, address: str, port: int, key: str, patience: float) -
         try:
             return json.loads(request("GET", address, port, _SCOPE, key))
         except RuntimeError:
-            # Not there yet.
+            # The key does not exist yet.
             if time.monotonic() > deadline:
                 raise
         time.sleep(_LOOK_S)

@@ -24,7 +24,7 @@ class WorkerNotificationManager:
     def __init__(self) -> None:
         self._listeners: list[State] = []
         self._thread: threading.Thread | None = None
-        # By a script's own driver.
+        # Set by drivers that scripts bring themselves.
         self._is_told = False
         self._stopping = threading.Event()
 
@@ -32,7 +32,7 @@ class WorkerNotificationManager:
         """Begin to listen to the launcher, if it sends notices; do nothing the second time."""
         if driven.is_driven() and not self._is_told:
             driven.listen(self)
-            # A driver that could not be told is told the next time.
+            # A failed notice to the driver is repeated with the next one.
             self._is_told = True
         if self._thread is not None or not os.environ.get("SMD_WORKER"):
             return
@@ -81,7 +81,7 @@ class WorkerNotificationManager:
 
 notification_manager = WorkerNotificationManager()
 
-#: Kinds of changes, as bits.
+#: Kinds of changes, as bits of a mask.
 _REMOVED = 1
 
 
@@ -150,11 +150,11 @@ class State:
             raise HostsUpdatedInterrupt(kinds == _REMOVED)
 
     def _what_is_saved(self) -> Any:
-        """What :meth:`_take` takes, for commits that outlive this process."""
+        """Return what :meth:`_take` accepts, for commits that outlive this process."""
         return None
 
     def _take(self, saved: Any) -> None:
-        """Goes back to what another process has saved."""
+        """Return to a state that another process has saved."""
 
     def save(self) -> None:
         """Keep the state in memory."""
@@ -173,7 +173,7 @@ class State:
 
 
 def _known_anywhere(before: float, latest: float, kinds: int) -> tuple[float, float, int]:
-    """Of all ranks' notices, which come at different times."""
+    """Combine the notices of all ranks, which receive them at different times."""
     try:
         acted, heard, kinds = _core.hosts_known_anywhere(round(before * 1e6), round(latest * 1e6), kinds)
     except RuntimeError as error:
@@ -244,8 +244,8 @@ def run_fn(
         kept = state._kept = Kept()
         skip_sync = False
         is_first, is_reset_due = True, False
-        # Newcomers synchronise, and so does who has seen a failure: in a job of many no rank knows whether all others
-        # skip it.
+        # New workers synchronize, and so do ranks that have seen a failure: a rank cannot know whether all others
+        # skip the synchronization.
         may_skip = not driven.is_elastic()
         try:
             while True:

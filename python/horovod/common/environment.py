@@ -9,7 +9,7 @@ import warnings
 
 from smdistributed import _core
 
-# With a meaning: the core reads those that are settings, launchers the others.
+# Supported: the core reads those that are settings, launchers read the others.
 _KNOWN = {
     "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME", "FUSION_THRESHOLD",
     "CACHE_CAPACITY", "DYNAMIC_PROCESS_SETS", "TIMELINE", "TIMELINE_MARK_CYCLES", "AUTOTUNE", "AUTOTUNE_LOG",
@@ -18,10 +18,10 @@ _KNOWN = {
     "STALL_SHUTDOWN_TIME_SECONDS", "LOG_LEVEL", "LOG_HIDE_TIME", "CONTROLLER", "CPU_OPERATIONS", "START_TIMEOUT",
     "ELASTIC", "GLOO_TIMEOUT_SECONDS", "GLOO_IFACE", "GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT",
     "DISABLE_GROUP_FUSION", "THREAD_AFFINITY",
-    # Hints: the core chooses ways by itself, and operations on GPUs complete without a wait of the host in any case.
+    # Hints without effect: the core chooses algorithms itself, and operations on GPUs never block the host.
     "HIERARCHICAL_ALLREDUCE", "HIERARCHICAL_ALLGATHER", "TORUS_ALLREDUCE", "ENABLE_ASYNC_COMPLETION",
 }  # fmt: skip
-# Read by the builds of the original.
+# Read only when the original is compiled.
 _BUILD = ("WITH_", "WITHOUT_", "GPU_", "NCCL_", "CUDA_", "BUILD_", "CMAKE", "SPARK_")
 
 _warned = False
@@ -45,7 +45,7 @@ def check() -> None:
     chosen = {"HOROVOD_CONTROLLER": controller, "HOROVOD_CPU_OPERATIONS": operations}
     global _warned
     ignored = [name for name in sorted(os.environ) if name.startswith("HOROVOD_") and _is_ignored(name[8:])]
-    # A job is one of MPI's if mpirun starts it.
+    # `mpirun` has started the job.
     ignored += [f"{name}={value}" for name, value in chosen.items() if value.lower() == "mpi"]
     if ignored and not _warned:
         _warned = True
@@ -87,7 +87,7 @@ def nccl_version() -> int:
 
 
 def _bundled(package: str, file: str) -> list[str]:
-    """Where a package of NVIDIA's wheels has a library; nowhere if it is not installed."""
+    """Return where a package of NVIDIA's wheels has a library; `None` if it is not installed."""
     import importlib.util
 
     try:

@@ -67,15 +67,15 @@ class HorovodVersionMismatchError(ImportError):
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 SHUT_DOWN = "Horovod has been shut down."
 
-# After these errors of the core nothing can be called any more.
+# After these errors of the core, no further call can succeed.
 _ENDED = ("closed", "peer_failed", "timeout", "rendezvous", "io", "device")
 
-# Others cause these, so the next session of an elastic job may come about.
+# Consequences of other errors, so an elastic job may form its next session.
 _PASSING = ("peer_failed", "closed", "timeout", "io")
 
 
 def _described(error: BaseException) -> tuple[str, str]:
-    """The text of an error and the core's code for it, which is empty if it is none of the core's."""
+    """Return the text of an error and the core's code for it, which is empty for errors of other origin."""
     if isinstance(error, errors.SmdistributedError):
         return str(error), error.code
     described = errors.from_report(str(error))
@@ -124,7 +124,7 @@ def at_submission(error: BaseException) -> BaseException:
         return NotImplementedError(text)
     if isinstance(error, TypeError):
         return ValueError(f"{text}: this type is not supported")
-    # Of the framework: what it cannot work on, unless the device is why.
+    # Errors of the framework about its input, unless a device has failed.
     is_plain = not code and type(error) in (RuntimeError, NotImplementedError)
     refused = isinstance(error, ValueError) or (is_plain and not _is_of_device(text))
     if refused or code in ("invalid_argument", "config"):

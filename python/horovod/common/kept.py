@@ -21,15 +21,15 @@ from smdistributed import _core
 
 
 def _file() -> Path | None:
-    """Where; nowhere if nobody would start the processes anew."""
+    """Return the directory; `None` if no launcher would restart the processes."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None or os.environ.get("SMD_WORKER") or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0:
         return None
-    # Nobody but this user and root can write to it: what is read there is unpickled.
+    # Only this user and root may write to it, because its files are unpickled.
     folder, warning = _core.cache_folder("elastic")
     if warning is not None:
         print(f"horovod: {warning}", file=sys.stderr, flush=True)
-    # Port and address tell jobs apart that were given no name.
+    # For jobs without an id: port and address identify the job.
     name = (
         f"{run_id}-{os.environ.get('MASTER_ADDR', '')}-{os.environ.get('MASTER_PORT', '')}"
         if run_id == "none"
@@ -47,12 +47,12 @@ def _agent() -> bytes:
     with contextlib.suppress(OSError):
         while b"\0TORCHELASTIC_RESTART_COUNT=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
             pid = int(_stat(pid)[1])
-    # Numbers of processes come again; with the time of its start one is unique.
+    # Process ids are reused; together with the start time, one is unique.
     return f"{pid} {_stat(pid)[19]}\n".encode()
 
 
 def _stat(pid: int) -> list[str]:
-    """What the kernel says of a process, from its state on; before that comes its name, which may contain anything."""
+    """Return the fields of `/proc/PID/stat` after the process's name, which may contain any character."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
@@ -91,7 +91,7 @@ class Kept:
         """
         if self._path is None:
             return None
-        # All ranks take part, whatever they find: other hosts may have more, or nothing.
+        # All ranks take part, even without a file: other hosts may have newer ones, or none.
         own: tuple[int, Any] = (0, None)
         if self._writes:
             with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:

@@ -15,12 +15,12 @@ from smdistributed._common.training import is_number, warming_up
 Logs = dict[str, Any] | None
 
 
-# Mixed into classes of a framework, which bring the other attributes. `Any` says so to the type checker.
+# A mixin for classes of a framework, which have the other attributes; `Any` tells the type checker so.
 _Base: Any = object
 
 
 class _Callback(_Base):
-    #: What variables are, and how values get from rank to rank.
+    #: The type of variables, and the function that broadcasts values.
     engine: Any = None
 
 
@@ -84,7 +84,7 @@ class BroadcastGlobalVariablesCallbackImpl(_Callback):
             self.broadcast_done = True
 
     def _variables(self) -> list[list[Any]]:
-        """The model's and the optimizer's, without local ones."""
+        """Return the variables of the model and of the optimizer, without local ones."""
         lists = []
         for owner in (self.model, getattr(self.model, "optimizer", None)):
             distinct = {self.engine.key(variable): variable for variable in self.engine.variables_of(owner)}
@@ -131,7 +131,7 @@ def _inner(optimizer: Any) -> Any:
 
 
 class _Hyperparameter:
-    """A number of an optimizer, which may be a variable, a plain attribute or what a setter takes."""
+    """A number in an optimizer: a variable, a plain attribute, or an attribute with a setter."""
 
     def __init__(self, engine: Any, optimizer: Any, *names: str) -> None:
         optimizer = _inner(optimizer)
@@ -219,15 +219,15 @@ class LearningRateScheduleCallbackImpl(_Callback):
         return _Hyperparameter(self.engine, self.model.optimizer, "learning_rate", "lr")
 
     def _correct_momentum(self, ratio: float) -> None:
-        """What was summed at the rate before counts in proportion."""
+        """Scale momentum sums, which were computed with the previous learning rate, to the new one."""
         optimizer = _inner(self.model.optimizer)
         if self.engine.is_variable(getattr(optimizer, "momentum", None)):
             momentum = _Hyperparameter(self.engine, optimizer, "momentum")
-            # For one batch.
+            # The momentum is scaled for one batch.
             self.restore_momentum = momentum.get()
             momentum.set(self.restore_momentum * ratio)
             return
-        # A number, which a compiled step keeps: the sums change instead, once.
+        # A compiled step contains the momentum as a constant, so the sums are scaled instead, once.
         self.engine.scale_velocities(optimizer, ratio)
 
     def _restore_momentum_if_needed(self) -> None:
@@ -345,7 +345,7 @@ class LearningRateWarmupCallbackImpl(LearningRateScheduleCallbackImpl):
 
 
 class _Batches(_Base):
-    """Keras runs callbacks beside the next batch that do not ask for batches under the newer names."""
+    """Make callbacks that do not use the newer names of batch hooks run in order with batches, not concurrently."""
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """As ``on_batch_begin``."""
@@ -475,7 +475,7 @@ def _define(keras: Any, base: Any, module: str, engine: Any) -> SimpleNamespace:
             mode: str = "auto",
             save_freq: Any = "epoch",
         ) -> None:
-            # Keras wants a path now.
+            # Keras requires a path.
             super().__init__(
                 "best.weights.h5" if save_weights_only else "best.keras",
                 monitor=monitor,

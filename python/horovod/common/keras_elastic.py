@@ -10,7 +10,7 @@ from horovod.common.keras_hooks import complete
 Logs = dict[str, Any] | None
 
 
-# Mixed into classes of a framework, which bring the other attributes. `Any` says so to the type checker.
+# A mixin for classes of a framework, which have the other attributes; `Any` tells the type checker so.
 _Base: Any = object
 
 

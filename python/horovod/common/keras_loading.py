@@ -46,5 +46,5 @@ def _makes_objects(value: Any) -> bool:
 
 
 def _class_of(make: FunctionType) -> type:
-    """A class whose objects it makes: Keras no longer takes functions in the place of classes."""
+    """Return a class whose objects the function makes, because Keras no longer accepts functions instead of classes."""
     return type(make.__name__, (), {"from_config": staticmethod(lambda config: make(**config))})

@@ -94,13 +94,13 @@ def _core_basics() -> HorovodBasics:
 
 
 def _temp_process_set_object(process_set_id: int) -> ProcessSet:
-    """An object for a number."""
+    """Return the object for a number."""
     process_set = ProcessSet.__new__(ProcessSet)
     process_set.process_set_id = process_set_id
     return process_set
 
 
-#: All ranks. One object for all frameworks.
+#: All ranks; the same object for all frameworks.
 global_process_set = _temp_process_set_object(0)
 
 
@@ -110,7 +110,7 @@ def _setup(basics: HorovodBasics) -> None:
 
 
 def _init_process_sets(process_sets: list[ProcessSet]) -> None:
-    """Gives the objects the numbers of their ranks.
+    """Set the numbers of process sets by their ranks.
 
     Raises:
         ValueError: Two have the same ranks, or one has those of the whole world.

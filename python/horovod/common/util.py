@@ -66,7 +66,7 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def _cache(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Remembers results by arguments."""
+    """Cache results by arguments."""
     results: dict[Any, Any] = {}
 
     @functools.wraps(f)

@@ -12,31 +12,31 @@ class BaseDataLoader:
     """A loader of batches. Subclasses define ``__len__`` and ``_iterate``."""
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Yield the batches of an epoch."""
         raise NotImplementedError
 
     def _iterate(self) -> Iterator[Any]:
-        """The batches of an epoch."""
+        """Yield the batches of an epoch."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of an epoch, processed."""
+        """Yield the processed batches of an epoch."""
         for batch in self._iterate():
             yield self._process_batch(batch)
 
     def _process_batch(self, batch: Any) -> Any:
-        """What becomes of a batch before the script gets it."""
+        """Process a batch before the script gets it."""
         return batch
 
 
 class _Failure:
-    """Stands for an exception on its way to the script."""
+    """Carries an exception from the loader's thread to the script's."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
-# Mixed into a `BaseDataLoader`, which brings the other attributes. `Any` says so to the type checker.
+# Mixed into a `BaseDataLoader`, which has the other attributes; `Any` tells the type checker so.
 _Base: Any = object
 
 
@@ -69,7 +69,7 @@ class AsyncDataLoaderMixin(_Base):
         self.thread: threading.Thread | None = None
 
     def _put(self, item: Any) -> bool:
-        """False if the loader is being closed."""
+        """Put a batch into the queue; return `False` if the loader is being closed."""
         while not self.finished_event.is_set():
             try:
                 self.queue.put(item, timeout=0.1)
@@ -97,7 +97,7 @@ class AsyncDataLoaderMixin(_Base):
         self._begin()
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of an epoch, processed.
+        """Yield the processed batches of an epoch.
 
         Raises:
             Exception: What loading has raised.

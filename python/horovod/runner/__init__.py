@@ -11,7 +11,7 @@ from typing import Any
 
 
 class _HorovodArgs(argparse.Namespace):
-    """The options of the command line as attributes, with their defaults."""
+    """Return the options of the command line as attributes, with their defaults."""
 
     disable_cache: bool | None
     verbose: bool | None

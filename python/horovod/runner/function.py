@@ -20,7 +20,7 @@ _GREETING_TIME = 10
 
 
 class _Desk:
-    """Where the processes of a job fetch their function and leave what it returns. Both sides prove a secret first."""
+    """Serves the function of a job to its processes and collects the results. Both sides prove a secret first."""
 
     def __init__(self, task: bytes) -> None:
         from horovod.runner.common.util import secret
@@ -106,7 +106,7 @@ def _limit_waits(peer: socket.socket, seconds: int) -> None:
 
 
 def _end(one: socket.socket) -> None:
-    """Wakes whoever waits at a socket."""
+    """Wake threads that wait at a socket."""
     with suppress(OSError):
         one.shutdown(socket.SHUT_RDWR)
 

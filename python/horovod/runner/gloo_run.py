@@ -114,7 +114,7 @@ def register_shutdown_event() -> threading.Event:
 
 
 def _get_min_start_hosts(settings: Any) -> int:
-    """Hosts that a job needs to start."""
+    """Return the hosts that a job needs at its start."""
     return 1
 
 
@@ -145,7 +145,7 @@ def _smdrun(words: list[str], env: dict[str, str], settings: Any) -> int:
 
 
 def _reasoned(words: list[str], command: Sequence[str], env: dict[str, str], settings: Any) -> tuple[int, str | None]:
-    """The launcher's exit code, and what it says about a failure."""
+    """Return the launcher's exit code and its text about a failure."""
     with tempfile.TemporaryDirectory() as folder:
         reason = Path(folder) / "reason"
         code = _smdrun([*words, "--reason-file", str(reason), *command], env, settings)
@@ -219,7 +219,7 @@ def _first_failure(rank: Any, code: Any) -> RuntimeError:
 def _launch_by(
     exec_command: Any, command: Sequence[str], settings: Any, nics: Any, env: dict[str, str], server_ip: str
 ) -> None:
-    """Has all processes started, which meet through a store here."""
+    """Start all processes of a job, which meet through a store in this process."""
     slots = get_host_assignments(parse_hosts(settings.hosts), settings.num_proc, settings.num_proc)
     server, over = RendezvousServer(settings.verbose, settings.key), threading.Event()
     port = server.start()
@@ -240,7 +240,7 @@ def _launch_by(
         with environment(**{secret.HOROVOD_SECRET_KEY: str(codec.dumps_base64(server.key))}):
             ends = execute_function_multithreaded(run, [[slot] for slot in slots])
     finally:
-        # Where the wait for the processes is interrupted, they still run.
+        # The processes still run if the wait for them was interrupted.
         over.set()
         server.stop()
     failures = [(at, rank, code) for rank, (code, at) in ends.items() if code != 0]
@@ -330,7 +330,7 @@ def _launch_elastic_by(
     get_common_interfaces: Any,
     rendezvous: RendezvousServer,
 ) -> None:
-    """Has all processes started, which ask a driver here for their places."""
+    """Start all processes of an elastic job, which ask a driver in this process for their places."""
     driver = ElasticDriver(
         rendezvous,
         settings.discovery,
@@ -358,6 +358,6 @@ def _launch_elastic_by(
 
 
 def _with_place(line: str, slot: SlotInfo, env: dict[str, str]) -> str:
-    """The command line of one process."""
+    """Return the command line of one process."""
     variables = {name: value for name, value in env.items() if is_exportable(name)} | create_slot_env_vars(slot)
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), line])

@@ -98,7 +98,7 @@ def generate_jsrun_rankfile(settings: Any, path: str | None = None) -> str:
     processors = lsf.LSFUtils.get_num_cores() * lsf.LSFUtils.get_num_threads() // gpus
     lines = ["overlapping_rs: allow", "cpu_index_using: logical"]
     for rank, (host, slot) in enumerate(places):
-        # A host's processes are a paragraph.
+        # The processes of each host form a paragraph of the file.
         lines += [""] if slot == 0 else []
         first = slot * processors
         cpus = f"{{{first}-{first + processors - 1}}}"
@@ -112,7 +112,7 @@ def generate_jsrun_rankfile(settings: Any, path: str | None = None) -> str:
 
 
 def _places(hosts: Sequence[hosts_util.HostInfo], gpus: int, most: int) -> Iterator[tuple[str, int]]:
-    """Hosts and slots, as many as are needed."""
+    """Return as many hosts and slots as are needed."""
     for host in hosts:
         if host.slots > gpus:
             raise ValueError(

@@ -35,7 +35,7 @@ class _SplitInterfaces(argparse.Action):
 
 
 def _parser(suppress: bool) -> argparse.ArgumentParser:
-    """The command line; with `suppress`, the result has only what was given."""
+    """Parse the command line; with `suppress`, return only options that were given."""
     parser = argparse.ArgumentParser(
         prog="horovodrun",
         description="Starts a job of OpenSMD as horovodrun does.",
@@ -153,7 +153,7 @@ def _parser(suppress: bool) -> argparse.ArgumentParser:
     )
     flag(controller, "--mpi", dest="use_mpi", default=none, help="mpirun starts the processes")
     flag(controller, "--jsrun", dest="use_jsrun", default=none, help="jsrun does, in a job of LSF")
-    # Not by `argument_default`: the words would come without it.
+    # Not by `argument_default`, which would drop the arguments of the command.
     add(
         "command",
         nargs=argparse.REMAINDER,
@@ -323,7 +323,7 @@ OpenSMD runs it: "Gloo" stands for its own control plane and transports; `smdrun
 def _check_all_hosts_ssh_successful(
     host_addresses: Sequence[str], ssh_port: int | None = None, ssh_identity_file: str | None = None
 ) -> bool:
-    """Whether each of these hosts can be reached through ``ssh``; says which cannot."""
+    """Check that each of these hosts can be reached through ``ssh``; print those that cannot."""
     from horovod.runner.common.util import safe_shell_exec
     from horovod.runner.util.threads import execute_function_multithreaded
 
@@ -367,7 +367,7 @@ def _environment(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _checks(settings: hvd_settings.Settings) -> cache.Cache:
-    """What the checks of the last hour have found."""
+    """Return the results of checks in the last hour."""
     asked = (settings.hosts, settings.ssh_port, settings.ssh_identity_file, list(Interfaces(settings.nics or ())))
     parameters = hashlib.md5(repr(asked).encode(), usedforsecurity=False).hexdigest()
     return cache.Cache(os.path.expanduser("~/.horovod"), _CHECKS_MINUTES, parameters)
@@ -386,7 +386,7 @@ def _common_interfaces(
     try:
         found = driver_service.get_common_interfaces(settings, names, elsewhere, fn_cache=kept)
     except (RuntimeError, TimeoutError, timeout.TimeoutException) as error:
-        # The core finds ways by itself, and NCCL mostly does.
+        # The core finds interfaces itself, and usually so does NCCL.
         print(f"horovodrun: warning: the interfaces of the hosts could not be compared: {error}", file=sys.stderr)
         return Interfaces()
     return found if elsewhere or settings.nics else Interfaces()
@@ -429,7 +429,7 @@ def _run_static(args: argparse.Namespace) -> None:
 
     nothing_chosen = not (args.use_gloo or args.use_mpi or args.use_jsrun)
     run_controller(
-        # The original would prefer an MPI that is here. Where nothing is said, nothing but the core is needed.
+        # The original prefers an installed MPI. Here, the default needs nothing but the core.
         args.use_gloo or nothing_chosen,
         own_run,
         args.use_mpi,
@@ -466,13 +466,13 @@ def _run_elastic(args: argparse.Namespace) -> None:
     )
     env = _environment(args)
     if args.nics:
-        # Hosts that come later have to have them as well.
+        # Hosts that join later must have these interfaces as well.
         env["NCCL_SOCKET_IFNAME"] = env["HOROVOD_GLOO_IFACE"] = ",".join(Interfaces(args.nics))
     gloo_run_elastic(settings, env, args.command)
 
 
 def _run(args: argparse.Namespace) -> list[Any] | None:
-    """Runs a job.
+    """Run a job.
 
     Args:
         args: The options. With a `run_func`, all processes call that function instead of running a command.

@@ -26,7 +26,7 @@ _SMPI_FLAGS: list[str] = []
 _SMPI_FLAGS_TCP = ["-tcp"]
 _NO_BINDING_ARGS = ["-bind-to none", "-map-by slot"]
 _SOCKET_BINDING_ARGS = ["-bind-to socket", "-map-by socket", "-rank-by core"]
-#: From so many hosts on, mpirun is told how to reach them.
+#: Number of hosts from which on mpirun gets options for large clusters.
 _LARGE_CLUSTER_THRESHOLD = 64
 
 _MISSING_TEXT = (
@@ -131,13 +131,13 @@ def _get_mpi_implementation_flags(
 
 
 def _line(settings: Any, nics: Any, exported: Sequence[str], command: Sequence[str], found: tuple[Any, ...]) -> str:
-    """Return the line for the shell.
+    """Return the command line for the shell.
 
     Scripts compare it. Each option has its place, which stays empty if the option is not needed.
     """
     flags, binding, implementation = found
     is_hydra = implementation in (_MPICH_IMPL, _IMPI_IMPL)
-    # Open MPI reads the hosts itself.
+    # Open MPI reads the list of hosts from the environment itself.
     names = hosts_util.parse_hosts_and_slots(settings.hosts)[0] if is_hydra or not settings.num_hosts else []
     num_hosts = settings.num_hosts or len(names)
     ssh = [f"-p {settings.ssh_port}"] if settings.ssh_port else []
@@ -198,10 +198,10 @@ def mpi_run(
     if found[0] is None:
         raise Exception(_MISSING_TEXT)
     env = dict(env or {})
-    # Names alone: the values reach mpirun in its environment, since any user of the host can read a command line.
+    # Only names: mpirun gets the values in its environment, because any user can read command lines.
     exported = [name for name in sorted(env) if is_exportable(name) and re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)]
     for name in ("PATH", "PYTHONPATH"):
-        # What mpirun itself needs.
+        # Variables that mpirun itself needs.
         if name not in env and name in os.environ:
             env[name] = os.environ[name]
     line = _line(settings, nics, exported, command, found)

@@ -15,12 +15,12 @@ try:
 except ImportError:
     import pickle
 
-#: The caller answers a result at once, unless it is gone; in seconds.
+#: Seconds to wait for the caller's answer to a result, which is immediate unless the caller has ended.
 _ANSWER_TIME = 300
 
 
 def _rank() -> int:
-    """The last one that this process had: an elastic job gives out others than it starts with."""
+    """Return the last rank that this process had, because ranks change in elastic jobs."""
     from horovod.common import basics
 
     return get_env_rank_and_size()[0] if basics.last_rank is None else basics.last_rank
@@ -32,7 +32,7 @@ def _pickled(rank: int, succeeded: bool, outcome: Any) -> bytes:
     except Exception as error:
         if succeeded:
             raise
-        # An exception that holds what cannot travel.
+        # An exception that refers to objects that cannot be pickled.
         return pickle.dumps((rank, False, RuntimeError(f"{outcome!r} (which cannot be pickled: {error})")))
 
 
@@ -43,7 +43,7 @@ def main() -> int:
         The exit code.
     """
     port, key = os.environ.pop("HOROVOD_RUN_DESK").split(":")
-    # The launcher's host is where the rendezvous is; processes of `mpirun` without one are on the same host.
+    # The launcher is on the rendezvous's host; without a rendezvous, the processes of `mpirun` are on the same host.
     host = os.environ.get("SMD_RENDEZVOUS", "127.0.0.1:0").rpartition(":")[0]
     with Client((host, int(port)), authkey=bytes.fromhex(key)) as desk:
         func, args, kwargs = pickle.loads(desk.recv_bytes())
@@ -54,7 +54,7 @@ def main() -> int:
             traceback.print_exc()
             delivery, code = _pickled(_rank(), False, error), 1
         desk.send_bytes(delivery)
-        # The job ends with its processes, and nobody would look for a result that is still on its way.
+        # Waits until the result is received: the job ends with its processes, and a late result would be lost.
         if not desk.poll(_ANSWER_TIME):
             raise TimeoutError(f"horovod.run did not take the result of rank {_rank()} within {_ANSWER_TIME} s")
         desk.recv_bytes()

@@ -92,13 +92,13 @@ def _check_sparse(op: int, prescale_factor: float, postscale_factor: float) -> N
 def _gathered(
     slices: tf.IndexedSlices, op: int, name: str | None, process_set: ProcessSet, ignore_name_scope: bool
 ) -> tf.IndexedSlices:
-    """The rows of all ranks; rows that several ranks have come several times."""
+    """Return the rows of all ranks; rows that several ranks have are repeated."""
     names = (f"{name}.values", f"{name}.indices") if name else (None, None)
     values = allgather(slices.values, names[0], ignore_name_scope, process_set)
     indices = allgather(slices.indices, names[1], ignore_name_scope, process_set)
     if op == Average:
         ranks = tf.cast(size_op(_number(process_set)), values.dtype)
-        # Also of integers: their averages are floats.
+        # For integers as well: their averages are floats.
         values = values / ranks
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 

@@ -18,7 +18,7 @@ from horovod.tensorflow.mpi_ops import init, rank, shutdown
 from smdistributed._common.errors import from_report
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 
-# After these of TensorFlow's errors the job may go on, if one of our operations is their cause.
+# The job may continue after these TensorFlow errors if one of our operations caused them.
 _MAY_PASS = (tf.errors.UnknownError, tf.errors.AbortedError, tf.errors.InternalError, tf.errors.CancelledError)
 _OURS = ("Horovod", "Smd", "smd:")
 
@@ -63,13 +63,13 @@ def _reset() -> None:
 
 
 def _graph_broadcast(session: Any) -> Callable[..., Any]:
-    """`broadcast_object` in a graph of TensorFlow 1, whose operations are made once for each root."""
+    """Return `broadcast_object` for a graph of TensorFlow 1, whose operations are created once for each root."""
 
     @functools.cache
     def made(root_rank: int) -> Callable[[Any], Any]:
         return broadcast_object_fn(root_rank, session, f"broadcast_object_fn.{root_rank}")
 
-    # Now: a session may finalize the graph.
+    # Created now, because a session may finalize the graph.
     made(0)
     return lambda obj, root_rank=0: made(root_rank)(obj)
 
@@ -176,7 +176,7 @@ class TensorFlowKerasState(ObjectState):
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
         if self.optimizer is not None and hasattr(self.optimizer, "build"):
-            # So that all ranks have the same variables, however far they are.
+            # Creates the optimizer's variables, so that all ranks have the same ones at any point of the training.
             self.optimizer.build(model.trainable_variables)
         self._values: list[np.ndarray] = []
         super().__init__(bcast_object=broadcast_object, get_rank=rank, **kwargs)
@@ -198,7 +198,7 @@ class TensorFlowKerasState(ObjectState):
         for variable, value in zip(variables, self._values, strict=False):
             underlying(variable).assign(value)
         for variable in variables[len(self._values) :]:
-            # It was made after the commit.
+            # The variable was created after the commit.
             underlying(variable).assign(tf.zeros_like(underlying(variable)))
 
     def _what_is_saved(self) -> Any:

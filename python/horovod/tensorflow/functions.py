@@ -177,7 +177,7 @@ def broadcast_object_fn(
     name = name or "broadcast_object_fn"
     sender = _Sender(session, lambda tensor, full: broadcast(tensor, root_rank, full, process_set=process_set))
     if not tf.executing_eagerly():
-        # Now: a session may finalize the graph.
+        # Created now, because a session may finalize the graph.
         sender.make(f"{name}.sz", np.int64)
         sender.make(f"{name}.t", np.uint8)
 

@@ -57,7 +57,7 @@ class LocalGradientAggregationHelper:
         self._sparse_as_dense = sparse_as_dense
         self._average = average_aggregated_gradients
         self._sums: list[Any] = []
-        # In a graph of TensorFlow 1.
+        # Only in a graph of TensorFlow 1.
         self._forgetting: tf.Operation | None = None
         _helpers.add(self)
 
@@ -71,7 +71,7 @@ class LocalGradientAggregationHelper:
         return tf.convert_to_tensor(gradient)
 
     def _make(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """The sums, at zero, of all that has had a gradient: one may come later than others."""
+        """Create sums for all variables that have had a gradient, which some may get later than others."""
 
         def local(value: Any, name: str) -> tf.Variable:
             collections = [tf.compat.v1.GraphKeys.LOCAL_VARIABLES]
@@ -87,15 +87,15 @@ class LocalGradientAggregationHelper:
             )
         late = [place for place, total in enumerate(self._sums) if total is None and gradients[place] is not None]
         if late and self.counter is not None and tf.inside_function():
-            # What was traced before would leave it out, and TensorFlow makes variables in a function's first trace
-            # only.
+            # Functions that were traced before would ignore the new variable, and TensorFlow creates variables only
+            # in a function's first trace.
             name = getattr(variables[late[0]], "name", late[0])
             raise ValueError(
                 f"variable `{name}` has a gradient now, and had none when the first of "
                 f"{self.backward_passes_per_step} passes was traced: all passes of a tf.function need gradients of the "
                 "same variables"
             )
-        # Outside of a function that is being traced.
+        # Created outside of a function that is being traced.
         with tf.init_scope():
             if self.counter is None:
                 self.counter = local(tf.zeros([], tf.int32), "aggregation_counter")
@@ -103,12 +103,12 @@ class LocalGradientAggregationHelper:
                 zeros = tf.zeros(underlying(variables[place]).shape, gradients[place].dtype)
                 self._sums[place] = local(zeros, f"aggregated_gradient_{place}")
             if late and not tf.executing_eagerly():
-                # Now: a session may finalize the graph.
+                # Created now, because a session may finalize the graph.
                 self._forgetting = tf.group(*_operations(self._forget()))
 
     def _forget(self) -> list[Any]:
         sums = [total for total in self._sums if total is not None]
-        # Not by a product: what is not finite would stay.
+        # Not multiplied by zero, which would keep NaN and infinity.
         return [each.assign(tf.zeros_like(each), read_value=False) for each in (self.counter, *sums)]
 
     def forget(self, session: Any = None) -> None:
@@ -189,8 +189,8 @@ class LocalGradientAggregationHelper:
 
 
 def _operations(values: Sequence[Any]) -> list[Any]:
-    """What a graph can wait for."""
+    """Return operations that a graph can wait for."""
     if tf.executing_eagerly():
         return []
-    # Assignments are neither operations nor tensors, but know theirs.
+    # Assignments are neither operations nor tensors, but have an operation as attribute.
     return [value if isinstance(value, tf.Operation) else value.op for value in values if value is not None]

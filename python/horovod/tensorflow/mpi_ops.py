@@ -17,7 +17,7 @@ from typing import Any
 
 from smdistributed._common import replicas, shims
 
-# TensorFlow first, through the loader: it says what is missing.
+# Imports TensorFlow through the loader first, whose error says what is missing.
 MPI_LIB = shims.load_tensorflow()
 
 import tensorflow as tf  # noqa: E402
@@ -65,7 +65,7 @@ _REDUCTIONS = {Average: "Average", Sum: "Sum", Adasum: "Adasum", Min: "Min", Max
 
 
 def _load_library(name: str) -> Any:
-    """The operations, whatever the library is called."""
+    """Load the operations from the library of any name."""
     return MPI_LIB
 
 
@@ -82,7 +82,7 @@ def check_num_rank_power_of_2(num_rank: int) -> bool:
 
 
 def _normalize_name(name: str) -> str:
-    """A name that a node may have."""
+    """Return a name that is allowed for a node."""
     return re.sub("[^a-zA-Z0-9_]", "_", name)
 
 
@@ -91,7 +91,7 @@ def _check_has_gpu() -> bool:
 
 
 def _name_of(tensor: Any) -> str:
-    # Tensors of eager mode have none.
+    # Tensors in eager mode have no names.
     return _normalize_name(tensor.name) if not tf.executing_eagerly() else ""
 
 
@@ -104,7 +104,7 @@ def _number(process_set: ProcessSet) -> int:
 
 
 def _run(kind: str, call: Callable[..., Any], tensors: Sequence[Any], name: str | None, /, **arguments: Any) -> Any:
-    """Calls an operation of the library under its name (HTF-1)."""
+    """Call an operation of the library under its name (HTF-1)."""
     if tf.executing_eagerly():
         return call(name=name, tensor_name=name or kind, **arguments)
     if name is None:
@@ -171,7 +171,7 @@ def _reduce(
 
 
 def _times(tensor: tf.Tensor, factor: float) -> tf.Tensor:
-    """Half types are scaled in float32, as the core does it."""
+    """Multiply a tensor; half types are scaled in float32, as in the core."""
     if factor == 1.0:
         return tensor
     dtype = tensor.dtype.base_dtype
@@ -189,7 +189,7 @@ def _allreduce(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
-    """Reduces a dense tensor; as :func:`horovod.tensorflow.allreduce` but for the default of `op`."""
+    """Reduce a dense tensor as :func:`horovod.tensorflow.allreduce` does, with another default of `op`."""
     tensor = tf.convert_to_tensor(tensor)
     _check_reduction([tensor], op, process_set)
     options = {"ignore_name_scope": ignore_name_scope, "process_set_id": _number(process_set)}
@@ -206,7 +206,7 @@ def _grouped_allreduce(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """Reduces several dense tensors together."""
+    """Reduce several dense tensors in one collective."""
     if not tensors:
         return []
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
@@ -375,9 +375,9 @@ def broadcast_(
 def _in_place(kind: str, call: Callable[..., Any], variables: list[Any], name: str | None, /, **arguments: Any) -> Any:
     if tf.executing_eagerly():
         return call(name=name, tensor_name=name or kind, **arguments)
-    # The variables' names: in a function their handles may be tensors of eager mode, which have none.
+    # Uses the variables' names, because in a function their handles may be eager tensors, which have no names.
     names = dict.fromkeys([_normalize_name(variables[0].name), _normalize_name(variables[-1].name)])
-    # TensorFlow orders it with the variables' other users.
+    # TensorFlow orders the operation relative to other uses of the variables.
     return call(name=name or "_".join([kind, *names]), **arguments)
 
 
@@ -426,9 +426,9 @@ def _reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> tf.Tensor:
-    """As :func:`horovod.tensorflow.reducescatter` but for the default of `op`."""
+    """Reduce and scatter as :func:`horovod.tensorflow.reducescatter` does, with another default of `op`."""
     tensor = tf.convert_to_tensor(tensor)
-    # The core refuses the operations that a reduce-scatter does not have.
+    # The core rejects reductions that reduce-scatters do not support.
     _check_types([tensor], op)
     options = {"ignore_name_scope": ignore_name_scope, "process_set_id": _number(process_set)}
     factors = prescale_factor, postscale_factor
@@ -444,7 +444,7 @@ def _grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[tf.Tensor]:
-    """Reduce-scatters several tensors together."""
+    """Reduce and scatter several tensors in one collective."""
     if not tensors:
         return []
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]

@@ -38,7 +38,7 @@ for _operation in (
 
 
 class _Forward:
-    """What a gradient needs of the operation that it is the gradient of."""
+    """Return the attributes of an operation that its gradient needs."""
 
     def __init__(self, operation: Any) -> None:
         self.process_set = _temp_process_set_object(operation.get_attr("process_set_id"))
@@ -49,7 +49,7 @@ class _Forward:
 
 
 def _factors(operation: Any) -> dict[str, Any]:
-    """What the operation multiplies with itself."""
+    """Return the factor by which the operation multiplies its input."""
     if operation.get_attr("is_scaled"):
         return {"prescale_factor": 1.0, "postscale_factor": 1.0}
     return {
@@ -77,7 +77,7 @@ def _allreduce_gradient(operation: Any, gradient: tf.Tensor) -> tf.Tensor:
 def _grouped_allreduce_gradient(operation: Any, *gradients: tf.Tensor) -> list[tf.Tensor]:
     op = operation.get_attr("reduce_op")
     _warn_of_gradient(op)
-    # Integers among the tensors have no gradients.
+    # Integer tensors have no gradients.
     places = [place for place, gradient in enumerate(gradients) if gradient is not None]
     options = {**_factors(operation), **_Forward(operation).scope}
     reduced = _grouped_allreduce([gradients[place] for place in places], op=op, **options)
@@ -86,7 +86,7 @@ def _grouped_allreduce_gradient(operation: Any, *gradients: tf.Tensor) -> list[t
 
 
 def _own_rows(inputs: Sequence[tf.Tensor], averages: Sequence[tf.Tensor], forward: _Forward) -> list[tf.Tensor]:
-    """This rank's part of what was gathered from everybody's `inputs`."""
+    """Return this rank's part of the gradient of gathered `inputs`."""
     heights = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in inputs])[tf.newaxis]
     everybodys = allgather(heights, **forward.scope)
     place = tf.cast(rank_op(), tf.int64)
@@ -121,14 +121,14 @@ def _grouped_allgather_gradient(operation: Any, *gradients: tf.Tensor) -> list[t
 def _broadcast_gradient(operation: Any, gradient: tf.Tensor) -> tf.Tensor:
     average = _allreduce(gradient, op=Average, **_Forward(operation).scope)
     is_root = tf.equal(rank_op(), operation.get_attr("root_rank"))
-    # Not a product: what is no number would stay.
+    # Not multiplied by zero, which would keep NaN.
     return tf.where(is_root, average, tf.zeros_like(average))
 
 
 @tf.RegisterGradient("HorovodAlltoall")
 def _alltoall_gradient(operation: Any, gradient: tf.Tensor, _: tf.Tensor) -> list[tf.Tensor | None]:
     back, _ = alltoall(gradient, splits=operation.outputs[1], **_Forward(operation).scope)
-    # Rows that were left over went nowhere.
+    # Rows beyond the splits were sent to no rank.
     missing = tf.shape(operation.inputs[0])[0] - tf.shape(back)[0]
     paddings = tf.concat([[[0, missing]], tf.zeros([tf.rank(back) - 1, 2], tf.int32)], 0)
     return [tf.ensure_shape(tf.pad(back, paddings), operation.inputs[0].shape), None]

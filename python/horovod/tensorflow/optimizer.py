@@ -20,7 +20,7 @@ from horovod.tensorflow.util import is_active
 
 
 class _DistributedOptimizer(tf.compat.v1.train.Optimizer):
-    """Reduces what the given optimizer computes."""
+    """Reduces the gradients that the given optimizer computes."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):
         def count() -> Any:
             return tf.no_op() if global_step is None else tf.compat.v1.assign_add(global_step, 1)
 
-        # The sums are as they are once the gradients are there.
+        # The sums are final once the gradients are computed.
         with tf.control_dependencies(_operations([gradient for gradient, _ in pairs])):
             return tf.group(self._agg_helper.apply_gradients(apply, count))
 
@@ -91,14 +91,14 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):
 
 
 def _make_slots(optimizer: tf.compat.v1.train.Optimizer, variables: list[Any]) -> None:
-    """Nothing may be made in a branch."""
+    """Create the optimizer's variables outside of branches, in which they must not be created."""
     with tf.init_scope():
         optimizer._create_slots(variables)
     optimizer._prepare()
 
 
 class _DistributedAdasumOptimizer(tf.compat.v1.train.Optimizer):
-    """Adasum of what each rank's optimizer would do: the differences that its steps make are combined."""
+    """Combines by Adasum the changes that each rank's optimizer would make in a step."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from smdistributed.dataparallel.tensorflow.replicas import compare
 
 Gradients = Sequence[tf.Tensor | tf.IndexedSlices | None]
 
-#: The calls that make replicas start with equal values.
+#: For errors: the calls that give replicas equal values at the start.
 _BROADCAST = (
     "`hvd.broadcast_variables(model.variables, root_rank=0)` before the first step or right after it, or give `fit` "
     "the callback `hvd.callbacks.BroadcastGlobalVariablesCallback(0)`"
@@ -158,7 +158,7 @@ class Reduction:
     process_set: ProcessSet = global_process_set
     scale_local_gradients: bool = True
     scope: str = "DistributedGradients"
-    #: Keys of the variables whose gradients are not reduced.
+    #: Keys of variables whose gradients are not reduced.
     local: set[Any] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -185,7 +185,7 @@ class Reduction:
     def __call__(
         self, gradients: Gradients, variables: Sequence[Any], use_generic_names: bool = False
     ) -> list[tf.Tensor | tf.IndexedSlices | None]:
-        """The gradients of all ranks.
+        """Return the reduced gradients.
 
         Args:
             gradients: One for each variable; ``None`` stays ``None``.
@@ -209,7 +209,7 @@ class Reduction:
                     results[index] = self._scaled(gradient)
             places = [i for i, gradient in enumerate(results) if gradient is not None and not is_local[i]]
             # Checked before any operation waits for ranks that do not take part; in a graph, at its beginning.
-            # Gradients of local variables alone concern no other rank.
+            # If all gradients are of local variables, no other rank takes part.
             names = [_name_of(variables[place]) for place in places]
             compared = None if all(is_local) else _compare_step(places, names, use_generic_names, self.process_set)
             with tf.control_dependencies([] if compared is None else [compared]):
@@ -221,13 +221,13 @@ class Reduction:
         return results
 
     def _scaled(self, gradient: Any) -> Any:
-        """A local gradient in proportion to averages: others do not add to it."""
+        """Scale a local gradient to the size of averages, because other ranks do not add to it."""
         if isinstance(gradient, tf.IndexedSlices):
             return tf.IndexedSlices(self._scaled(gradient.values), gradient.indices, gradient.dense_shape)
         return gradient / tf.cast(size_op(_number(self.process_set)), gradient.dtype)
 
     def _grouped(self, places: list[int], variables: Sequence[Any]) -> list[list[int]]:
-        """Which gradients are one collective."""
+        """Divide gradients into groups, each of which is reduced in one collective."""
         if isinstance(self.groups, int) and self.groups > 0:
             return [chunk for chunk in split_list(places, self.groups) if chunk]
         if isinstance(self.groups, (list, tuple)):
@@ -245,7 +245,7 @@ class Reduction:
             "device_sparse": self.device_sparse,
             "compression": self.compression,
             "op": self.op,
-            # Together with the average, which divides by the number of ranks.
+            # Combined with the average, which divides by the number of ranks.
             "prescale_factor": 1.0 / factor,
             "postscale_factor": factor,
             "name": f"grad_{places[0]}" if use_generic_names else None,

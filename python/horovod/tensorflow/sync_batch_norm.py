@@ -15,11 +15,11 @@ from horovod.tensorflow.mpi_ops import Sum, _allreduce, size
 
 
 def _synchronized(mean: tf.Tensor, variance: tf.Tensor, count: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """The moments of all ranks' values, of which this rank has `count` for each mean."""
+    """Compute the moments over all ranks; each mean of this rank is over `count` values."""
     wide = tf.cast(mean, tf.float32) if mean.dtype in (tf.float16, tf.bfloat16) else mean
     spread = tf.cast(variance, wide.dtype)
     count = tf.cast(count, wide.dtype)
-    # One collective: sums, sums of squares, and the number of values.
+    # One collective for the sums, the sums of squares, and the number of values.
     sums = tf.concat(
         [tf.reshape(wide * count, [-1]), tf.reshape((spread + wide * wide) * count, [-1]), tf.reshape(count, [1])], 0
     )
@@ -32,7 +32,7 @@ def _synchronized(mean: tf.Tensor, variance: tf.Tensor, count: tf.Tensor) -> tup
 
 
 def _count(inputs: Any, axes: Any, mask: Any = None) -> tf.Tensor:
-    """How many values each mean is of."""
+    """Return the number of values of each mean."""
     if mask is not None:
         shape = tf.shape(inputs)
         others = [axis for axis in axes if axis >= len(mask.shape)]
@@ -108,7 +108,7 @@ def layer_class(base: type) -> type:
 
 
 def __getattr__(name: str) -> Any:
-    # That of what ``tf.keras`` is, which is imported when somebody asks.
+    # The layer of `tf.keras`, which is imported on first use.
     if name == "SyncBatchNormalization":
         return layer_class(tf.keras.layers.BatchNormalization)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

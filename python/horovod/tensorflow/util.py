@@ -13,12 +13,12 @@ from horovod.common.util import _cache as _cache
 
 
 def _executing_eagerly() -> bool:
-    """Whether operations run at once."""
+    """Return whether operations run immediately."""
     return tf.executing_eagerly()
 
 
 def _make_subgraph(f: Callable[..., Any]) -> Any:
-    """The function as a graph."""
+    """Return the function as a graph."""
     return tf.function(f)
 
 

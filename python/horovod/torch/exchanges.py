@@ -38,7 +38,7 @@ def _gather(
     def back(outputs: list[torch.Tensor]) -> Any:
         return finish([output.to(device) for output, device in zip(outputs, devices, strict=True)])
 
-    # The core gathers by name in the host's memory.
+    # The core gathers by name only in host memory.
     return _submit(_ALL_GATHER, [tensor.cpu() for tensor in tensors], *arguments, finish=back)
 
 
@@ -322,7 +322,7 @@ def broadcast_(
 
 
 def _splits(splits: Any) -> tuple[list[int] | None, torch.device]:
-    """The rows for each rank, and where the numbers of those received belong. No splits at all mean equal ones."""
+    """Return the rows for each rank (none: equal parts), and the device for the numbers of received rows."""
     if splits is None:
         return None, torch.device("cpu")
     if isinstance(splits, torch.Tensor):
@@ -343,7 +343,7 @@ def _exchange(tensor: torch.Tensor, splits: Any, name: str | None, process_set: 
         return output.to(home), received.to(device)
 
     arguments = ("alltoall", name or "", _number(process_set), blocking)
-    # As `_gather`.
+    # As in `_gather`.
     return _submit(_ALL_TO_ALL, tensor.cpu(), rows, *arguments, finish=finish)
 
 
@@ -404,7 +404,7 @@ class HorovodAlltoall(torch.autograd.Function):
         """
         grad: torch.Tensor = alltoall(grad_output, splits=ctx.received, process_set=ctx.process_set)[0]
         if grad.shape[0] < ctx.rows:
-            # Rows that went nowhere.
+            # Rows beyond the splits were sent to no rank.
             grad = torch.cat([grad, grad.new_zeros((ctx.rows - grad.shape[0], *grad.shape[1:]))])
         return grad, None, None, None
 

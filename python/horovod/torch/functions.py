@@ -61,7 +61,7 @@ def broadcast_object(
     Returns:
         The root's object.
     """
-    # Not the type's name: others need not pass an object of it.
+    # Not the type's name, because the other ranks may pass any object.
     name = name or "broadcast_object"
     if rank() == root_rank:
         pickled = torch.frombuffer(bytearray(unpickling.dumps(obj)), dtype=torch.uint8)
@@ -125,7 +125,7 @@ def broadcast_optimizer_state(
     if not own["state"]:
         _give_zero_gradients(optimizer, model)
     shapes = broadcast_object(_without_tensors(own), root_rank, "optimizer_state", process_set)
-    # Ranks may have another state, or none: what is missing is made.
+    # Ranks may have different states or none; missing entries are created.
     tensors: list[tuple[str, torch.Tensor]] = []
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[Any, dict[str, Any]] = {}
@@ -151,7 +151,7 @@ def broadcast_optimizer_state(
         {**theirs, "params": mine["params"]}
         for theirs, mine in zip(shapes["param_groups"], own["param_groups"], strict=True)
     ]
-    # The optimizer's own way would cast the state to the type of the parameters.
+    # Not `load_state_dict`, which would cast the state to the type of the parameters.
     for mine, theirs in zip(optimizer.param_groups, groups, strict=True):
         mine.update({key: value for key, value in theirs.items() if key != "params"})
     optimizer.state.clear()
@@ -176,12 +176,12 @@ def _give_zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Modul
 
 
 class _Like:
-    """Stands for a tensor: the values come apart."""
+    """Replaces a tensor, whose values are sent separately."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape = tuple(tensor.shape)
         self.dtype = tensor.dtype
-        # Counts of steps stay on the CPU wherever the parameter is.
+        # Step counts stay on the CPU, also if the parameter is on a GPU.
         self.follows = tensor.device.type != "cpu"
 
 

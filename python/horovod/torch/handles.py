@@ -8,7 +8,7 @@ from typing import Any
 
 from smdistributed._common import shims
 
-# PyTorch first, through the loader: it says what is missing.
+# Imports PyTorch through the loader first, whose error says what is missing.
 shims.load_torch()
 
 import torch  # noqa: E402
@@ -33,7 +33,7 @@ class _Pending:
         self.work = work
         self.outputs = outputs
         self.finish = finish
-        # Where an operation on a GPU is queued.
+        # The stream in which an operation on a GPU is enqueued.
         self.stream = torch.cuda.current_stream(like.device) if like is not None and like.is_cuda else None
 
     def wait(self) -> Any:
@@ -84,7 +84,7 @@ def _kept(pending: _Pending) -> int:
 
 
 class _Nothing:
-    """What a group of no tensors waits for."""
+    """The operation of a group without tensors."""
 
     @staticmethod
     def wait() -> None:

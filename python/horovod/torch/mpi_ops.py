@@ -121,7 +121,7 @@ def join(device: int = -1) -> int:
     Returns:
         The rank that joined last.
     """
-    # A script that never calls `set_device` has 0 for current, whatever device it works on.
+    # If a script never calls `set_device`, the current device is 0, on whatever device it works.
     current = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
     pending = _submit(torch.ops.smd.named_join.default, device, current, finish=lambda _: None)
     pending.wait()

@@ -35,12 +35,12 @@ from horovod.torch.sparse import no_rows
 from smdistributed import _core
 from smdistributed._common import replicas
 
-# Mixed into classes of a framework, which bring the other attributes. `Any` says so to the type checker.
+# A mixin for classes of a framework, which have the other attributes; `Any` tells the type checker so.
 _Base: Any = object
 
 
 class _DistributedOptimizer(_Base):
-    """What a distributed optimizer has besides what the optimizer has; mixed into a subclass of its class."""
+    """The additional methods of a distributed optimizer; mixed into a subclass of the given optimizer's class."""
 
     def _distribute(
         self,
@@ -128,7 +128,7 @@ class _DistributedOptimizer(_Base):
         return hook
 
     def _start(self, parameter: torch.Tensor, accumulating: bool) -> None:
-        """The gradient is complete, once autograd is done with it if it is `accumulating`."""
+        """Reduce a complete gradient; if `accumulating`, it is complete only when autograd has finished."""
         self._hear_of_comparison()
         self._planned_reducer.begin(self._parameters())
         for earlier in self._planned_reducer.given_back():
@@ -189,7 +189,7 @@ class _DistributedOptimizer(_Base):
         return lambda: _write(parameter, self._compression.decompress(synchronize(handle), ctx))
 
     def _reduce_group(self, number: int) -> None:
-        """Reduces what has arrived of a group together: the others are frozen, or go by plan."""
+        """Reduce the gradients of a group that have arrived; the others are frozen, or reduced by plan."""
         arrived = self._arrived[number]
         members = [parameter for parameter in self._groups[number] if parameter in arrived]
         arrived.clear()
@@ -256,7 +256,7 @@ class _DistributedOptimizer(_Base):
         self._comparison = None
 
     def _finish(self, is_step: bool) -> None:
-        """Waits for all, also after one has failed: none is under way any more then."""
+        """Wait for all operations, also after one has failed, so that none remains in progress."""
         failure: Exception | None = None
         try:
             try:
@@ -297,7 +297,7 @@ class _DistributedOptimizer(_Base):
             self._comparison = _submit(step, f"step.{first}", names, number, finish=_ignored)
 
     def _hear_of_comparison(self) -> None:
-        """What came of that of the last step."""
+        """Return the result of the last step's comparison."""
         if self._comparison is None:
             return
         comparison, self._comparison = self._comparison, None
@@ -320,7 +320,7 @@ class _DistributedOptimizer(_Base):
             self._synchronized = True
             return
         _compare_replicas(self, self.process_set.ranks)
-        # For parameters whose `requires_grad` has been set since.
+        # For parameters whose `requires_grad` was set after the optimizer was created.
         self._register_hooks()
         for parameter in self._parameters():
             missing = parameter.requires_grad and parameter not in self._handles
@@ -387,7 +387,7 @@ def _is_sparse(parameter: Any) -> bool:
 
 
 class _DistributedAdasumOptimizer(_Base):
-    """Adasum of what each rank's optimizer would do: the differences that its step makes are combined."""
+    """Combines by Adasum the changes that each rank's optimizer would make in a step."""
 
     def _distribute(
         self,
@@ -524,7 +524,7 @@ def _check_groups(groups: Any) -> None:
 
 
 def _reduced(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """What unpickling gives: the optimizer itself. Hooks and handles belong to a process."""
+    """Return the optimizer itself when unpickled, because hooks and handles belong to a process."""
     return optimizer
 
 

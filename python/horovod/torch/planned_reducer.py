@@ -47,7 +47,7 @@ class PlannedReducer:
         self._names, self._op, self._process_set = names, op, process_set
         self._compression = compression
         self._reduction = _REDUCTIONS.get(compression)
-        # All ranks have the same answer, because they agree on the arguments.
+        # Equal on all ranks, because they agree on the arguments.
         self._votes = self._reduction is not None and op in (Average, Sum) and factor == 1.0
         #: Parameters whose gradients have turned out to be sparse; they are reduced by name.
         self.sparse: set[torch.Tensor] = set()
@@ -107,7 +107,7 @@ class PlannedReducer:
         return _NO_REDUCER if self._planned and self._can_plan and self._is_settled else _READY_BY_NAME
 
     def _follow(self, parameters: list[torch.Tensor]) -> None:
-        """Plans for these parameters."""
+        """Create the plans for these parameters."""
         planned = [each for each in parameters if self._may_be_planned(each)]
         if self._reducer is not None and not self._reducer.fits():
             self._reducer, self._planned = None, []
@@ -132,7 +132,7 @@ class PlannedReducer:
         )
 
     def _take_made(self) -> None:
-        """Has the reducer that a thread of the core has made. Between backwards, since it adds hooks."""
+        """Use the reducer that a thread of the core has created; called between backwards, because it adds hooks."""
         if self._pending_reducer is None or not self._pending_reducer.is_done():
             return
         try:
@@ -230,7 +230,7 @@ class PlannedReducer:
         self._reducer = None
 
     def _make(self) -> None:
-        """Has the reducer made."""
+        """Let a thread of the core create the reducer."""
         settings = {
             "rounds": 1,
             "sum": int(self._op == Sum),

@@ -18,7 +18,7 @@ from horovod.torch.scatters import _scatter
 
 
 def _into(pending: _Pending, outputs: Sequence[torch.Tensor]) -> int:
-    """A handle whose result is written to these tensors; they get its shape."""
+    """A handle whose result is written to these tensors, which are resized to it."""
     finish = pending.finish
 
     @torch.no_grad()

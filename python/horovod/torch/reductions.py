@@ -26,7 +26,7 @@ from horovod.common.session import (
 from horovod.common.util import num_rank_is_power_2
 from horovod.torch.compression import Compression
 
-# The core's names.
+# Names in the core.
 _OPS = {Average: "average", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "product"}
 
 _ALL_REDUCE = torch.ops.smd.named_all_reduce.default
@@ -94,7 +94,7 @@ def _finish_otherwise(
     host.
     """
 
-    # Parameters may be reduced in place, as the core does it.
+    # Parameters may be reduced in place, in the same way as the core does it.
     @torch.no_grad()
     def back(outputs: list[torch.Tensor]) -> Any:
         outputs = [output.mul_(factor) if factor != 1.0 else output for output in outputs]

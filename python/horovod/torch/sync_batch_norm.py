@@ -15,7 +15,7 @@ _calls = itertools.count()
 
 
 def _restart() -> None:
-    """Ranks count from the beginning in a new session: after a failure they may have come to different places."""
+    """Reset the counters of a new session, because after a failure ranks may have counted differently."""
     global _calls
     _calls = itertools.count()
 
@@ -100,7 +100,7 @@ class _SyncBatchNorm(torch.autograd.Function):
     def forward(
         ctx: Any, input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, eps: float, momentum: float
     ) -> Any:
-        # Layers may overlap, so each call has names of its own; all ranks call in the same order.
+        # Layers may overlap, so each call uses new names; all ranks make the calls in the same order.
         ctx.name = f"sync_batch_norm.{next(_calls)}"
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         dims = [0, *range(2, input.dim())]
@@ -114,7 +114,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         counts, means, sums = (synchronize(handle) for handle in handles)
         total = counts.sum()
         mean = (means * counts).sum(0) / total
-        # Within the ranks' batches, and between them.
+        # The variance within the batches of ranks, and the variance between them.
         var = (sums.sum(0) + (counts * (means - mean) ** 2).sum(0)) / total
         invstd = torch.rsqrt(var + eps)
         if running_mean is not None:
@@ -136,7 +136,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         centred = input.to(mean.dtype) - _per_channel(mean, wide)
         sum_dy = wide.sum(dims)
         sum_dy_xmu = (wide * centred).sum(dims)
-        # This rank's: the optimizer averages them.
+        # The gradients of this rank's batch: the optimizer averages them.
         grad_weight = sum_dy_xmu * invstd if weight is not None and ctx.needs_input_grad[1] else None
         grad_bias = sum_dy if ctx.needs_input_grad[2] else None
         grad_input = None

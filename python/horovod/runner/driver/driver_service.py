@@ -18,7 +18,7 @@ from horovod.runner.common.util.timeout import Timeout
 from horovod.runner.util import cache, remote
 from horovod.runner.util.network import Interfaces, get_local_host_intfs
 
-#: Longest wait for a host, in seconds, where the settings name none.
+#: Seconds to wait for a host, unless the settings set a time.
 _TIMEOUT_S = 30
 _LOOK_EVERY = 0.2
 
@@ -64,7 +64,7 @@ class HorovodRunDriverClient(driver_service.BasicDriverClient):
 
 
 def _launch_task(host: str, is_here: bool, told: str, complaints: IO[bytes], settings: Any) -> subprocess.Popen:
-    """Starts a host's task, which is told everything through its standard input: other users see command lines."""
+    """Start a host's task. Parameters go to its standard input, because other users can read command lines."""
     path = os.environ.get("PYTHONPATH")
     words = [*([f"PYTHONPATH={shlex.quote(path)}"] if path else []), shlex.quote(sys.executable)]
     command = f"cd {shlex.quote(os.getcwd())} && {' '.join(words)} -m horovod.runner.task_fn"
@@ -80,13 +80,13 @@ def _launch_task(host: str, is_here: bool, told: str, complaints: IO[bytes], set
         task.stdin.write(told)
         task.stdin.close()
     except BrokenPipeError:
-        # It has ended; the driver says who is missing.
+        # The task has ended; the driver reports which tasks are missing.
         return task
     return task
 
 
 def _driver_fn(all_host_names: Sequence[str], local_host_names: set[str], settings: Any) -> set[str]:
-    """Has each host's task look for the next one's.
+    """Let each host's task probe the addresses of the next host's task.
 
     Raises:
         TimeoutError: A host is missing.
@@ -100,7 +100,7 @@ def _driver_fn(all_host_names: Sequence[str], local_host_names: set[str], settin
     try:
         for index, host in enumerate(all_host_names):
             told = (index, len(all_host_names), driver.addresses(), key, limit.remaining(), settings.nics)
-            # A file, since nobody reads while tasks run, and what they have started may keep a pipe open.
+            # A file, because a pipe would fill up while tasks run, and processes that they started may keep it open.
             complaints.append(tempfile.TemporaryFile())  # noqa: SIM115 - closed with the others below
             is_here = host in local_host_names
             tasks.append(_launch_task(host, is_here, str(codec.dumps_base64(told)), complaints[-1], settings))
@@ -108,7 +108,7 @@ def _driver_fn(all_host_names: Sequence[str], local_host_names: set[str], settin
             _wait(wait, limit, all_host_names, tasks, complaints)
         common = driver.get_common_interfaces()
         for task in tasks:
-            # Each waits for the one before; what is asked is known already.
+            # Each task waits for the previous one; the addresses are known already.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 task.wait(limit.remaining() + 1)
         return common
@@ -129,7 +129,7 @@ def _wait(
     tasks: Sequence[subprocess.Popen],
     complaints: Sequence[IO[bytes]],
 ) -> None:
-    """Waits for what tasks say, and no longer if one has ended without it."""
+    """Wait until tasks have registered; stop early if one has ended before that."""
     while True:
         try:
             return wait(min(_LOOK_EVERY, limit.remaining()))
@@ -175,7 +175,7 @@ def _found(all_host_names: tuple[str, ...], local_host_names: tuple[str, ...], s
 
 
 class _Unkept:
-    """Settings, which do not change what is found: the cache's parameters stand for them."""
+    """Leaves settings out of the cache key: the other parameters determine the result."""
 
     def __init__(self, settings: Any) -> None:
         self._settings = settings

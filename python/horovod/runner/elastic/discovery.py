@@ -144,7 +144,7 @@ class HostManager:
         self._discovery = discovery
         self._lock = threading.Lock()
         self._known = _core.ElasticHosts(cooldown_range)
-        #: Who decides: the driver's core, once there is one, and these hosts before.
+        #: The driver's core, once it exists; before that, this object keeps the list of hosts itself.
         self._hosts: Any = self._known
         self._current = DiscoveredHosts({}, [])
 

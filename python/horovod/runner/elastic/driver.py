@@ -26,10 +26,10 @@ from smdistributed import _core
 DISCOVER_HOSTS_FREQUENCY_SECS = 1.0
 ELASTIC_TIMEOUT_SECS = 600
 
-#: What a worker without a place gets to end by itself, in seconds.
+#: Seconds in which a worker without a place must end by itself.
 _FAREWELL_SECS = 30
 
-#: Where a worker runs: host and slot.
+#: A worker's host and slot.
 Place = tuple[str, int]
 
 
@@ -51,11 +51,11 @@ class _Worker:
         self.number = number
         self.place = place
         self.stop = threading.Event()
-        #: Number of the last session that it had a place in.
+        #: Number of the last session in which it had a place.
         self.session = 0
-        #: It waits for a session.
+        #: Whether it waits for a session.
         self.is_waiting = False
-        #: Where it hears of hosts.
+        #: Address at which it receives notices about hosts.
         self.server: tuple[Addresses, bytes] | None = None
 
 
@@ -97,7 +97,7 @@ class ElasticDriver:
         self._create_worker: Callable[[SlotInfo, list[threading.Event]], tuple[int, float]] | None = None
         self._workers: dict[int, _Worker] = {}
         self._seats: dict[Place, SlotInfo] = {}
-        # Sessions so far. Workers that start before the first one count for it.
+        # Number of sessions so far. Workers that start before the first session count as its workers.
         self._session = 0
         self._results: dict[Place, tuple[int, float]] = {}
         self._error: str | None = None
@@ -107,7 +107,7 @@ class ElasticDriver:
         in_thread(self._discover_hosts, name="horovod-discovery")
         in_thread(self._notify, name="horovod-notices")
 
-    # What users call.
+    # Methods for users.
 
     def start(
         self, num_proc: int, create_worker_fn: Callable[[SlotInfo, list[threading.Event]], tuple[int, float]]
@@ -202,7 +202,7 @@ class ElasticDriver:
         """
         return self._finished.is_set()
 
-    # What workers and those who start them call.
+    # Methods for workers and for the code that starts them.
 
     def record_ready(self, host: str, slot: int) -> None:
         """Record that a worker asks for a place in the next session, and wait until the session begins.
@@ -335,10 +335,10 @@ class ElasticDriver:
         """The job's hosts."""
         return self._host_manager
 
-    # What happens by itself.
+    # Methods of the driver's own threads.
 
     def _worker(self, host: str, slot: int) -> _Worker | None:
-        """The one that lives, if several have been there."""
+        """Return the living worker, if several have had the place."""
         return next((worker for worker in reversed(self._workers.values()) if worker.place == (host, slot)), None)
 
     def _discover_hosts(self) -> None:
@@ -369,7 +369,7 @@ class ElasticDriver:
                 self._changed.wait(DISCOVER_HOSTS_FREQUENCY_SECS if following is None else min(following, 1.0))
 
     def _acts(self) -> bool:
-        """As `_act`, in a thread whose exceptions nobody sees: what fails ends the job. False if it did."""
+        """Run `_act` in a thread; an exception ends the job. Return `False` in that case."""
         try:
             self._act()
         except Exception as error:
@@ -378,7 +378,7 @@ class ElasticDriver:
         return True
 
     def _fail(self, error: BaseException) -> None:
-        """Ends a job that cannot be driven any more: the core's actions are lost. The lock is held."""
+        """End a job that cannot continue, because actions of the core were lost. The caller holds the lock."""
         self._error = self._error or f"the job could not be driven on: {error!r}"
         for worker in self._workers.values():
             worker.stop.set()
@@ -386,7 +386,7 @@ class ElasticDriver:
         self._changed.notify_all()
 
     def _act(self) -> None:
-        """Does what the core wants done. The lock is held."""
+        """Execute the actions that the core requests. The caller holds the lock."""
         for kind, numbers, place, kinds, text in self._core.take_actions():
             workers = [self._workers[number] for number in numbers if number in self._workers]
             if kind == "start":
@@ -486,12 +486,12 @@ class ElasticDriver:
             self._notices.put((worker, time.time(), kinds))
 
     def _notify(self) -> None:
-        """Nobody waits for a worker that does not answer."""
+        """Send a notice without waiting for workers that do not answer."""
         while (notice := self._notices.get()) is not None:
             worker, at, kinds = notice
             server = worker.server
             if server is None:
-                # It has not said yet where it hears; the core repeats its news.
+                # The worker has not registered its address yet; the core repeats the notice.
                 continue
             try:
                 WorkerNotificationClient(*server).notify_hosts_updated(at, kinds)

@@ -7,7 +7,7 @@ from typing import Any
 
 from horovod.runner.http.http_server import BAD_REQUEST, OK, RANK_AND_SIZE, RendezvousHandler
 
-#: Scope of the addresses at which workers hear of hosts.
+#: Scope of the addresses at which workers receive notices about hosts.
 WORKER_ADDRESSES = "worker_addresses"
 
 

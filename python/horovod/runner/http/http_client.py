@@ -17,9 +17,9 @@ try:
 except ImportError:
     cloudpickle = pickle
 
-#: Longest wait for an answer, in seconds; not for a place in an elastic job, which comes with the next session.
+#: Seconds to wait for an answer, except for a place in an elastic job, which takes until the next session.
 _TIMEOUT_S = 600
-#: A host that is gone is noticed after so many seconds.
+#: Seconds after which the failure of a host is noticed.
 _KEEPALIVE_S = 30
 
 
@@ -88,7 +88,7 @@ def read_data_from_kvstore(addr: str, port: int, scope: str, key: str, secret_ke
     Raises:
         RuntimeError: There is no such value, or the server has another secret.
     """
-    # The answer's digest says that it is from the job.
+    # The digest of the answer proves that a process of the job sent it.
     return pickle.loads(request("GET", addr, port, scope, key, secret_key=secret_key))
 
 

@@ -22,9 +22,9 @@ from horovod.runner.util.connections import Connections
 from horovod.runner.util.threads import in_thread
 
 OK, BAD_REQUEST, FORBIDDEN, NOT_FOUND, FAILED = 200, 400, 403, 404, 500
-#: Headers of the number, the body's hash and the digest, in hexadecimal digits.
+#: HTTP headers of the request's number, the body's hash and the digest, in hexadecimal.
 NONCE, HASH, DIGEST = "X-Horovod-Nonce", "X-Horovod-Hash", "X-Horovod-Digest"
-#: Who has not sent its request in this time is a stranger; in seconds.
+#: Seconds after which a client that has not authenticated its request is disconnected.
 _GREETING_TIME = 20
 #: Scope of the places that workers ask for.
 RANK_AND_SIZE = "rank_and_size"
@@ -112,7 +112,7 @@ class KVStoreHandler(BaseHTTPRequestHandler):
         ) and self.server.is_new(nonce)
         body = self.rfile.read(int(length)) if is_ours else b""
         if not is_ours or hashlib.sha256(body).hexdigest() != body_hash:
-            # Nothing that it says is looked at.
+            # The client is not authenticated, so the rest of its request is ignored.
             self.close_connection = True
             return FORBIDDEN, b""
         words = self.path.lstrip("/").split("/", 1)
@@ -122,7 +122,7 @@ class KVStoreHandler(BaseHTTPRequestHandler):
         try:
             return act(*words, body) if method == "PUT" else act(*words)
         except Exception as error:
-            # The client is one of the job: it hears why.
+            # The client belongs to the job, so it gets the reason.
             return FAILED, f"{type(error).__name__}: {error}".encode()
 
     def _get(self, scope: str, key: str) -> tuple[int, bytes]:
@@ -291,10 +291,10 @@ class RendezvousHTTPServer(KVStoreHTTPServer):
 
 
 class _Service:
-    """A server in a thread."""
+    """A server that runs in a thread."""
 
     def __init__(self, key: bytes | None) -> None:
-        #: The secret: the environment's, or a new one.
+        #: The secret, from the environment or new.
         self.key = key or secret.from_environment() or secret.make_secret_key()
         self.httpd: Any = None
         self._thread: threading.Thread | None = None

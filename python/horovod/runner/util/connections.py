@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-#: How long a closing server waits for the requests that are being answered, in seconds.
+#: Seconds that a closing server waits for requests that are being answered.
 CLOSE_TIMEOUT_S = 30.0
 
 
@@ -94,6 +94,6 @@ class Connections:
 
 
 def _end(connection: socket.socket) -> None:
-    """Wakes the thread that reads from a connection."""
+    """Wake the thread that reads from a connection."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

@@ -80,13 +80,13 @@ class LSFUtils:
 
     @staticmethod
     def _allotted() -> dict[str, int]:
-        """Hosts that compute, and how many slots LSF gives the job on each."""
-        # Names and numbers in turn.
+        """Return the hosts that compute, with the number of slots that LSF gives the job on each."""
+        # Names and numbers alternate.
         words = os.environ.get("LSB_MCPU_HOSTS", "").split()
         slots = dict(zip(words[::2], map(int, words[1::2]), strict=True))
         first, *others = slots or [""]
-        # Clusters with a node of its own for scripts give a job one slot there, ahead of those of the hosts that
-        # compute.
+        # Clusters with a separate node for scripts give a job one slot on it, which comes before those of the hosts
+        # that compute.
         if others and slots[first] == 1 and all(slots[other] > 1 for other in others):
             del slots[first]
         return slots

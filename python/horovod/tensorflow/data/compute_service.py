@@ -19,9 +19,9 @@ from horovod.runner.common.util.env import get_env_rank_and_size
 from horovod.runner.common.util.network import Addresses
 
 _SIDES = ("compute", "training")
-#: How often a file that is to come is looked for, in seconds.
+#: Seconds between checks for a file that another process will create.
 _LOOK_EVERY = 0.1
-#: Of each service, the numbers of datasets that ranks share.
+#: For each service, the numbers of datasets that ranks share.
 _shared: dict[bytes, Iterator[int]] = {}
 
 
@@ -116,7 +116,7 @@ class TfDataServiceConfig:
 
 
 def _dispatcher(client: ComputeClient, number: int) -> Any:
-    """Starts a dispatcher, and tells where it is."""
+    """Start a dispatcher, and register its address."""
     server = tf.data.experimental.service.DispatchServer()
     port = server.target.rpartition(":")[2]
     client.register_dispatcher(number, f"grpc://{client.local_address()}:{port}")
@@ -161,7 +161,7 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
 
 
 def _job_name(compute_config: TfDataServiceConfig) -> str:
-    """Datasets of one name are taken for the same one, so the second that is shared has another."""
+    """Return a new job name, because the service would treat datasets of one name as the same dataset."""
     number = next(_shared.setdefault(compute_config.key, itertools.count()))
     return f"job-{number}" if number else "job"
 

@@ -16,7 +16,7 @@ from horovod.runner.common.util.env import get_env_rank_and_size
 from horovod.runner.common.util.network import NoValidAddressesFound
 from horovod.tensorflow.data.compute_service import TfDataServiceConfig, compute_worker_fn
 
-#: How often a service that is to come is looked for, in seconds.
+#: Seconds between checks for a service that another process will start.
 _LOOK_EVERY = 0.2
 
 
@@ -39,7 +39,7 @@ def main(dispatchers: int, dispatcher_side: str, filename: str, timeout: int) ->
         compute_worker_fn(_service_that_answers(filename, timeout))
         return
     with contextlib.suppress(FileNotFoundError):
-        # That of a job that was killed.
+        # The file may be from a job that was killed.
         os.unlink(filename)
     key = secret.make_secret_key()
     service = ComputeService(dispatchers, size // dispatchers, key)
@@ -56,7 +56,7 @@ def main(dispatchers: int, dispatcher_side: str, filename: str, timeout: int) ->
 
 
 def _service_that_answers(filename: str, seconds: float) -> TfDataServiceConfig:
-    """That of the file, once it is not that of an earlier job, which was killed."""
+    """Return the file's service; wait if the file is from an earlier job, which was killed."""
     end = time.monotonic() + seconds
     while True:
         config = TfDataServiceConfig.read(filename, wait_for_file_creation=True)
@@ -92,6 +92,6 @@ def run_commandline(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    # A launcher ends its jobs so; the file is to go then, too.
+    # Launchers end their jobs with this signal; the file must be removed then, too.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     run_commandline()

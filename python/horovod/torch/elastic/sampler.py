@@ -108,7 +108,7 @@ class ElasticSampler(torch.utils.data.Sampler):
         self.total_size = self.num_samples * self.num_replicas
 
     def _own(self) -> list[int]:
-        # Ranks need equally many: the first ones come again, if need be more than once.
+        # All ranks need the same number of indices, so the first ones are repeated as often as necessary.
         padded = itertools.islice(itertools.cycle(self.remaining_indices), self.total_size)
         return list(padded)[self.rank :: self.num_replicas]
 

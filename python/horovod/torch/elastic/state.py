@@ -110,14 +110,14 @@ class OptimizerStateHandler(StateHandler):
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def _forget(self) -> None:
-        # Of another optimizer they are the script's own.
+        # Entries of other optimizers belong to the script.
         if isinstance(self.value, _DistributedOptimizer):
             self.value._forget()
 
     def restore(self) -> None:
         """Load the copy, and drop pending gradients."""
         self._forget()
-        # Loading may keep the tensors, and a restored state may be restored again.
+        # Copied, because loading may keep the tensors, and the state may be restored again.
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from horovod.runner.common.util import network
 from horovod.runner.common.util.network import Registrations
 
-#: A request waits so long at most; then the client asks again, and so hears that the service is gone.
+#: A request waits at most this long, in seconds. Clients repeat it, and so notice if the service has ended.
 _ONE_WAIT = 20.0
 
 
@@ -25,7 +25,7 @@ class _RegisterWorker:
 
 
 class _Dispatcher:
-    """Where is it?"""
+    """Asks for a dispatcher's address."""
 
     def __init__(self, dispatcher_id: int, seconds: float) -> None:
         self.dispatcher_id = dispatcher_id
@@ -33,7 +33,7 @@ class _Dispatcher:
 
 
 class _Workers:
-    """Are all of this dispatcher's there?"""
+    """Asks whether all workers of a dispatcher are registered."""
 
     def __init__(self, dispatcher_id: int, seconds: float) -> None:
         self.dispatcher_id = dispatcher_id
@@ -41,7 +41,7 @@ class _Workers:
 
 
 class _Shutdown:
-    """The training is done."""
+    """Reports that the training is done."""
 
 
 class _IsShutdown:
@@ -224,5 +224,5 @@ class ComputeClient(network.BasicClient):
             while not self._send(_IsShutdown(_ONE_WAIT), timeout=_ONE_WAIT + 60).value:
                 continue
         except (OSError, EOFError):
-            # It ends with the job that it belongs to.
+            # The thread ends with the job that it belongs to.
             return

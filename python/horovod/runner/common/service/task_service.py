@@ -163,7 +163,7 @@ class BasicTaskService(network.BasicService):
         in_thread(self._run, (req, self._captured))
 
     def _output(self, kind: type) -> Pipe:
-        """A captured output of the command, once there is one."""
+        """Wait for a captured output of the command, and return it."""
         with self._changed:
             self._changed.wait_for(lambda: self._runs or self._exit_code is not None or self._connections.closing)
             if kind not in self._captured:

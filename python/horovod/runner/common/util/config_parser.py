@@ -35,7 +35,7 @@ LOG_LEVELS = ["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"]
 
 _MB = 1024 * 1024
 
-#: Sections of the file, and for each key the option.
+#: Sections of the file; for each of their keys, the option.
 _SECTIONS = {
     "params": {
         name: name

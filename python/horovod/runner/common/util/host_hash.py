@@ -8,7 +8,7 @@ import socket
 
 
 def _namespaces() -> str:
-    """Of this process: containers of one host are several."""
+    """Return the namespaces of this process, by which containers on one host differ."""
     found = []
     for name in ("ipc", "mnt", "net", "pid", "user", "uts"):
         try:
@@ -19,7 +19,7 @@ def _namespaces() -> str:
 
 
 def _hash(string: str) -> str:
-    """The MD5 digest of a text, in hexadecimal digits. It tells hosts apart and protects nothing."""
+    """Return the MD5 digest of a text in hexadecimal; used as an identifier, not for security."""
     return hashlib.md5(string.encode(), usedforsecurity=False).hexdigest()
 
 

@@ -33,12 +33,12 @@ except ImportError:
 
 _CHALLENGE_BYTES = 16
 _LENGTH = struct.Struct("!Q")
-#: Who has not sent its request in this time is a stranger; in seconds.
+#: Seconds after which a client that has not authenticated its request is disconnected.
 _GREETING_TIME = 20
-#: How often a stream that has no text looks whether the service is being shut down, in seconds.
+#: Seconds between checks for a shutdown while a stream has no text.
 _LOOK_AT_SHUTDOWN_S = 0.5
 
-#: Interfaces, and where a service is found there.
+#: For each interface, the addresses and ports of a service.
 Addresses = dict[str, list[tuple[str, int]]]
 
 
@@ -72,7 +72,7 @@ class AckStreamResponse(AckResponse):
 
 
 class _Failure:
-    """What a service raised."""
+    """The exception that a handler of the service raised."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -152,7 +152,7 @@ class Wire:
         return self._proved(rfile, length, kind + b" message ")
 
     def _proved(self, rfile: BufferedIOBase, count: int, what: bytes) -> bytes:
-        """So many bytes, after their digest."""
+        """Read `count` bytes, and check the digest before them."""
         digest = _exactly(rfile, secret.DIGEST_LENGTH_BYTES)
         message = _exactly(rfile, count)
         if not secret.hmac.compare_digest(self._digest(what, message), digest):
@@ -168,7 +168,7 @@ def _exactly(rfile: BufferedIOBase, count: int) -> bytes:
 
 
 def _piece(number: int) -> bytes:
-    """What marks a piece of a stream: pieces cannot change places."""
+    """Return the marker of a piece of a stream, by which reordered pieces are detected."""
     return b"text %d" % number
 
 
@@ -225,7 +225,7 @@ class BasicService:
                 message = wire.read_proved(connection.rfile, b"request")
                 connection.connection.settimeout(None)
             except Exception:
-                # Somebody else knocked, or is gone again; nothing of theirs was unpickled.
+                # The client could not authenticate itself or has disconnected; nothing that it sent was unpickled.
                 return
             with self._connections.answering(connection.connection):
                 self._reply(connection, wire, message)
@@ -244,12 +244,12 @@ class BasicService:
             if text is not None:
                 self._stream(text, connection.wfile, wire)
         except OSError:
-            # The client is gone, or does not wait for the answer any more. The writer of a stream must not wait for it.
+            # The client has disconnected or timed out. Close the stream, so that its writer does not block.
             while text is not None and (text.read() is not None):
                 continue
 
     def _stream(self, text: Pipe, wfile: BufferedIOBase, wire: Wire) -> None:
-        """Sends text piece by piece until its end, or until the service is shut down. An empty piece is the end."""
+        """Send text in pieces until it ends or the service is shut down. An empty piece marks the end."""
         for number in itertools.count():
             piece = None
             while piece is None and not text.at_end() and not self._connections.closing:
@@ -259,7 +259,7 @@ class BasicService:
                 return
 
     def _handle(self, req: Any, client_address: tuple[str, int]) -> Any:
-        """The answer to a request.
+        """Return the answer to a request.
 
         Raises:
             NotImplementedError: There is none.
@@ -286,7 +286,7 @@ class BasicService:
         return self._port
 
     def _wake(self) -> None:
-        """Ends the waits of handlers, since the service is being shut down. Services whose handlers wait extend it."""
+        """End the waits of handlers because of the shutdown. Services whose handlers wait extend it."""
 
     def shutdown(self) -> None:
         """Stop accepting requests, and return when the pending ones are answered."""
@@ -354,7 +354,7 @@ class BasicClient:
         return str(self._ask(address, PingRequest(), self._probe_timeout).source_address)
 
     def _probe(self, addresses: Addresses) -> Addresses:
-        # The loopback last: an address that others reach as well is worth more, and `local_address` follows from it.
+        # The loopback comes last: addresses that other hosts can reach are preferred, and determine `local_address`.
         names = sorted(addresses, key=lambda name: name == "lo")
         rows = [(name, (ip, port)) for name in names for ip, port in addresses[name]]
         answers = execute_function_multithreaded(self._answers, rows)
@@ -377,7 +377,7 @@ class BasicClient:
 
     def _ask(self, address: tuple[str, int], request: Any, timeout: float | None, stream: TextIO | None = None) -> Any:
         with socket.create_connection(address, timeout=self._probe_timeout) as connection:
-            # An answer may take its time, but not a host that is gone.
+            # The answer may take long, but the connection must notice a host that has failed.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
             with connection.makefile("rwb") as file:
@@ -392,7 +392,7 @@ class BasicClient:
                 return answer
 
     def _send(self, req: Any, stream: TextIO | None = None, timeout: float | None = None) -> Any:
-        """The answer to a request.
+        """Send a request, and return the answer.
 
         Args:
             req: The request.
