@@ -25,7 +25,7 @@ pub enum FrameError {
         limit: usize,
     },
     /// A frame was replayed, dropped or reordered.
-    #[error("received frame {got}, expected frame {expected}")]
+    #[error("frame {got} came where frame {expected} belongs")]
     OutOfOrder {
         /// The frame's number.
         got: u64,
