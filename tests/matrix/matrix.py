@@ -3,7 +3,8 @@
 Each version gets an environment in `build/matrix`, in which the package of this checkout runs, and loses it afterwards. With `uv`
 on PATH, or as a module of this Python, environments are made by it; otherwise by `venv` and pip.
 
-Usage: matrix.py [--only torch==2.15 tensorflow==2.16 | --ends] [--python python3.11] [--prebuilt] [--wheel FILE] [--keep]
+Usage: matrix.py [--only torch==2.15 tensorflow==2.16 | --ends] [--python python3.11] [--prebuilt] [--wheel FILE]
+                 [--parts collectives DDP] [--keep]
 
 With `--prebuilt`, each version's operator library is built for shipping, put into the package, and used by the suite, which then
 finds no compiler. `make release` takes it from there. With `--wheel`, the suite runs with what is installed from that file, not
@@ -31,6 +32,7 @@ PAGE = ROOT / "docs/reference/support-matrix.md"
 BEGIN, END = "<!-- Written by `make matrix`. -->\n", "<!-- End of what `make matrix` writes. -->\n"
 #: What the suite needs beside a framework.
 TOOLS = ["pytest", "pytest-timeout", "cloudpickle"]
+NOT_RUN = "not run"
 #: Seconds for one part of the suite, of which the first also builds the shim.
 LIMIT = 1200
 
@@ -198,10 +200,13 @@ def build(python: Path, framework: str, is_shipped: bool, is_installed: bool) ->
             shutil.copytree(built, ROOT / "python/smdistributed/_prebuilt" / built.name, dirs_exist_ok=True)
 
 
-def run(python: Path, framework: str, given: dict[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Runs the suite; returns the outcome of each part, and what the environment holds."""
+def run(python: Path, framework: str, given: dict[str, str], parts: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Runs these parts of the suite, or all; returns the outcome of each, and what the environment holds."""
     outcomes = {}
     for part, tests in SUITES[framework].items():
+        if parts and part not in parts:
+            outcomes[part] = NOT_RUN
+            continue
         start = time.monotonic()
         command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
         try:
@@ -264,6 +269,7 @@ def main() -> int:
     parser.add_argument(
         "--ends", action="store_true", help="of each framework the newest and the oldest, but pinned ones"
     )
+    parser.add_argument("--parts", nargs="+", default=[], help="of the suite, such as `DDP` (default: all)")
     parser.add_argument("--prebuilt", action="store_true", help="build libraries for shipping, and test those")
     parser.add_argument("--wheel", type=Path, help="test what is installed from this file")
     parser.add_argument("--python", default=sys.executable, help="of the environments (default: this one)")
@@ -281,9 +287,11 @@ def main() -> int:
         if options.prebuilt or not wheel:
             build(python, version.shim, options.prebuilt, wheel is not None)
         given = environment(wheel is not None, has_compiler=not options.prebuilt and not wheel)
-        outcomes, held = run(python, version.framework, given)
+        outcomes, held = run(python, version.framework, given, options.parts)
         write({version.framework: {version.number: row(version.framework, outcomes, held)}})
-        failed += [f"{version}: {part} {outcome}" for part, outcome in outcomes.items() if outcome != "yes"]
+        failed += [
+            f"{version}: {part} {outcome}" for part, outcome in outcomes.items() if outcome not in ("yes", NOT_RUN)
+        ]
         if not options.keep:
             shutil.rmtree(python.parents[1])
     print("\n".join(failed) or f"{len(chosen)} versions passed")
