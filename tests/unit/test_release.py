@@ -125,6 +125,20 @@ def test_the_tests_of_the_matrix_exist():
         assert not name or re.sub(r"\[.*", "", name) in functions, test
 
 
+@pytest.mark.parametrize(
+    ("problems", "outcome"),
+    [
+        (["Failed: Timeout (&gt;120.0s) from pytest-timeout."], "no end"),
+        (["RanksFailedError: the job was still running after 170 s", "AssertionError: 1 == 2"], "fails"),
+        ([], "fails"),
+    ],
+)
+def test_a_part_that_ran_out_of_time_is_told_apart(problems, outcome, tmp_path):
+    cases = "".join(f"<testcase><failure>{problem}</failure></testcase>" for problem in problems)
+    (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{cases}<testcase/></testsuite></testsuites>")
+    assert _module(ROOT / "tests/matrix/matrix.py").verdict(tmp_path / "report.xml") == outcome
+
+
 def test_the_ends_of_the_window_are_not_what_every_change_is_tested_with():
     matrix = _module(ROOT / "tests/matrix/matrix.py")
     names = list(map(str, matrix.ends()))
