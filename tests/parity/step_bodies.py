@@ -134,7 +134,9 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=1000, help="programs for each number of partitions")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--seed", type=int, default=0, help="the first; from 1000000 on, programs have statements of all kinds"
+    )
     parser.add_argument("--partitions", default="2,3")
     parser.add_argument("--only", type=int, help="the one program of this seed, as it was drawn")
     parser.add_argument("--show", type=int, default=10, help="how many defects are made small and printed")

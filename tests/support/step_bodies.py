@@ -15,6 +15,8 @@ from support.step_layers import CLASSES, LAYERS
 from support.step_statements import Statements
 
 SCHEDULES = ("simple", "interleaved", "zero_bubble")
+#: From this seed on, programs have statements of all kinds.
+ALL_KINDS = 1_000_000
 _PARTS = ("prepare", "forward", "body")
 _RESULTS = ("loss", "loss, h", "{'loss': loss, 'values': [h, 3]}", "(loss.detach(), None, (h * 2, 'name'))", "None")
 
@@ -24,6 +26,7 @@ import types
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 
 """
@@ -140,8 +143,9 @@ def draw(seed: int, partitions: int) -> Program:
             places[f"{name}.{child}" if child else name] = choose.randrange(partitions)
     is_mixed = choose.random() < 0.1
     prepare: list[str] = []
-    forward = Statements(choose, layers, prepare, is_mixed, in_body=False).drawn(choose.randint(0, 4))
-    body = Statements(choose, layers, prepare, is_mixed, in_body=True).drawn(choose.randint(2, 8))
+    has_all = seed >= ALL_KINDS
+    forward = Statements(choose, layers, prepare, is_mixed, False, has_all).drawn(choose.randint(0, 4))
+    body = Statements(choose, layers, prepare, is_mixed, True, has_all).drawn(choose.randint(2, 8))
     dtype = "float32" if is_mixed else "float64"
     schedule, result = choose.choice(SCHEDULES), choose.choice(_RESULTS)
     return Program(seed, partitions, schedule, dtype, layers, places, prepare, forward, body, result)

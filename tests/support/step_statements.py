@@ -17,12 +17,20 @@ class Statements:
         prepare: Gets statements that come before the first step.
         is_mixed: Whether there may be autocast.
         in_body: Whether they belong to the body of the step, not to the root's forward.
+        has_all: Whether to draw from all kinds, not only from those that the first seeds draw from.
     """
 
     def __init__(
-        self, choose: random.Random, layers: Mapping[str, str], prepare: list[str], is_mixed: bool, in_body: bool
+        self,
+        choose: random.Random,
+        layers: Mapping[str, str],
+        prepare: list[str],
+        is_mixed: bool,
+        in_body: bool,
+        has_all: bool,
     ) -> None:
         self._choose, self._layers, self._prepare = choose, layers, prepare
+        self._kinds = _KINDS | _LATER_KINDS if has_all else _KINDS
         self._is_mixed, self._in_body = is_mixed, in_body
         self._found: list[str] = []
         self._count = 0
@@ -34,7 +42,7 @@ class Statements:
     def drawn(self, count: int) -> list[str]:
         """So many statements, and what joins their results."""
         while count and len(self._found) < _LIMIT:
-            kind = self._choose.choices(list(_KINDS), list(_KINDS.values()))[0]
+            kind = self._choose.choices(list(self._kinds), list(self._kinds.values()))[0]
             kind(self)
             count -= 1
             for names, name in self._pending:
@@ -390,6 +398,65 @@ class Statements:
             )
         )
 
+    def metric(self) -> None:
+        """Numbers for a log: kept in lists, summed up, moved to the host."""
+        a, b, layer = self._tensor(), self._tensor(), self._layer("Counter", "Last", "Auxiliary")
+        lines = [
+            f"with torch.no_grad():\n    keep.seen.append(F.mse_loss({a}, {b}))\nh = h + sum(keep.seen) * 0.1",
+            f"keep.seen.append(F.mse_loss({a}, {b}).item())\nh = h + sum(keep.seen) * 0.1",
+            f"keep.seen.append({a}.detach().cpu())\nh = h + keep.seen[-1]",
+            f"keep.count += F.mse_loss({a}, {b}).item()\nh = h * (1 + keep.count)",
+            f"keep.count += ({a}.argmax(1) == {b}.argmax(1)).sum().item()\nh = h * (1 + keep.count)",
+            f"with torch.no_grad():\n    error = ({a} - {b}).abs()\nh = h + error",
+            f"keep.seen.extend({a}.detach().mean(1).tolist())\nh = h + sum(keep.seen) * 0.1",
+            f"keep.seen = [*keep.seen[-1:], {a}.detach().clone()]\nh = h + torch.stack(keep.seen).mean(0)",
+        ]
+        if layer is not None:
+            name = {"Counter": "calls", "Last": "last", "Auxiliary": "penalty"}[
+                self._layers[layer.removeprefix("net.")]
+            ]
+            lines.append(f"{a}.add_(1)\nif {layer}.{name} is not None:\n    h = h + {layer}.{name}")
+        self._add(self._one(*lines))
+
+    def masked(self) -> None:
+        """Masks and indices that are computed from results, and writes by indices."""
+        to, a, b, number = self._target(), self._tensor(), self._tensor(), self._number()
+        self._add(
+            self._one(
+                f"{to} = torch.where({a} > {a}.mean(), {b}, {number})",
+                f"{to} = {b}.masked_fill({a} < 0, {number})",
+                f"{to} = {b} * ({a} > 0)",
+                f"{to} = {b}.index_put((torch.tensor([0, 2]),), {a}[:2])",
+                f"{b}.index_put_((torch.tensor([0, 2]),), {a}[:2].detach(), accumulate=True)\n{to} = {b} * 0.5",
+                f"{to} = {b} + F.one_hot({a}.argmax(1), 4)",
+                f"{to} = {b}.scatter(1, {a}.argsort(1), {a})",
+                f"{to} = {b}.gather(1, {a}.argmax(1, keepdim=True)).expand(3, 4)",
+                f"{b}[:, {a}.argmax() % 4] = {number}\n{to} = {b} * 0.5",
+                f"{b}.masked_scatter_({a} > 0, x)\n{to} = {b} * 0.5",
+                f"{to} = {b}[{a}.sum(1).argsort()]",
+                f"{to} = torch.cat([{b}[{a}[:, 0] > 0], {b}])[:3]",
+            )
+        )
+
+    def checkpointed(self) -> None:
+        """A part whose forward runs again in the backward.
+
+        It has no state: one process changes that twice (`docs/guides/pipelines-torch.md`).
+        """
+        kinds = sorted(set(self._layers.values()) & {"Mode", "Masked", "Mlp"})
+        layer = self._layer(*kinds) if kinds else None
+        if layer is None:
+            return
+        to, a, reentrant = self._target(), self._tensor(), self._one("False", "False", "True")
+        self._add(
+            self._one(
+                f"{to} = torch.utils.checkpoint.checkpoint({layer}, {a}, use_reentrant={reentrant})",
+                f"{to} = torch.utils.checkpoint.checkpoint(lambda t: {layer}(t) * t, {a}, use_reentrant={reentrant})",
+                f"{to} = torch.utils.checkpoint.checkpoint(lambda t: {layer}(torch.tanh(t)), {a}, use_reentrant={reentrant})",
+                f"{to} = torch.utils.checkpoint.checkpoint(lambda t, u: torch.sin(t) * u.tanh(), {a}, h, use_reentrant={reentrant})",
+            )
+        )
+
 
 #: The kinds, and how often they are drawn.
 _KINDS: dict[Callable[[Statements], None], int] = {
@@ -411,4 +478,10 @@ _KINDS: dict[Callable[[Statements], None], int] = {
     Statements.asks: 3,
     Statements.parameter: 3,
     Statements.arithmetic: 4,
+}
+#: Kinds that were added later; the first seeds do not draw them, so that they stay the programs that they were.
+_LATER_KINDS: dict[Callable[[Statements], None], int] = {
+    Statements.metric: 6,
+    Statements.masked: 8,
+    Statements.checkpointed: 4,
 }

@@ -107,6 +107,25 @@ EQUAL = {
     "a call in the same stage keeps what changed since": _program(
         2, {"a": "Last", "b": "Writer"}, {"begin": 0, "a": 0, "b": 0}, ["t1 = net.a(h)", "t2 = net.b(t1)", "h = net.a(h) + t2"]
     ),
+    "a call without inputs of others runs before the first one that draws": _program(
+        3,
+        {"a": "Drop", "b": "Mode"},
+        {"begin": 0, "a": 2, "b": 1},
+        ["torch.manual_seed(1)\nt1 = net.a(h)", "torch.manual_seed(3)\nh = net.a(y) + net.b(t1)"],
+    ),
+    "the batch changes while tasks of another microbatch hold a piece of it": _program(
+        2,
+        {"a": "Mode", "b": "Pair"},
+        {"begin": 1, "a": 0, "b": 1},
+        ["y.add_(0.5)", "h = net.b(x)['left']"],
+        forward=["h = net.a(h)"],
+    ),
+    "a reentrant checkpoint without gradients": _program(
+        2,
+        {"a": "Mlp"},
+        _TWO,
+        ["t1 = torch.utils.checkpoint.checkpoint(lambda t: net.a(t) * t, x, use_reentrant=True)", "h = net.a(h) + t1"],
+    ),
     "a tensor from outside gets numbers of a partition, in each microbatch": _program(
         2,
         {"a": "Mode"},
@@ -161,6 +180,15 @@ REFUSED = {
     "the body sets a count that a call changes": (
         _program(2, {"a": "Counter"}, _TWO, ["net.a.calls = 1", "h = net.a(h)"]),
         "uses the attribute `a.calls`, which a call of its module changes",
+    ),
+    "a parameter changes in place, and numbers are asked for": (
+        _program(
+            2,
+            {"a": "Mode"},
+            _TWO,
+            ["with torch.no_grad():\n    net.a.linear.weight.mul_(0.9)", "h = net.a(h)", "h = h * (1 + h.sum().item() * 0.01)"],
+        ),
+        "`mul_` changes the parameter `a.linear.weight` in place, and the `smp.step` function asks for numbers",
     ),
     "the version of a tensor on a partition": (
         _program(2, {"a": "Mode"}, _TWO, ["h = net.a(h) * h._version"]),

@@ -91,8 +91,8 @@ def torch_checkpoints() -> Iterator[None]:
 
     In a module on one partition, the checkpoint is a part of the task. The reentrant variant would run a backward
     inside of the pipeline's backward and bypass its gradients of weights, so the other variant runs instead;
-    gradients are equal. In the body, and in a module that is divided among partitions, the checkpointed function's
-    calls become tasks, which keep their activations.
+    gradients are equal, and there are none if no argument requires them. In the body, and in a module that is divided
+    among partitions, the checkpointed function's calls become tasks, which keep their activations.
     """
     module: Any = torch.utils.checkpoint
     function, generator = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
@@ -102,10 +102,12 @@ def torch_checkpoints() -> Iterator[None]:
 
         @staticmethod
         def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-            if active.recording is not None:
-                _warn_spread(function)
-                return function(*args)
-            return module.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+            wants_gradients = any(isinstance(each, torch.Tensor) and each.requires_grad for each in args)
+            with torch.set_grad_enabled(wants_gradients and torch.is_grad_enabled()):
+                if active.recording is not None:
+                    _warn_spread(function)
+                    return function(*args)
+                return module.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
     def checkpoint_generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
         counter = cost_model.counter()

@@ -37,6 +37,7 @@ from smdistributed.modelparallel.torch.tracing.recording import Recording, activ
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta
 from smdistributed.modelparallel.torch.tracing.replay import Call
 from smdistributed.modelparallel.torch.tracing.stale_storages import StaleStorages
+from smdistributed.modelparallel.torch.tracing.state_order import refuse_parameter_writes
 from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
 
 #: Largest number of cached plans and digests.
@@ -260,6 +261,8 @@ class Pipeline:
         """
         if self.overlapped is not None:
             self.overlapped.complete()
+        if recording.microbatch and recording.copy_on_write.has_backward:
+            refuse_parameter_writes(recording.tasks[recording.num_executed :])
         if recording.retained.needs_earlier or any(
             each.order.changes_state for each in (*recording.earlier, recording)
         ):

@@ -96,6 +96,8 @@ class _Stream:
         self._origins = {generator.state(): _Origin(own, {})}
         #: The last task of each rank.
         self._latest: dict[int, Draw] = {}
+        #: Of each rank, the first one.
+        self._first: dict[int, Draw] = {}
         self._has_moved = False
 
     def begin(self, rank: int, is_sure: bool) -> Draw:
@@ -104,7 +106,12 @@ class _Stream:
         wanted = self._place(self._origins.get(now, _Origin(now, {})), rank)
         if isinstance(wanted, Draw):
             wanted.is_kept = True
-        return Draw(self._generator, wanted, is_sure)
+        draw = Draw(self._generator, wanted, is_sure)
+        first = self._first.setdefault(rank, draw)
+        if wanted is not None and first.begin is None:
+            # The stage of this task may run before that of the first one, which then could not go on with the stream.
+            first.begin = self._own
+        return draw
 
     def _place(self, origin: _Origin, rank: int) -> Draw | bytes | None:
         """Return the position of the stream of ``rank`` for this origin; ``None`` for its current position."""

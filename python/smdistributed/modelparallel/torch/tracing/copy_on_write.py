@@ -3,8 +3,9 @@
 A task runs after the body, with the values that its arguments had at the call (REC-5). Before the body writes to
 memory that tasks refer to, those tasks get a copy of it.
 
-Tensors are compared by the memory that they cover, not by storage: slices of one batch share a storage on the first
-rank only, because the other ranks receive them separately.
+Slices of one batch share a storage, and autograd's version counter, on the first rank only, because the other ranks
+receive them separately. Tasks therefore get a copy if they share the storage, so that the write does not invalidate
+what autograd has saved. Errors depend on the memory that tensors cover, which is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class CopyOnWriteTensors:
         self.before_write: Callable[[], None] | None = None
         #: For each storage, the tasks that hold a tensor of it, with their microbatches.
         self._tasks: dict[int, list[tuple[int, Task, torch.Tensor]]] = {}
+        #: For each storage, tensors that tasks got a copy of although the write did not change them.
+        self._copied: dict[int, list[tuple[int, Task, torch.Tensor]]] = {}
         #: For each storage, attributes with tensors of it: path, tasks of the microbatch, their number then, tensor.
         self._attributes: dict[int, list[tuple[str, Sequence[Task], int, torch.Tensor]]] = {}
         #: Remote tensors of located views of replicated tensors.
@@ -80,6 +83,8 @@ class CopyOnWriteTensors:
                         and leaf.layout == torch.strided
                         and storage_of(leaf) == storage
                     ]
+            copied = self._copied.get(storage, ())
+            found += [(tensor, version_of(tensor), task) for number, task, tensor in copied if number == microbatch]
         return found
 
     def check_unversioned(self, microbatch: int, tensor: torch.Tensor, name: str) -> None:
@@ -121,6 +126,7 @@ class CopyOnWriteTensors:
             written = [tensor for tensor, version in zip(held, versions, strict=True) if version_of(tensor) != version]
             _check_versions(saved, written, getattr(func, "__name__", str(func)))
             return result
+        held = [tensor for tensor in held if self._overlaps(tensor)]
         versions = [version_of(tensor) for tensor in held]
         result = func(*args, **kwargs)
         if versions != [version_of(tensor) for tensor in held]:
@@ -152,6 +158,10 @@ class CopyOnWriteTensors:
 
     def _holds(self, tensor: torch.Tensor) -> bool:
         storage = storage_of(tensor)
+        return any(storage in known for known in (self._tasks, self._copied, self._views, self._attributes))
+
+    def _overlaps(self, tensor: torch.Tensor) -> bool:
+        storage = storage_of(tensor)
         # In reverse order, because most matches are tasks of the current microbatch.
         return any(
             held is tensor or _overlap(held, tensor)
@@ -163,15 +173,14 @@ class CopyOnWriteTensors:
         )
 
     def _release(self, tensor: torch.Tensor, func: Any) -> None:
-        """Give tasks that refer to memory of ``tensor`` a copy of it."""
+        """Give tasks that refer to the storage of ``tensor`` a copy."""
         storage = storage_of(tensor)
-        held = self._tasks.get(storage, [])
         copies: dict[int, torch.Tensor] = {}
 
         def copied(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or isinstance(leaf, UnreadTensor) or leaf.layout != torch.strided:
                 return leaf
-            if not _overlap(leaf, tensor):
+            if storage_of(leaf) != storage:
                 return leaf
             if id(leaf) not in copies:
                 copies[id(leaf)] = leaf.clone()
@@ -179,11 +188,12 @@ class CopyOnWriteTensors:
 
         # Copied outside of inference mode, because an inference tensor cannot be saved for a backward.
         with torch._C.DisableTorchFunction(), torch.inference_mode(False):
-            for entry in held:
-                if _overlap(entry[-1], tensor):
-                    entry[1].replace_leaves(copied)
-        if held:
-            self._tasks[storage] = [entry for entry in held if not _overlap(entry[-1], tensor)]
+            held = self._tasks.pop(storage, [])
+            for number, task, each in held:
+                if not _overlap(each, tensor) and any(leaf is each for leaf in task.saved()):
+                    self._copied.setdefault(storage, []).append((number, task, each))
+            for _, task, _ in held:
+                task.replace_leaves(copied)
         self.lose_views(tensor, f"`{getattr(func, '__name__', func)}` changed that in place")
 
 

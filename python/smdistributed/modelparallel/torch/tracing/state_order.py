@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch.tracing.metadata import OutputSpec
 from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
 
@@ -83,6 +84,22 @@ class StateOrder:
             for module in touched_modules(task):
                 self._read[module] = max(task.level, self._read.get(module, 0))
         self._new.clear()
+
+
+def refuse_parameter_writes(tasks: Iterable[Task]) -> None:
+    """Refuses tasks that run before the backward of an earlier microbatch, and write to what that needs.
+
+    Raises:
+        SMPUsageError: One writes to a parameter that requires a gradient.
+    """
+    for task in tasks:
+        for source, _ in task.writes:
+            if isinstance(source, Value) and source.storage.parameter is not None and source.storage.meta.requires_grad:
+                raise SMPUsageError(
+                    f"`{task.name}` changes the parameter `{source.storage.parameter}` in place, and the `smp.step` "
+                    "function asks for numbers after it: the backward of the microbatch before, which needs the "
+                    "parameter as it was, has not run. Change parameters between steps, or ask for no numbers"
+                )
 
 
 def _highest(levels: dict[int, int], modules: Iterable[int]) -> int:
