@@ -36,13 +36,20 @@ def install(folder: Path) -> None:
     stamp.write_text(wanted)
 
 
-def launch(folder: Path, processes: int, tasks: list[str]) -> None:
-    """Runs the tasks on pipelines of two partitions.
+#: What the configuration has instead of a pipeline of two partitions alone.
+FEATURES: dict[str, dict[str, Any]] = {
+    "pipelines": {"partitions": 2},
+    "states": {"ddp": True, "shard_optimizer_state": True},
+}
+
+
+def launch(folder: Path, processes: int, tasks: list[str], feature: str) -> None:
+    """Runs the tasks with a feature.
 
     Raises:
         subprocess.CalledProcessError: The job failed.
     """
-    parameters = {"partitions": 2, "microbatches": 2, "ddp": processes > 2}
+    parameters = {"microbatches": 2, "ddp": processes > 2, **FEATURES[feature]}
     distribution = {
         "smdistributed": {"modelparallel": {"enabled": True, "parameters": parameters}},
         "mpi": {"enabled": True, "processes_per_host": processes},
@@ -188,8 +195,9 @@ def main() -> None:
     """Of both."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "transformers-4.40.2")
-    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--processes", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--tasks", nargs="+", default=list(OPTIONS))
+    parser.add_argument("--features", nargs="*", choices=list(FEATURES), default=list(FEATURES)[1:])
     parser.add_argument("--work", type=Path, help="set by this file where it starts itself")
     parser.add_argument(
         "--mp_parameters", help="what the launcher adds for the Trainer; this file has them from the environment"
@@ -200,7 +208,9 @@ def main() -> None:
         return
     install(arguments.folder)
     for processes in arguments.processes:
-        launch(arguments.folder, processes, arguments.tasks)
+        launch(arguments.folder, processes, arguments.tasks, "pipelines")
+    for feature in arguments.features:
+        launch(arguments.folder, 2, ["causal"], feature)
 
 
 if __name__ == "__main__":

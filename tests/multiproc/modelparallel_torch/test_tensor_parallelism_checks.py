@@ -216,6 +216,14 @@ def _seeds_body():
     assert [each.dtype for each in model.parameters()] == [torch.float32] * 4
     assert model.module[0].weight.shape == (6, 4)
     assert not torch.equal(*smp.allgather(model.module[0].weight.detach(), smp.TP_GROUP))
+    smp.shutdown()
+    # A model that is replaced as a whole has the parameters of what replaces it: scripts make optimizers of them.
+    smp.init({"tensor_parallel_degree": 2, "ddp": True})
+    with smp.tensor_parallelism():
+        linear = torch.nn.Linear(8, 6)
+    model = smp.DistributedModel(linear)
+    assert model.module is not linear
+    assert [id(each) for each in linear.parameters()] == [id(each) for each in model.module.parameters()]
 
 
 @pytest.mark.timeout(100)

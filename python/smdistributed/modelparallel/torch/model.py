@@ -107,7 +107,12 @@ class DistributedModel(nn.Module):
                 "`trace_execution_times` needs the device of the training, not `trace_device='cpu'`"
             )
         del trace_memory_usage, gradient_as_bucket_view, find_unused_parameters
-        self.module = module = replace_marked(module)
+        given = module
+        self.module = module = replace_marked(given)
+        if module is not given:
+            # The Trainer makes its optimizer of the parameters of the model that it has.
+            for table in ("_parameters", "_buffers", "_modules"):
+                given.__dict__[table] = module.__dict__[table]
         self._half = half_model.model_dtype(cfg)
         if self._half is not None:
             half_model.cast_module(module, self._half)
