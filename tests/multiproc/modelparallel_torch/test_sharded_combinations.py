@@ -36,7 +36,7 @@ CASES = {
         4,
         [
             ((1, 2, 2), {"sharded_data_parallel_degree": 2, "recompute": True}),
-            ((2, 2, 1), {"sharded_data_parallel_degree": 2}),
+            ((2, 2, 1), {"sharded_data_parallel_degree": 2, "optimize": "speed", "passes": 2}),
         ],
     ),
 }

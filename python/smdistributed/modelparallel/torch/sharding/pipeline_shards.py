@@ -55,10 +55,9 @@ class PipelineShards(ShardedModel):
         self._is_entered = True
         with errors.translated(CLASSES):
             # The next unit is gathered while this one is put together.
-            for unit, following in zip(self.units, [*self.units[1:], None], strict=True):
-                unit.begin_gather()
-                if following is not None:
-                    following.begin_gather()
+            for at, unit in enumerate(self.units):
+                for each in self.units[at : at + 2]:
+                    each.begin_gather()
                 self._install(unit)
 
     def _install(self, unit: Unit) -> None:
