@@ -33,7 +33,7 @@ import smdistributed.modelparallel.torch as smp
 
 
 @dataclass(frozen=True)
-class Way:
+class ScheduleOptions:
     """A schedule, and how it divides the model: in ``pieces`` for each rank, even ones or those of ``--cut``, or as `auto_partition` does."""
 
     schedule: Any
@@ -45,28 +45,28 @@ class Way:
 
 
 OURS = {
-    "ours 1F1B": Way("interleaved"),
-    "ours GPipe": Way("simple"),
-    "ours ZB": Way("zero_bubble"),
-    "ours ZB2": Way("zero_bubble", active=2),
-    "ours 1F1B x2": Way("interleaved", pieces=2),
-    "ours ZBV": Way("zero_bubble", pieces=2),
-    "ours 1F1B cut": Way("interleaved", cut=True),
-    "ours ZB cut": Way("zero_bubble", cut=True),
-    "ours ZB2 cut": Way("zero_bubble", cut=True, active=2),
-    "ours ZBV cut": Way("zero_bubble", pieces=2, cut=True),
-    "ours 1F1B auto": Way("interleaved", auto=True),
-    "ours ZB auto": Way("zero_bubble", auto=True),
-    "ours ZB2 auto": Way("zero_bubble", auto=True, active=2),
+    "ours 1F1B": ScheduleOptions("interleaved"),
+    "ours GPipe": ScheduleOptions("simple"),
+    "ours ZB": ScheduleOptions("zero_bubble"),
+    "ours ZB2": ScheduleOptions("zero_bubble", active=2),
+    "ours 1F1B x2": ScheduleOptions("interleaved", pieces=2),
+    "ours ZBV": ScheduleOptions("zero_bubble", pieces=2),
+    "ours 1F1B cut": ScheduleOptions("interleaved", cut=True),
+    "ours ZB cut": ScheduleOptions("zero_bubble", cut=True),
+    "ours ZB2 cut": ScheduleOptions("zero_bubble", cut=True, active=2),
+    "ours ZBV cut": ScheduleOptions("zero_bubble", pieces=2, cut=True),
+    "ours 1F1B auto": ScheduleOptions("interleaved", auto=True),
+    "ours ZB auto": ScheduleOptions("zero_bubble", auto=True),
+    "ours ZB2 auto": ScheduleOptions("zero_bubble", auto=True, active=2),
 }
 THEIRS = {
-    "torch 1F1B": Way(pipelining.Schedule1F1B),
-    "torch GPipe": Way(pipelining.ScheduleGPipe),
-    "torch 1F1B x2": Way(pipelining.ScheduleInterleaved1F1B, pieces=2),
-    "torch ZB x2": Way(pipelining.ScheduleInterleavedZeroBubble, pieces=2),
-    "torch ZBV": Way(pipelining.ScheduleZBVZeroBubble, pieces=2),
-    "torch 1F1B cut": Way(pipelining.Schedule1F1B, cut=True),
-    "torch ZBV cut": Way(pipelining.ScheduleZBVZeroBubble, pieces=2, cut=True),
+    "torch 1F1B": ScheduleOptions(pipelining.Schedule1F1B),
+    "torch GPipe": ScheduleOptions(pipelining.ScheduleGPipe),
+    "torch 1F1B x2": ScheduleOptions(pipelining.ScheduleInterleaved1F1B, pieces=2),
+    "torch ZB x2": ScheduleOptions(pipelining.ScheduleInterleavedZeroBubble, pieces=2),
+    "torch ZBV": ScheduleOptions(pipelining.ScheduleZBVZeroBubble, pieces=2),
+    "torch 1F1B cut": ScheduleOptions(pipelining.Schedule1F1B, cut=True),
+    "torch ZBV cut": ScheduleOptions(pipelining.ScheduleZBVZeroBubble, pieces=2, cut=True),
 }
 
 
@@ -103,7 +103,7 @@ class Bench:
         self.ranks = int(os.environ["WORLD_SIZE"])
         self.contexts: dict[str, dict[str, Any]] = {}
 
-    def chunks(self, way: Way) -> list[int]:
+    def chunks(self, way: ScheduleOptions) -> list[int]:
         """The piece of each module: the embedding goes with the first block, the head with the last."""
         if not way.cut:
             return [chunk_of(place, self.shape, way.pieces * self.ranks) for place in range(self.shape.middle + 2)]

@@ -1,4 +1,4 @@
-//! What a rank or a stranger may send to the rendezvous: frames, messages, and messages in any order.
+//! Input that a rank or an unauthenticated client may send to the rendezvous: frames, messages, and messages in any order.
 //!
 //! The first byte picks what the rest is taken for. A panic, or a job whose books do not balance, is a finding.
 

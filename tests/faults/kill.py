@@ -191,7 +191,7 @@ class _Phases:
 
 
 @dataclass
-class Verdict:
+class CaseResult:
     """How a run ended."""
 
     case: Case
@@ -203,7 +203,7 @@ class Verdict:
     story: str
 
 
-def run(case: Case, folder: Path, timeout: float = _TIMEOUT_SECONDS) -> Verdict:
+def run(case: Case, folder: Path, timeout: float = _TIMEOUT_SECONDS) -> CaseResult:
     """Runs one case; `folder` is empty and belongs to it."""
     shared_before = _shared_memory()
     problems = []
@@ -216,7 +216,7 @@ def run(case: Case, folder: Path, timeout: float = _TIMEOUT_SECONDS) -> Verdict:
         problems.append(f"processes left: {outcome.left_behind}")
     death_file = folder / "death"
     if not death_file.exists():
-        return Verdict(case, [*problems, "the rank did not die"], 0.0, outcome.describe())
+        return CaseResult(case, [*problems, "the rank did not die"], 0.0, outcome.describe())
     death = float(death_file.read_text())
     latency = 0.0
     for rank in outcome.ranks:
@@ -243,7 +243,7 @@ def run(case: Case, folder: Path, timeout: float = _TIMEOUT_SECONDS) -> Verdict:
         time.sleep(1.0)
         if left := left & _shared_memory():
             problems.append(f"left in /dev/shm: {sorted(left)}")
-    return Verdict(case, problems, latency, outcome.describe())
+    return CaseResult(case, problems, latency, outcome.describe())
 
 
 def _shared_memory() -> set[str]:
@@ -259,7 +259,7 @@ def _device_memory() -> list[int]:
     return [int(line) for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
 
 
-def _run_seed(seed: int, cuda: bool) -> Verdict:
+def _run_seed(seed: int, cuda: bool) -> CaseResult:
     with tempfile.TemporaryDirectory(prefix="smd-kill-") as folder:
         return run(Case.of(seed, cuda), Path(folder), _TIMEOUT_SECONDS / 5 if cuda else _TIMEOUT_SECONDS)
 

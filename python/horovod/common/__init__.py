@@ -1,1 +1,1 @@
-"""Modules that need no framework."""
+"""Modules that the APIs of all frameworks share. Only those named ``keras_`` import a framework."""

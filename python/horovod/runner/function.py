@@ -66,7 +66,7 @@ class _Desk:
             answer_challenge(connection, self.key)
             _limit_waits(peer, 0)
         except Exception:
-            # A stranger connected. Nothing it sent was read.
+            # The client did not prove the secret. Nothing that it sent was unpickled.
             return False
         return True
 

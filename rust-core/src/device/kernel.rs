@@ -207,7 +207,7 @@ pub fn compile(source: &KernelSource, defines: Defines<'_>, compute: (u32, u32))
             nvrtc::nvrtcGetPTXSize(program.0, &mut bytes)
         }
     })?;
-    // Portable code is text; the zero behind it is in the size already, and harmless behind machine code.
+    // PTX is text whose size includes the terminating zero. The extra byte does no harm after machine code.
     let mut image = vec![0u8; bytes + 1];
     // SAFETY: the image has the room that was asked for.
     ask(unsafe {

@@ -1,7 +1,7 @@
-//! What the layers of a traced step cost, and a partition of them.
+//! Partitions the layers of a traced step, by the costs of their operations.
 //!
-//! A layer is divided if operations of it take a variable that binds it. An operation counts for its layer, else for the one that
-//! made the newest of its operands, since that is where it is computed.
+//! A layer takes part if operations use a variable of it. An operation without a layer counts for the layer that
+//! computed the newest of its operands, because it runs there.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,26 +12,26 @@ use crate::pipeline::schedule::Schedule;
 
 const DEVICE: DeviceModel = DeviceModel::PROCESSOR;
 
-/// For what a partition is made.
+/// The parameters of a partition.
 #[derive(Clone, Copy, Debug)]
 pub struct PartitionRequest {
-    /// Into how many.
+    /// Number of partitions.
     pub partitions: usize,
-    /// The weight of memory; that of time is the rest of 1.
+    /// The weight of memory, from 0 to 1; the weight of time is 1 minus this.
     pub memory_weight: f64,
-    /// Of a step.
+    /// Number of microbatches of a step.
     pub microbatches: u64,
-    /// That may be under way.
+    /// Number of microbatches that may be in progress.
     pub active_microbatches: Option<u64>,
-    /// That it is for: they keep different numbers of microbatches.
+    /// The schedule; schedules differ in the number of microbatches whose activations they keep.
     pub schedule: Schedule,
 }
 
-/// Divides the layers whose paths are `layers`, in the order of their first calls: the partition of each that has variables,
-/// and a table of them.
+/// Partitions the layers with the paths `layers`, in the order of their first calls. Returns the partition of each
+/// layer that has variables, and a table.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] if there is nothing to divide, or the wish is impossible.
+/// [`Error::InvalidArgument`] if there are no layers, or the parameters are invalid.
 pub fn divide_layers(
     operations: &Operations,
     layers: &[String],
@@ -51,9 +51,9 @@ pub fn divide_layers(
     Ok((costs.modules.iter().map(|module| module.map(|module| assignment[module])).collect(), table))
 }
 
-/// Sums over the operations of each module. Module 0 is the model, and has none.
+/// Sums over the operations of each module. Module 0 is the model and has no operations.
 struct ModuleCosts {
-    /// For each layer its module, if it is divided.
+    /// For each layer that takes part, its module.
     modules: Vec<Option<usize>>,
     own: Vec<BTreeSet<usize>>,
     flops: Vec<u64>,
@@ -104,7 +104,7 @@ impl ModuleCosts {
             let Some(module) = layer.or_else(newest) else { continue };
             owners[number] = Some(module);
             self.first_run[module].get_or_insert(number as u64);
-            // The backward takes twice the forward's.
+            // The backward is estimated at twice the time of the forward.
             self.flops[module] += 3 * operation.flops;
             for &taken in &operation.takes {
                 if let Some(maker) = owners[taken.operation].filter(|&maker| maker != module) {
@@ -137,7 +137,7 @@ impl ModuleCosts {
                 path: path.clone(),
                 parent: Some(0),
                 parameter_bytes: parameter_bytes[module],
-                // Its gradient, and what Adam keeps.
+                // Memory of the gradient and of Adam's state.
                 state_bytes: 3 * parameter_bytes[module],
                 activation_bytes: self.kept[module],
                 time: (self.flops[module] as f64 / DEVICE.flops_per_nanosecond) as u64 + 1,

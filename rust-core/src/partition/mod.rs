@@ -1,4 +1,4 @@
-//! Partitions: which module of a model lies on which rank of a pipeline.
+//! Partitions: the assignment of a model's modules to the ranks of a pipeline.
 //!
 //! ```text
 //!   CostTree ── partition ──> Partition ──> table, file
@@ -6,20 +6,20 @@
 //!    values between them)         └─ stage_costs: what each partition then costs
 //! ```
 //!
-//! Everything here is a value: no process, no tensor. Modules that cost something stand in a line, in the order in
-//! which they first run, and the line is cut into as many pieces as there are partitions.
+//! All functions here only compute; they use neither processes nor tensors. Modules with costs are ordered in a line,
+//! by their first call, and the line is cut into as many pieces as there are partitions.
 //!
-//! - PART-1: a partition is a function of the tree, the number of partitions and the objective alone, so that every rank comes to
-//!   the same one.
-//! - PART-2: partitions never decrease along the line. Only modules that share a parameter stand elsewhere: they lie
-//!   together, where one of them would be.
-//! - PART-3: the largest cost of a partition is about the least that any such cut has ([`NEAR`]). Of all such cuts, those are taken
-//!   that take the fewest modules apart, of these the one with the lowest largest cost, and of several the one in which least
-//!   crosses, then the most equal one. It is no higher than the published algorithm's: that may come back to an earlier partition, and where it is better
-//!   than every cut, its division is taken instead.
-//! - PART-4: no partition is empty unless there are fewer modules that cost something than partitions.
-//! - PART-5: a module without costs of its own, such as a container, is where its first part is. What lies below it
-//!   may be elsewhere.
+//! - PART-1: a partition depends only on the tree, the number of partitions and the objective, so that all ranks
+//!   compute the same one.
+//! - PART-2: partition numbers never decrease along the line. The only exceptions are modules that share a parameter:
+//!   they are together, at the position of one of them.
+//! - PART-3: the largest cost of a partition is at most [`NEAR`] times the least that any such cut has. Among these
+//!   cuts, the criteria are, in this order: the fewest split modules, the lowest largest cost, the fewest bytes
+//!   across partitions, the most equal costs. The largest cost never exceeds that of the published algorithm, which
+//!   may return to an earlier partition: where its result is better than every cut, it is used instead.
+//! - PART-4: no partition is empty unless there are fewer modules with costs than partitions.
+//! - PART-5: a module without costs of its own, such as a container, is in the partition of its first part. Modules
+//!   below it may be in others.
 
 mod cost;
 mod device_model;
@@ -46,12 +46,12 @@ use solve::CutSearch;
 
 use crate::error::{Error, Result};
 
-/// Costs that differ by less, as a part of either, are equal.
+/// Relative difference below which two costs are considered equal.
 const ROUNDING: f64 = 1e-9;
-/// What costs so much more, as a factor, is about as good: estimates are no better than that.
+/// Factor up to which a cost counts as equally good, because estimates are not more precise.
 const NEAR: f64 = 1.05;
 
-/// For each module of a tree, in the tree's order, its partition.
+/// The partition of each module of a tree, in the tree's order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Partition {
     /// Partitions by module.
@@ -75,14 +75,14 @@ pub fn partition(tree: &CostTree, partitions: usize, objective: &Objective) -> R
     let least_of = |line: &line::Line| CutSearch::new(line, partitions, objective, tree).least();
     let each: Vec<f64> = variants().map(|line| least_of(&line)).collect();
     let least = each.iter().copied().fold(f64::INFINITY, f64::min);
-    // Of what is to be divided, not of transfers, which may be more.
+    // The fraction of the modules' costs, without transfers, which may be larger.
     let near = least + (NEAR - 1.0) * least.min(1.0 / partitions as f64);
     let bound = near.min(theirs.max(least));
     let best = variants()
         .zip(each)
         .filter(|(_, least)| *least <= bound)
         .map(|(line, least)| (CutSearch::new(&line, partitions, objective, tree).best(least, bound), line))
-        // The first of equals: the order of variants is fixed.
+        // The first of equal results; the order of variants is fixed.
         .reduce(|best, other| if other.0.before(&best.0) { other } else { best });
     let (cuts, line) = best.expect("there is always a variant");
     let at_position: Vec<u32> = (0..line.len())
@@ -96,8 +96,8 @@ pub fn partition(tree: &CostTree, partitions: usize, objective: &Objective) -> R
     Ok(Partition { assignment })
 }
 
-/// Like [`partition`], but where every partition of the division that is best for time alone needs at most `memory_bytes`, memory has no
-/// weight: what a rank does not need is of no use to it.
+/// Like [`partition`], but ignores memory if the best partition by time alone needs at most `memory_bytes` on every
+/// rank.
 ///
 /// # Errors
 /// Those of [`partition`].
@@ -114,7 +114,7 @@ pub fn partition_by_time_if_it_fits(
     if fits { Ok(fastest) } else { partition(tree, partitions, objective) }
 }
 
-/// The number that is made small.
+/// The number that is minimized.
 fn largest(tree: &CostTree, assignment: &[u32], objective: &Objective) -> f64 {
     stage_costs(tree, assignment, objective).iter().map(|stage| stage.cost).fold(0.0, f64::max)
 }

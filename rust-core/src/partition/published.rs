@@ -1,9 +1,9 @@
-//! The published algorithm: a tree of costs is walked from the root; the children of a module are cut into as many pieces as
-//! the module has partitions, so that the largest piece is as small as can be, and the partitions are given to the pieces
-//! by D'Hondt's method. A piece with several partitions goes on with its children.
+//! The published algorithm. It walks the tree of costs from the root. The children of a module are cut into as many
+//! pieces as the module has partitions, with the smallest possible largest piece. D'Hondt's method distributes the
+//! partitions over the pieces. A piece with several partitions is divided further in the same way.
 //!
-//! A piece without a partition goes to the first one of the module above, wherever it stands in the line. That is no cut,
-//! and now and then it is better than all of them.
+//! A piece without a partition gets the first partition of the module above it, wherever the piece is in the line.
+//! The result may thus differ from every cut of the line, and is sometimes better.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -12,12 +12,12 @@ use super::{CostTree, Objective};
 
 struct Walk {
     children: Vec<Vec<usize>>,
-    /// Of a module and all below it.
+    /// The cost of a module and all modules below it.
     costs: Vec<f64>,
     assignment: Vec<u32>,
 }
 
-/// A module's partition, for every module of the tree.
+/// Returns the partition of every module of the tree.
 pub(super) fn partition(tree: &CostTree, partitions: usize, objective: &Objective) -> Vec<u32> {
     let modules = tree.modules();
     let weight = objective.memory_weight;
@@ -39,7 +39,7 @@ pub(super) fn partition(tree: &CostTree, partitions: usize, objective: &Objectiv
     children.iter_mut().for_each(|below| below.reverse());
     let mut walk = Walk { children, costs, assignment: vec![0; modules.len()] };
     walk.module(0, 0..partitions as u32);
-    // Modules that share a parameter count as one node, which lies where its first module does.
+    // Modules that share a parameter count as one node, at the position of the first module.
     let placed: HashSet<usize> = tree.line().into_iter().collect();
     tree.spread(|module| placed.contains(&module).then(|| walk.assignment[tree.tied_to(module)]))
 }
@@ -60,7 +60,7 @@ impl Walk {
                 let pieces = self.pieces(row, partitions.len().min(row.len()));
                 let mut next = partitions.start;
                 for (piece, seats) in pieces.iter().zip(self.seats(&pieces, partitions.len())) {
-                    // Who gets no seat stays with the module above.
+                    // A piece without a partition stays with the module above.
                     let own = if seats == 0 { partitions.start..partitions.start + 1 } else { next..next + seats };
                     next += seats;
                     self.row(piece, own);
@@ -69,7 +69,7 @@ impl Walk {
         }
     }
 
-    /// Contiguous pieces with the least largest cost.
+    /// Returns contiguous pieces with the smallest possible largest cost.
     fn pieces<'a>(&self, row: &'a [usize], count: usize) -> Vec<&'a [usize]> {
         let length = row.len();
         let mut sums = vec![0.0];
@@ -83,7 +83,7 @@ impl Walk {
                 let mut least = (f64::INFINITY, 0);
                 for start in (pieces - 1..end).rev() {
                     let piece = sums[end] - sums[start];
-                    // Longer ones cost more.
+                    // Longer pieces cost more.
                     if piece > least.0 {
                         break;
                     }
@@ -105,7 +105,7 @@ impl Walk {
         pieces
     }
 
-    /// D'Hondt: the next seat goes to the highest cost per seat.
+    /// D'Hondt's method: the next partition goes to the piece with the highest cost per partition.
     fn seats(&self, pieces: &[&[usize]], seats: usize) -> Vec<u32> {
         let costs: Vec<f64> = pieces.iter().map(|piece| piece.iter().map(|&child| self.costs[child]).sum()).collect();
         let mut given = vec![0; pieces.len()];

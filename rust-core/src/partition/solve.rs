@@ -6,24 +6,24 @@ use super::cost::{Objective, Price, StageCost};
 use super::line::Line;
 use super::{CostTree, ROUNDING};
 
-/// So often is the interval halved in which a largest cost is looked for.
+/// Number of bisection steps in the search for the smallest largest cost.
 const HALVINGS: u32 = 10;
 
-/// Where pieces begin, and how good that is.
+/// The starts of pieces, and the quality of the cut.
 #[derive(Clone, Debug)]
 pub(super) struct Cuts {
-    /// The first position of each piece; pieces without a position are left out at the end.
+    /// The first position of each piece; empty pieces at the end are left out.
     pub(super) starts: Vec<usize>,
-    /// Modules that are taken apart.
+    /// Number of split modules.
     apart: u64,
     /// The largest cost of a piece.
     largest: f64,
-    /// Transfers of all pieces, and how unequal their costs are: the sum of the squares.
+    /// Transfer cost of all pieces, and the sum of the squares of their costs, which measures inequality.
     rest: (u64, f64),
 }
 
 impl Cuts {
-    /// Whether these are better, of two that are good enough.
+    /// Whether this cut is better than another one; both have acceptable largest costs.
     pub(super) fn before(&self, other: &Self) -> bool {
         let equal = (self.largest - other.largest).abs() <= ROUNDING * self.largest.max(other.largest);
         match self.apart.cmp(&other.apart) {
@@ -34,7 +34,7 @@ impl Cuts {
     }
 }
 
-/// A number for each piece count and position, in one vector.
+/// A value for each number of pieces and each position, in one vector.
 struct CutTable<T> {
     cells: Vec<T>,
     width: usize,
@@ -50,7 +50,7 @@ impl<T: Copy> CutTable<T> {
     }
 }
 
-/// A line that is to be cut.
+/// A line to cut.
 pub(super) struct CutSearch<'a> {
     line: &'a Line,
     pieces: usize,
@@ -66,7 +66,7 @@ impl<'a> CutSearch<'a> {
         self.price.of(index, &self.line.piece(start, end))
     }
 
-    /// The least possible largest cost of a piece.
+    /// Returns the smallest possible largest cost of a piece.
     pub(super) fn least(&self) -> f64 {
         let (pieces, length) = (self.pieces, self.line.len());
         let mut largest = CutTable::new(pieces + 1, length + 1, f64::INFINITY);
@@ -86,11 +86,11 @@ impl<'a> CutSearch<'a> {
         *largest.at(pieces, length)
     }
 
-    /// Of all cuts whose pieces cost at most `bound`, those that take the fewest modules apart; of these the ones with the least
-    /// largest cost. `least` is that of all cuts.
+    /// Returns the best of all cuts whose pieces cost at most `bound`: those with the fewest split modules, and among
+    /// them those with the lowest largest cost. `least` is the lowest largest cost of all cuts.
     pub(super) fn best(&self, least: f64, bound: f64) -> Cuts {
         let mut best = self.fewest_apart(bound).expect("that bound is possible");
-        // Halving what is between a bound that is possible and one that is not.
+        // Bisects between an impossible and a possible bound.
         let mut impossible = least * (1.0 - 2.0 * ROUNDING);
         for _ in 0..HALVINGS {
             if best.largest <= least * (1.0 + ROUNDING) {
@@ -105,8 +105,8 @@ impl<'a> CutSearch<'a> {
         self.fewest_apart(best.largest).expect("that was found")
     }
 
-    /// Of all cuts whose pieces cost at most `bound`, one that takes the fewest modules apart, of these one in which least crosses, and of
-    /// these the most equal one.
+    /// Returns the best of all cuts whose pieces cost at most `bound`: by the number of split modules, then by
+    /// transfers, then by the equality of costs.
     fn fewest_apart(&self, bound: f64) -> Option<Cuts> {
         let (pieces, length) = (self.pieces, self.line.len());
         let bound = bound * (1.0 + ROUNDING);
@@ -124,7 +124,7 @@ impl<'a> CutSearch<'a> {
                     }
                     let piece = self.line.piece(start, end);
                     if self.price.of(count - 1, &StageCost { transfer: 0, tasks: 0, ..piece }) > bound {
-                        // A longer one costs more.
+                        // A longer piece costs more.
                         break;
                     }
                     let cost = self.price.of(count - 1, &piece);

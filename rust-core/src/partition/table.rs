@@ -1,14 +1,14 @@
-//! A partition as text.
+//! A partition as a table of text.
 
 use std::fmt::Write;
 
 use super::{CostTree, Objective, StageCost, stage_costs};
 
-/// One row for each module that lies in one partition as a whole while the module above it does not, if it costs something,
-/// and one for the own costs of modules that are taken apart; then a row for each partition.
+/// Returns a row for each module with costs that is completely in one partition while the module above it is not, a
+/// row for the own costs of each split module, and a row for each partition.
 ///
 /// # Panics
-/// If the assignment is not one of this tree's modules to partitions of the objective.
+/// If the assignment does not match the tree's modules and the objective's partitions.
 pub fn table(tree: &CostTree, assignment: &[u32], objective: &Objective) -> String {
     let modules = tree.modules();
     let mut whole: Vec<bool> = vec![true; modules.len()];

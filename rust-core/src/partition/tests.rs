@@ -1,4 +1,4 @@
-//! Partitions beside the best that can be found by trying everything, and beside the published algorithm.
+//! Compares partitions with the best possible ones, found by exhaustive search, and with the published algorithm.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ struct Builder {
     values: Vec<Value>,
     tasks: Vec<Tasks>,
     ties: Vec<Vec<usize>>,
-    /// The module that worked last, and what it gave on.
+    /// The module that ran last, and the bytes of its output.
     last: Option<(usize, u64)>,
 }
 
@@ -25,7 +25,7 @@ impl Builder {
         self.modules.len() - 1
     }
 
-    /// A module that takes what the one before it gave, and gives on `out` bytes.
+    /// Adds a module that uses the output of the previous one and has an output of `out` bytes.
     fn layer(&mut self, parent: usize, path: &str, parameters: u64, activations: u64, time: u64, out: u64) -> usize {
         let index = self.container(Some(parent), path);
         self.modules[index] = ModuleCost {
@@ -47,7 +47,8 @@ impl Builder {
     }
 }
 
-/// Embedding, equal blocks of attention and feed-forward around residuals, norm, head; tied or not.
+/// A model of an embedding, equal transformer blocks, a norm and an output layer, which shares the embedding if
+/// `tied`.
 fn transformer(blocks: usize, width: u64, vocabulary: u64, tied: bool, tokens: u64) -> CostTree {
     let mut tree = Builder::default();
     let root = tree.container(None, "");
@@ -58,7 +59,7 @@ fn transformer(blocks: usize, width: u64, vocabulary: u64, tied: bool, tokens: u
         let path = format!("body.{block}");
         let at = tree.container(Some(body), &path);
         let skip = tree.last.expect("the embedding ran").0;
-        // Five calls and some glue: with attention, and the additions.
+        // Five calls and some small operations; with attention and the additions.
         tree.tasks.extend([(1, 1), (2, 12), (3, 2), (4, 2), (5, 2)].map(|(part, count)| Tasks {
             module: at,
             at: at + part,
@@ -82,7 +83,7 @@ fn transformer(blocks: usize, width: u64, vocabulary: u64, tied: bool, tokens: u
     tree.tree()
 }
 
-/// Encoder and decoder of unequal depth; every block of the decoder takes what the encoder made.
+/// Encoder and decoder of different depth; every block of the decoder uses the encoder's output.
 fn encoder_decoder(encoders: usize, decoders: usize) -> CostTree {
     let mut tree = Builder::default();
     let root = tree.container(None, "");
@@ -109,7 +110,7 @@ fn encoder_decoder(encoders: usize, decoders: usize) -> CostTree {
     tree.tree()
 }
 
-/// Much memory of activations first, many parameters last.
+/// The first modules have large activations, the last ones many parameters.
 fn resnet() -> CostTree {
     let mut tree = Builder::default();
     let root = tree.container(None, "");
@@ -141,7 +142,7 @@ fn objective(partitions: usize, memory_weight: f64) -> Objective {
     Objective::new(memory_weight, kept_microbatches(partitions, 8, None, Schedule::Interleaved), LINK).unwrap()
 }
 
-/// The least largest cost of all cuts of the line, with every choice of places for modules that share a parameter.
+/// The lowest largest cost of all cuts of the line, over all positions of modules that share a parameter.
 fn by_trying_all(tree: &CostTree, partitions: usize, objective: &Objective) -> f64 {
     let order = tree.line();
     let mut groups: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
@@ -167,7 +168,7 @@ fn by_trying_all(tree: &CostTree, partitions: usize, objective: &Objective) -> f
             let assignment =
                 tree.spread(|module| homes.get(&tree.tied_to(module)).and_then(|home| at.get(home)).copied());
             best = best.min(largest(tree, &assignment, objective));
-            // The next choice of places for cuts; the first stays at the beginning.
+            // The next combination of positions of cuts; the first one is always 0.
             let Some(index) = (1..pieces).rev().find(|&index| cuts[index] < units.len() - (pieces - index)) else {
                 break;
             };
@@ -180,7 +181,7 @@ fn by_trying_all(tree: &CostTree, partitions: usize, objective: &Objective) -> f
     best
 }
 
-/// PART-2, on the modules of the line.
+/// Checks PART-2 for the modules of the line.
 fn check_contiguous(tree: &CostTree, assignment: &[u32]) {
     let alone = |&module: &usize| {
         (0..assignment.len()).all(|other| other == module || tree.tied_to(other) != tree.tied_to(module))
@@ -220,7 +221,7 @@ fn traced() -> Vec<(String, CostTree)> {
     models.into_iter().map(tree).collect()
 }
 
-/// Divides a tree as the core does: a cut of the line, or where that is better the published division, and as good as either.
+/// Checks the partition of a tree: it is a cut of the line, or the published partition where that is better.
 fn divided(name: &str, tree: &CostTree, partitions: usize, objective: &Objective) -> (Vec<u32>, f64) {
     let found = partition(tree, partitions, objective).unwrap().assignment;
     let ours = largest(tree, &found, objective);
@@ -276,7 +277,7 @@ fn a_division_that_is_no_cut_is_taken_where_it_is_better() {
     assert_eq!(found[head], 0);
 }
 
-/// A random tree: each module hangs below one of the few before it, and values go from earlier modules to later ones.
+/// A random tree: each module is below one of the few before it, and values go from earlier modules to later ones.
 fn trees() -> impl Strategy<Value = CostTree> {
     let module = (0_usize..4, 0_u64..100, 0_u64..100, 0_u64..100, any::<bool>());
     let value = (any::<prop::sample::Index>(), prop::collection::vec(any::<prop::sample::Index>(), 1..4), 0_u64..3000);
@@ -348,7 +349,7 @@ fn memory_counts_only_where_it_is_scarce() {
     let weighted = partition(&tree, 2, &objective).unwrap();
     let plenty = partition_by_time_if_it_fits(&tree, 2, &objective, u64::MAX).unwrap();
     let scarce = partition_by_time_if_it_fits(&tree, 2, &objective, 1).unwrap();
-    // The first rank keeps the activations of two microbatches, so that balanced memory costs time.
+    // The first rank keeps the activations of two microbatches, so balancing memory costs time.
     assert!(slowest(&plenty.assignment) < slowest(&weighted.assignment));
     assert_eq!(scarce, weighted);
 }

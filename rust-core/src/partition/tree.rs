@@ -1,25 +1,25 @@
-//! What a model's modules cost, and the values that pass between them.
+//! The costs of a model's modules, and the values that pass between them.
 
 use crate::error::{Error, Result};
 
-/// A module and what it costs itself, without the modules below it.
+/// A module with its own costs, without those of the modules below it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ModuleCost {
     /// Its dotted path; empty for the root.
     pub path: String,
-    /// The module above it, an earlier one of the list. The first module is the root.
+    /// The index of the module above it, which is smaller than its own. The first module is the root.
     pub parent: Option<usize>,
-    /// Its parameters and buffers; those that it shares count in one of the modules only.
+    /// Bytes of its parameters and buffers. Shared ones count in only one of the modules.
     pub parameter_bytes: u64,
-    /// What training keeps beside the parameters: gradients and the optimizer's state.
+    /// Bytes that training keeps in addition: gradients and optimizer state.
     pub state_bytes: u64,
-    /// What a microbatch keeps from its forward to its backward.
+    /// Bytes that a microbatch keeps from its forward to its backward.
     pub activation_bytes: u64,
-    /// Forward and backward of a microbatch, in nanoseconds.
+    /// Time of forward and backward of a microbatch, in nanoseconds.
     pub time: u64,
-    /// When it first runs, in any unit; `None` if it was not seen to run.
+    /// Time of its first call, in any unit; `None` if it was never called.
     pub first_run: Option<u64>,
-    /// A module in whose place it lies: one without parameters works where its data is.
+    /// The module whose partition it gets: a module without parameters runs where its input is.
     pub follows: Option<usize>,
 }
 
@@ -29,26 +29,26 @@ impl ModuleCost {
     }
 }
 
-/// A tensor that one module makes and others take, for one microbatch.
+/// A tensor that one module computes and others use, for one microbatch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Value {
-    /// The module that makes it.
+    /// The module that computes it.
     pub from: usize,
-    /// Modules that take it.
+    /// The modules that use it.
     pub to: Vec<usize>,
-    /// Its size.
+    /// Its size in bytes.
     pub bytes: u64,
 }
 
-/// What a module's own forward costs the host if its parts are on several partitions: its operations and calls are tasks
-/// then, instead of one call of the module.
+/// Host time of a module's own forward if its parts are on several partitions: its operations and calls are then
+/// separate tasks, instead of one call of the module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tasks {
-    /// The module that may be taken apart.
+    /// The module that may be split.
     pub module: usize,
-    /// Where they run: a module below it, or itself.
+    /// The module that the tasks belong to: one below the split module, or that module itself.
     pub at: usize,
-    /// For one microbatch, in nanoseconds.
+    /// Time for one microbatch, in nanoseconds.
     pub time: u64,
 }
 
@@ -58,14 +58,15 @@ pub struct CostTree {
     modules: Vec<ModuleCost>,
     values: Vec<Value>,
     tasks: Vec<Tasks>,
-    /// For each module the first one that it must lie with, itself if there is none.
+    /// For each module, the first module that must be on the same partition; itself if there is none.
     tied_to: Vec<usize>,
-    /// Whether a module has a place of its own in the line: it costs something, makes or takes a value, or has tasks.
+    /// Whether a module has a position in the line: it has costs or tasks, or it computes or uses a value.
     placed: Vec<bool>,
 }
 
 impl CostTree {
-    /// A tree of `modules`; those of one list of `ties` must lie together, since they share a parameter.
+    /// Creates a tree of `modules`. Modules in one list of `ties` must be on the same partition, because they share a
+    /// parameter.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if there is no module, a parent does not come before its child, only the first module has
@@ -130,18 +131,18 @@ impl CostTree {
         &self.values
     }
 
-    /// What modules cost if they are taken apart.
+    /// The costs of modules if they are split.
     pub fn tasks(&self) -> &[Tasks] {
         &self.tasks
     }
 
-    /// The first of the modules that must lie together with this one.
+    /// The first of the modules that must be on the same partition as this one.
     pub fn tied_to(&self, module: usize) -> usize {
         self.tied_to[module]
     }
 
-    /// Modules with a place of their own, in the order in which they first run. A module that does not run stands behind
-    /// the one before it in the list.
+    /// Returns modules with a position, in the order of their first calls. A module that is never called comes after
+    /// its predecessor in the list.
     pub(super) fn line(&self) -> Vec<usize> {
         let mut last = 0;
         let mut line: Vec<(u64, usize)> = Vec::new();
@@ -155,12 +156,13 @@ impl CostTree {
         line.into_iter().map(|(_, index)| index).collect()
     }
 
-    /// The module in whose place this one lies.
+    /// The module whose partition this one gets.
     pub(super) fn stands_at(&self, module: usize) -> usize {
         self.modules[module].follows.unwrap_or(module)
     }
 
-    /// For each module the first and the last place of what is in it, where `place` tells those of modules.
+    /// Returns the first and the last position of the modules in each module, given the position of each module in
+    /// `place`.
     pub(super) fn extents<T: Ord + Copy>(&self, place: impl Fn(usize) -> Option<T>) -> Vec<Option<(T, T)>> {
         let mut extents: Vec<Option<(T, T)>> = vec![None; self.modules.len()];
         for index in (0..self.modules.len()).rev() {
@@ -173,17 +175,17 @@ impl CostTree {
         extents
     }
 
-    /// The modules above this one and itself, the root first.
+    /// Returns this module and the modules above it, the root first.
     pub(super) fn above(&self, module: usize) -> Vec<usize> {
         let mut path: Vec<usize> = std::iter::successors(Some(module), |&index| self.modules[index].parent).collect();
         path.reverse();
         path
     }
 
-    /// A partition for every module, given those of the modules with a place (PART-5).
+    /// Returns a partition for every module, given the partitions of the modules with a position (PART-5).
     pub(super) fn spread(&self, placed: impl Fn(usize) -> Option<u32>) -> Vec<u32> {
         let mut found: Vec<Option<u32>> = (0..self.modules.len()).map(|index| placed(self.stands_at(index))).collect();
-        // The first part of a container is the first along the line, not the first of the list.
+        // The first part of a container is the first one along the line, not the first one of the list.
         for module in self.line() {
             let partition = found[module];
             for &above in self.above(module).iter().rev() {

@@ -1,4 +1,4 @@
-//! The vocabulary of programs.
+//! Actions, of which the programs of ranks consist.
 //!
 //! | text | means |
 //! | --- | --- |
@@ -12,7 +12,7 @@ use std::str::FromStr;
 
 use crate::error::{Error, Result};
 
-/// What is done for a microbatch.
+/// The kind of an action for one microbatch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ActionKind {
     /// The forward.
@@ -23,13 +23,13 @@ pub enum ActionKind {
     Input,
     /// The gradients of its parameters.
     Weight,
-    /// Gives a value to a later stage.
+    /// Sends a value to a later stage.
     SendForward,
-    /// Takes a value of an earlier stage.
+    /// Receives a value from an earlier stage.
     RecvForward,
-    /// Gives a value's gradient to the stage that made the value.
+    /// Sends a value's gradient to the stage that computed the value.
     SendBackward,
-    /// Takes a gradient from a stage that took the value.
+    /// Receives a gradient from a stage that used the value.
     RecvBackward,
 }
 
@@ -45,12 +45,12 @@ impl ActionKind {
         (ActionKind::Weight, "W"),
     ];
 
-    /// Whether it computes something.
+    /// Whether it is a computation.
     pub fn computes(self) -> bool {
         matches!(self, ActionKind::Forward | ActionKind::Backward | ActionKind::Input | ActionKind::Weight)
     }
 
-    /// Whether it hands something out.
+    /// Whether it is a send.
     pub fn sends(self) -> bool {
         matches!(self, ActionKind::SendForward | ActionKind::SendBackward)
     }
@@ -60,16 +60,16 @@ impl ActionKind {
     }
 }
 
-/// One line of a rank's program.
+/// One action of a rank's program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Action {
-    /// What.
+    /// The kind.
     pub kind: ActionKind,
-    /// The stage that does it, on the rank of the program.
+    /// The stage, which is on the rank of the program.
     pub stage: u32,
-    /// For which microbatch.
+    /// The microbatch.
     pub microbatch: u32,
-    /// Of a transfer: the stage at its other end.
+    /// The other stage of a transfer.
     pub peer: Option<u32>,
 }
 
@@ -86,7 +86,7 @@ impl Action {
         Self { kind, stage: stage as u32, microbatch: microbatch as u32, peer: Some(peer as u32) }
     }
 
-    /// Of a send, the receive that belongs to it, and the reverse.
+    /// Returns the receive that belongs to a send, or the send that belongs to a receive.
     pub fn counterpart(self) -> Option<Self> {
         let kind = match self.kind {
             ActionKind::SendForward => ActionKind::RecvForward,
@@ -136,7 +136,7 @@ impl FromStr for Action {
     }
 }
 
-/// Digits only: `parse` would take a sign.
+/// Checks for digits, because `parse` would accept a sign.
 fn number(text: &str) -> Option<u32> {
     text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok())?
 }

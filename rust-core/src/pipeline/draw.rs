@@ -1,11 +1,11 @@
-//! Pictures of timelines: characters for a terminal, SVG for a page.
+//! Draws timelines: characters for a terminal, SVG for a web page.
 
 use std::fmt::Write;
 
 use super::{Action, ActionKind, Timeline};
 
-/// A row of characters for each rank, at most `width` wide: the microbatch (its last digit) of a forward, and as a letter
-/// that of a backward; `w` is the gradients of weights, `.` waiting.
+/// One row of characters for each rank, at most `width` wide. A forward is the last digit of its microbatch, a
+/// backward a letter for its microbatch, `w` the gradients of weights, and `.` idle time.
 pub fn grid(timeline: &Timeline, width: usize) -> String {
     let columns = width.clamp(1, timeline.step_time.max(1).try_into().unwrap_or(usize::MAX));
     let digits = timeline.spans.len().saturating_sub(1).to_string().len();
@@ -32,13 +32,13 @@ fn letter(action: Action) -> char {
     }
 }
 
-/// Height of a rank's row and the picture's margins, in pixels.
+/// Height of a rank's row and the margins of the picture, in pixels.
 const ROW: u64 = 28;
 const LEFT: u64 = 64;
 const TOP: u64 = 44;
 
-/// An SVG document, `width` pixels wide, with these timelines one below the other, on one scale. Forwards are blue, backwards
-/// green, gradients of weights orange; later stages of a rank are darker.
+/// An SVG document of `width` pixels with these timelines below each other, at one scale. Forwards are blue,
+/// backwards green, gradients of weights orange; later stages of a rank are darker.
 pub fn svg(timelines: &[(&str, &Timeline)], width: u64) -> String {
     let height = |timeline: &Timeline| TOP + timeline.spans.len() as u64 * ROW + 12;
     let longest = timelines.iter().map(|(_, timeline)| timeline.step_time).max().unwrap_or(0).max(1);
@@ -59,7 +59,7 @@ pub fn svg(timelines: &[(&str, &Timeline)], width: u64) -> String {
     text
 }
 
-/// Draws a timeline from `above` pixels down; `longest` units are the whole width.
+/// Draws a timeline `above` pixels from the top; the whole width is `longest` time units.
 fn draw(text: &mut String, timeline: &Timeline, title: &str, above: u64, width: u64, longest: u64) {
     let plot = width.saturating_sub(LEFT + 16).max(1);
     let x = |at: u64| LEFT as f64 + at as f64 * plot as f64 / longest as f64;

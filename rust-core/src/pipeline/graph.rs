@@ -1,53 +1,53 @@
-//! What is to be computed for each microbatch, where, and at which price.
+//! The stages of a model with their costs and dependencies, from which schedules are made.
 //!
 //! - GRAPH-1: an edge leads from a stage to a later one in the list, so the list is a topological order.
 
 use crate::error::{Error, Result};
 
-/// Prices of one stage for one microbatch, in nanoseconds or in any unit that all stages share.
+/// Costs of one stage for one microbatch, in nanoseconds or in any unit that all stages share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Costs {
     /// The forward.
     pub forward: u64,
-    /// The backward's first part, the gradients of the stage's inputs, for which other ranks wait.
+    /// The first part of the backward: the gradients of the stage's inputs, which other ranks wait for.
     pub input: u64,
-    /// The backward's second part, the gradients of its parameters, for which nobody waits.
+    /// The second part of the backward: the gradients of its parameters, which no other rank waits for.
     pub weight: u64,
 }
 
 impl Costs {
-    /// A unit each: the case that the literature's closed forms assume.
+    /// One unit each, as assumed by published formulas for pipeline schedules.
     pub const UNIT: Self = Self { forward: 1, input: 1, weight: 1 };
 
-    /// Of the three together.
+    /// The sum of the three costs.
     pub fn total(&self) -> u64 {
         self.forward + self.input + self.weight
     }
 }
 
-/// A value that a later stage takes from an earlier one, and whose gradient comes back.
+/// A value that a stage gets from an earlier stage, and whose gradient it sends back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Edge {
-    /// The stage that makes it.
+    /// The stage that computes it.
     pub from: usize,
-    /// Its size, for one microbatch.
+    /// Its size for one microbatch.
     pub bytes: u64,
 }
 
-/// A part of the model that lies on one rank and runs as a whole: a maximal piece between transfers.
+/// A part of the model that runs on one rank without transfers in between.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stage {
-    /// Who runs it.
+    /// The rank that runs it.
     pub rank: usize,
-    /// Prices, for one microbatch.
+    /// Costs for one microbatch.
     pub costs: Costs,
-    /// What it keeps from a microbatch's forward to its backward.
+    /// Bytes that it keeps from a microbatch's forward to its backward.
     pub activation_bytes: u64,
-    /// What it keeps from the first part of a backward to its second one, where they are apart.
+    /// Bytes that it keeps from the first part of a backward to the second one, if they run separately.
     pub waiting_bytes: u64,
-    /// What it takes from other stages.
+    /// Values from other stages.
     pub inputs: Vec<Edge>,
-    /// Whether it has a backward: not, if nothing in it and before it wants a gradient.
+    /// Whether it has a backward. It has none if neither it nor a stage before it needs gradients.
     pub backward: bool,
 }
 

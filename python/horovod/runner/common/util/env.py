@@ -32,12 +32,12 @@ def get_env_rank_and_size() -> tuple[int, int]:
     Raises:
         RuntimeError: Only one of both variables is set.
     """
-    spellings = [
+    variable_names = [
         ("HOROVOD_RANK", "HOROVOD_SIZE"),
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
         ("PMI_RANK", "PMI_SIZE"),
     ]
-    for rank_name, size_name in spellings:
+    for rank_name, size_name in variable_names:
         rank, size = os.environ.get(rank_name), os.environ.get(size_name)
         if rank is not None and size is not None:
             return int(rank), int(size)

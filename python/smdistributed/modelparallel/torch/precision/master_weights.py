@@ -35,7 +35,6 @@ class MasterWeights:
     Attributes:
         scale: The factor of the losses.
         sources: For each master weight by id, the 16-bit parameter of the model or of its shard.
-        sources: Of each master weight, by identity, the parameter of the model or of its shard.
         groups: 16-bit parameters of each group.
         flat: The concatenated master weights of each group.
     """

@@ -171,7 +171,7 @@ class OutputSpecs:
         self._written_state: tuple[str, ...] = ()
         #: Attributes without tensors that this or an earlier call of the module has changed.
         self._changed: tuple[tuple[str, str], ...] = ()
-        #: The invented numbers, if the current call runs with such.
+        #: The values invented for number arguments, while a call is tried with such to find its result's shape.
         self._numbers: shape_probe.Numbers | None = None
 
     def known(self, key: Any) -> OutputSpec | None:

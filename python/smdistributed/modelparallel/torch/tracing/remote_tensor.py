@@ -155,7 +155,10 @@ class RemoteTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise SMPUsageError(f"`{func}` was called past PyTorch's functions, on a tensor that is on another partition")
+        raise SMPUsageError(
+            f"`{func}` was called on a tensor that is on another partition, and bypassed `__torch_function__`, by "
+            "which calls are recorded"
+        )
 
 
 class MetaParameter(torch.Tensor):

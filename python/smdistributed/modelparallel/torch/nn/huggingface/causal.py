@@ -37,9 +37,9 @@ def causal(table: NameTable, arguments: Callable[[nn.Module, Any], dict[str, Any
         config: Any = module.config
         values = arguments(module, config)
         if values["activation"] not in ACTIVATIONS:
-            raise SMPUnsupportedError(f"the activation {values['activation']!r}")
+            raise SMPUnsupportedError(f"the activation {values['activation']!r} is not supported")
         if getattr(config, "add_cross_attention", False):
-            raise SMPUnsupportedError("`add_cross_attention` of a causal model")
+            raise SMPUnsupportedError("`add_cross_attention` of a causal model is not supported")
         values.setdefault("attention_head_size", values["hidden_size"] // values["num_attention_heads"])
         values |= {
             "use_normal_initialization": True,
@@ -112,10 +112,10 @@ def rotary_of(module: nn.Module) -> Rotary:
         if isinstance(getattr(each, "inv_freq", None), torch.Tensor):
             kind = getattr(each, "rope_type", "default")
             if kind in ("dynamic", "longrope"):
-                raise SMPUnsupportedError(f"rotary embeddings of the type {kind!r}")
+                raise SMPUnsupportedError(f"rotary embeddings of the type {kind!r} are not supported")
             frequencies: Any = each.inv_freq
             return Rotary(tuple(frequencies.float().tolist()), False, getattr(each, "attention_scaling", 1.0))
-    raise SMPUnsupportedError("rotary embeddings without `inv_freq`")
+    raise SMPUnsupportedError("rotary embeddings without `inv_freq` are not supported")
 
 
 def head_size(config: Any) -> int:

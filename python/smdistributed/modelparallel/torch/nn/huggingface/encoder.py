@@ -93,11 +93,11 @@ def encoder() -> Registration:
     def arguments(module: nn.Module) -> tuple[tuple[()], dict[str, Any]]:
         config: Any = module.config
         if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
-            raise SMPUnsupportedError("`is_decoder` or `add_cross_attention` of an encoder")
+            raise SMPUnsupportedError("`is_decoder` or `add_cross_attention` of an encoder is not supported")
         if getattr(config, "position_embedding_type", "absolute") not in (None, "absolute"):
-            raise SMPUnsupportedError(f"`position_embedding_type` {config.position_embedding_type!r}")
+            raise SMPUnsupportedError(f"`position_embedding_type` {config.position_embedding_type!r} is not supported")
         if config.hidden_act not in ACTIVATIONS:
-            raise SMPUnsupportedError(f"the activation {config.hidden_act!r}")
+            raise SMPUnsupportedError(f"the activation {config.hidden_act!r} is not supported")
         return (), {
             "num_layers": config.num_hidden_layers,
             "num_attention_heads": config.num_attention_heads,
