@@ -21,7 +21,7 @@ from smdistributed import _core
 
 
 def _file() -> Path | None:
-    """Return the directory; `None` if no launcher would restart the processes."""
+    """Return the file for states of this job; `None` if no launcher would restart the processes."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None or os.environ.get("SMD_WORKER") or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0:
         return None

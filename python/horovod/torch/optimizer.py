@@ -373,8 +373,8 @@ class _DistributedOptimizer(_Base):
 def _is_sparse(parameter: Any) -> bool:
     """Return whether a parameter without a gradient has sparse gradients on ranks that have one.
 
-    The parameter's layer tells. A rank meets this case when it has not used the layer. The search runs once a
-    parameter.
+    This is decided by the type of the parameter's layer. It is needed if this rank has not used the layer. The search
+    runs once for each parameter.
     """
     known = getattr(parameter, "_hvd_sparse", None)
     if known is None:

@@ -39,7 +39,7 @@ class HorovodRunDriverService(driver_service.BasicDriverService):
 
 
 class HorovodRunDriverClient(driver_service.BasicDriverClient):
-    """A host's end of the search for interfaces.
+    """The client with which a host's task reports its interfaces to the driver.
 
     Args:
         driver_addresses: Addresses of the driver to try, by interface.

@@ -44,7 +44,7 @@ def make_remote(variable: Any) -> None:
     become_plain(inner)
     empty(inner)
     if isinstance(inner, resource_variable_ops.BaseResourceVariable):
-        # Eagerly, also while a `tf.function` is traced.
+        # The change of class takes effect at once, also while a `tf.function` is traced.
         inner.__class__ = RemoteVariable
 
 
