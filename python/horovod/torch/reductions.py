@@ -88,7 +88,7 @@ def _reduce(
 def _finish_otherwise(
     tensors: list[torch.Tensor], in_place: bool, factor: float, finish: Callable[[list], Any]
 ) -> Callable[[list], Any]:
-    """Return the end of a reduction that the core does only in the host's memory.
+    """Return a function that completes a reduction which the core runs only in host memory.
 
     Scaling is done here on the device, and the core compares the factors. Adasum and scaled integers travel through the
     host.

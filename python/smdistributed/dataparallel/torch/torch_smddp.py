@@ -38,8 +38,8 @@ def _create(options: Any, _: object) -> Any:
     carrier = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
     milliseconds = max(1, round(options.timeout.total_seconds() * 1000))
     lifecycle.watch()
-    # Without ranks for the default group, which joins the job, and for the first group beside another default
-    # backend.
+    # The list is empty for the default group, which joins the job, and for the first group if the default group has
+    # another backend.
     ranks = list(options.global_ranks_in_group)
     if ranks and not _core.is_initialized():
         if len(ranks) < dist.get_world_size():

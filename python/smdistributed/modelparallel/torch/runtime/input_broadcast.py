@@ -41,7 +41,7 @@ from smdistributed.modelparallel.torch.tracing.stale_storages import StaleStorag
 _SMALL = 1 << 18
 _ALIGNMENT = 16
 _CONTAINERS = (list, tuple, dict, set, frozenset, bytearray, slice, range, Mapping, enum.Enum)
-#: Classes whose instances are plain data.
+#: Packages whose classes hold plain data.
 _DATA_MODULES = frozenset({"numpy", "datetime", "decimal", "fractions", "pathlib", "uuid", "collections", "copyreg"})
 
 
