@@ -566,7 +566,7 @@ class DistributedModel(nn.Module):
             self.module.cpu()
             return self
         if self.sharded is not None:
-            raise SMPUnsupportedError("`model.cpu()` does not support sharded parameters: `model.state_dict()` gathers the model")
+            raise SMPUnsupportedError("`model.cpu()` does not support sharded parameters: use `model.state_dict()`")
         materialize.gather(self.module, communication.allgather(self._content(), CommGroup.PP_GROUP))
         self.pipeline, self._is_whole = None, True
         return self
