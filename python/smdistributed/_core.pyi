@@ -16,77 +16,79 @@ def shutdown() -> None:
     """Leaves the job. Does nothing without a session."""
 
 def finish() -> None:
-    """The last call of a process: `shutdown()`, then, in the process that serves the rendezvous, waits for the others."""
+    """Called last in a process: `shutdown()`, then, in the process that serves the rendezvous, waits for the others."""
 
 def start_negotiation() -> None:
     """
-    Starts what runs collectives by name among all ranks, so that a rank that never calls one is missed by name. Does not
-    wait for the others, and does nothing the second time.
+    Starts the negotiation of collectives by name among all ranks, so that a rank that never calls one is reported as
+    missing. Does not wait for the others, and does nothing on a second call.
     """
 
 def is_initialized() -> bool:
-    """Whether this process is in a job; true in the forked children of one that is."""
+    """Whether this process is in a job, or was forked from a process that is."""
 
 def rank() -> int:
     """Global rank."""
 
 def size() -> int:
-    """Processes of the job."""
+    """Number of processes of the job."""
 
 def local_rank() -> int:
     """Rank on this host."""
 
 def local_size() -> int:
-    """Processes on this host."""
+    """Number of processes on this host."""
 
 def session_id() -> int:
-    """The same number on all ranks, new for each `init()`."""
+    """A number that is equal on all ranks and new for each `init()`."""
 
 def is_authenticated() -> bool:
-    """
-    Whether only processes that have proved the job's secret are in it: false for a job on several hosts that nobody gave a secret.
-    """
+    """Whether all members have proved a secret of the job; false for a job on several hosts without a secret."""
 
 def new_group(ranks: Sequence[int]) -> int:
-    """Makes a group of global ranks, in the order they get inside it, and returns its id. All members call."""
+    """Creates a group of global ranks, in their order inside the group, and returns its id. All members call it."""
 
 def remove_group(group: int) -> None:
-    """Forgets a group; each member for itself."""
+    """Removes a group; each member calls it for itself."""
 
 def group_ranks(group: int = 0) -> list[int]:
     """Global ranks of a group, in group order; 0 is the group of all."""
 
 def start_world(ranks: Sequence[int] | None = None) -> None:
-    """Makes the world of these ranks of the job, or of all; does nothing if there is one."""
+    """Creates the world from these ranks of the job, or from all; does nothing if there is one."""
 
 def world_place() -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], bool]:
-    """Rank and size in the world, among its ranks of this host, and among those with this local rank; whether all hosts have
-    as many ranks."""
+    """
+    Rank and size in the world, among its ranks on this host, and among those with this local rank; and whether all
+    hosts have equally many ranks.
+    """
 
 def world_ranks() -> list[int]:
-    """The ranks of the world, by their numbers in the job."""
+    """The ranks of the world, as ranks of the job."""
 
 def register_process_sets(lists: Sequence[Sequence[int]]) -> list[int]:
-    """Makes or finds a process set for each list; returns their numbers. Collective."""
+    """Creates or finds a process set for each list; returns their ids. Collective."""
 
 def add_process_set(ranks: Sequence[int]) -> int:
-    """Makes a process set and returns its number. Collective."""
+    """Creates a process set and returns its id. Collective."""
 
 def remove_process_set(id: int) -> bool:
-    """Forgets a process set; false if there was none. Collective."""
+    """Removes a process set; false if there was none. Collective."""
 
 def process_sets() -> list[tuple[int, list[int]]]:
-    """Numbers of all process sets, and their ranks."""
+    """Ids of all process sets, and their ranks."""
 
 def measure_bucket_bytes(group: int, device: int) -> int | None:
-    """How large a reducer's buckets on a CUDA device had best be, in bytes, if `SMD_AUTOTUNE` measures that for the group.
-    Collective."""
+    """
+    The best size in bytes of a reducer's buckets on a CUDA device, if `SMD_AUTOTUNE` enables its measurement for the
+    group. Collective.
+    """
 
 def bucket_bytes(bucket_cap_mb: float | None = None, on_device: bool = False) -> int:
-    """The size in bytes of a bucket of so many MiB, or the default: of gradients on a device or in the CPU's memory."""
+    """The size in bytes of a bucket of `mib` MiB, or the default for gradients on a device or in CPU memory."""
 
 def bucket_sizes(cap_bytes: int) -> list[int]:
-    """The sizes of the first bucket and of all others, in bytes, if none may be larger than this."""
+    """The sizes in bytes of the first bucket and of all others, if none may exceed this size."""
 
 def barrier(group: int = 0) -> None:
     """Returns when every member of the group has called it."""
@@ -96,8 +98,10 @@ def report_failure(message: str) -> None:
     session."""
 
 def interrupt() -> None:
-    """Ends every wait of this process and its part in the job, as Ctrl-C does where a thread that waits cannot hear of it. Does
-    nothing without a session."""
+    """
+    Ends every wait of this process and its part in the job, for a Ctrl-C that a waiting thread cannot notice itself.
+    Does nothing without a session.
+    """
 
 def plan_gradients(
     graph: int,
@@ -109,33 +113,42 @@ def plan_gradients(
     on_device: bool = False,
     group: int = 0,
 ) -> int:
-    """The number of the plan for a graph's next gradients: name, shape and type of each, and the names of those that there
-    are none of. `graph` is the caller's number of the graph, 0 outside of graphs; `wire` what wider floats travel as;
-    `on_device` says that they are on a CUDA device; `group` is the number of the group that reduces them, 0 for all ranks."""
+    """
+    Registers a reducer specification for a graph's next gradients and returns its number: name, shape and type of
+    each gradient, and the names of variables without a gradient. `graph` is the caller's number of the graph, 0
+    outside of graphs; `wire` the type to which wider floats are cast for the reduction; `on_device` says that
+    gradients are on a CUDA device; `group` is the id of the group that reduces them, 0 for all ranks.
+    """
 
 def timeline_now() -> int:
-    """Nanoseconds on the timeline's clock, or 0 while no timeline is written."""
+    """Nanoseconds on the timeline's clock, or 0 if no timeline is written."""
 
 def tell_replica(what: str, checksum: int, ranks: Sequence[int], remedy: str, is_final: bool) -> None:
-    """Tells the other ranks a checksum of the variables `what` that this rank is about to train with `ranks`. If ranks have others,
-    the first of them warns with the call `remedy`: at once if `is_final`, else in the second step if nothing was broadcast until then."""
+    """
+    Writes a checksum of the variables `what` that this rank is about to train together with `ranks`. If checksums
+    differ, the first of the ranks logs a warning with the call `remedy`: at once if `is_final`, otherwise in the
+    second step if nothing was broadcast until then.
+    """
 
 def note_broadcast() -> None:
-    """Variables are broadcast, so ranks train from the same values."""
+    """Notes that variables are broadcast, so ranks train from equal values."""
 
 def begin_step(name: str) -> None:
-    """A step of a reduction that the core does not see as one begins."""
+    """Notes the beginning of a step of a reduction that the core cannot observe."""
 
 def start_mpi() -> bool:
     """Initialises MPI in all processes of a job that an MPI launcher started, unless the script has. Every rank calls it. Returns
     whether any thread may call MPI."""
 
 def timeline_stage(kind: str, stage: int, microbatch: int, start: int, takes: Sequence[int] = ...) -> None:
-    """Records that what the pipeline did for a microbatch lasted from `start` (of `timeline_now`) until now. `kind` is
-    `forward`, `backward`, `input`, `weight`, `send`, `receive`, `wait` or `synchronous` (a call that left the pipeline); `takes` are the stages whose values it needed.
+    """
+    Records an event of the pipeline for a microbatch, from `start` (of `timeline_now`) until now. `kind` is
+    `forward`, `backward`, `input`, `weight`, `send`, `receive`, `wait` or `synchronous` (a call that left the
+    pipeline); `takes` are the stages whose values it used.
 
     # Errors
-    `ValueError` for another kind."""
+    `ValueError` for another kind.
+    """
 
 def start_names_timeline(path: str, mark_cycles: bool) -> None:
     """From now on, rank 0 writes a timeline of collectives by name to this file; other ranks do nothing."""
@@ -147,52 +160,58 @@ def parameter_defaults() -> str:
     """Every key of the `modelparallel` parameters with its default, as JSON."""
 
 def check_parameters(text: str) -> tuple[str, list[str]]:
-    """The known keys of a JSON dictionary with their values in normal form, and warnings; raises where a value is not acceptable."""
+    """Returns the known keys of a JSON dictionary with normalised values, and warnings; raises for an invalid value."""
 
 def check_parameter_rules(text: str) -> None:
-    """Raises where keys of a JSON dictionary contradict each other."""
+    """Raises if keys of a JSON dictionary contradict each other."""
 
 def is_this_host(name: str) -> bool:
-    """Whether a name is this host's, or one of its addresses."""
+    """Whether a name is this host's name, or one of its addresses."""
 
 def next_hosts_update(seconds: float) -> tuple[float, int] | None:
-    """When the launcher of an elastic job found other hosts, in seconds since 1970, and whether places were removed (1), added (2)
-    or both (3); waits for such news, at most for `seconds`. `None` if there are none, or no session."""
+    """
+    Returns when the launcher of an elastic job found changed hosts, in seconds since 1970, and whether places were
+    removed (1), added (2) or both (3); waits at most `seconds`. `None` if nothing changed, or without a session.
+    """
 
 def hosts_known_anywhere(acted: int, heard: int, kinds: int) -> tuple[int, int, int]:
     """
-    What any rank knows of changes of hosts: the latest that was acted on, the latest that was heard of, in microseconds since
-    1970, and the kinds of those that were not acted on. Every rank calls it with what it knows itself.
+    Combines the ranks' knowledge of changed hosts: the latest change that was handled and the latest one that is
+    known, in microseconds since 1970, and the kinds of unhandled changes. Every rank calls it with its own values.
     """
 
 def is_started_by_mpi() -> bool:
-    """Whether a launcher of MPI started this process."""
+    """Whether an MPI launcher started this process."""
 
 def mpi_plugin() -> str:
-    """The file of the plug-in for this host's MPI, which is compiled if need be."""
+    """The path of the MPI plug-in for this host, which is compiled if necessary."""
 
 def is_launched() -> bool:
-    """Whether a launcher's variables are in the environment."""
+    """Whether the environment has a launcher's variables."""
 
 def missing_environment() -> list[tuple[str, str]]:
-    """Names and values of the variables of torch's `env://` that the launcher did not set, for the caller to set them.
-    The next `init()` does not take them for the launcher's."""
+    """
+    Names and values of the variables of torch's `env://` that the launcher did not set, for the caller to set them.
+    The next `init()` ignores them.
+    """
 
 def setting(name: str) -> str:
     """The value of a setting of the environment reference, or its default."""
 
 def cache_folder(name: str) -> tuple[Path, str | None]:
-    """The folder `name` for built libraries, which only this user and root can write to, and a text to show if it is not in the one
-    that the settings name."""
+    """
+    The folder `name` for compiled libraries, which only this user and root can write to; and a warning if it is not
+    in the configured cache folder.
+    """
 
 def untrusted(path: str | os.PathLike[str]) -> str | None:
-    """Why somebody other than this user and root may have written a file; none if nobody may have."""
+    """Why a user other than this one and root may have written a file; `None` if no other user can have."""
 
 def error_codes() -> list[str]:
     """The stable names of all kinds of errors."""
 
 def raise_interrupt() -> None:
-    """Raises what a signal handler raised during the last interrupted wait of this thread, if anything."""
+    """Raises the exception of a signal handler from the last interrupted wait of this thread, if there is one."""
 
 def shim_sources() -> dict[str, str]:
     """Name and text of every source file of the shims, so that an installed package can build them anywhere."""
@@ -214,24 +233,24 @@ def partition_modules(
     memory_bytes: int | None = None,
 ) -> tuple[list[int], str, list[float]]:
     """
-    Divides modules over `partitions`: for each its partition, a table of them, and what each partition costs.
+    Divides modules over `partitions`: returns the partition of each module, a table, and the costs of each partition.
 
-    `values` are those that pass between modules (maker, takers, bytes), `tasks` what modules cost the host if they are taken
-    apart (module, module in whose place, nanoseconds), `ties` modules that must lie together. Where every partition needs at most
-    `memory_bytes`, if given, time alone is balanced.
+    `values` pass between modules (producer, consumers, bytes). `tasks` are the costs for the host if modules are
+    split (module, module that runs instead, nanoseconds). `ties` are modules that must be on one partition. If every
+    partition needs at most `memory_bytes`, only time is balanced.
     """
 
 def operation_nanoseconds(flops: float, moved_bytes: int) -> float:
-    """The estimated nanoseconds of an operation that needs `flops` and reads and writes `moved_bytes`."""
+    """Estimates the nanoseconds of an operation that computes `flops` and reads and writes `moved_bytes`."""
 
 def task_nanoseconds() -> int:
-    """The nanoseconds that a task of a pipeline takes of the host."""
+    """The nanoseconds that one task of a pipeline costs the host."""
 
 def partition_to_json(partitions: dict[str, int]) -> str:
-    """The text of a partition file."""
+    """Formats a partition file."""
 
 def partition_from_json(name: str, text: str, partitions: int) -> dict[str, int]:
-    """The modules and partitions in the text of a partition file; `name` is the file's."""
+    """Parses a partition file into modules and partitions; `name` is the file's name, for errors."""
 
 class ElasticHosts:
     """The hosts that a job may use, oldest first, and those that it may not use for a while, or ever again."""
@@ -410,13 +429,19 @@ class LossScale:
 def shard_parameters(
     sizes: Sequence[int], ranks: int, alignment: int
 ) -> tuple[int, list[list[tuple[int, int, int, int]]]]:
-    """Divides parameters of these sizes, behind each other, evenly: the elements of a shard, and the pieces of each rank."""
+    """
+    Concatenates parameters of these sizes and divides them evenly: returns the elements of a shard, and the pieces of
+    each rank.
+    """
 
 def shard_elems(size: int, ranks: int) -> int:
-    """Elements of each rank's shard of a parameter of this size, padding included."""
+    """Number of elements of each rank's shard of a parameter of this size, with padding."""
 
 def sharding_groups(members: Sequence[int], degree: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Divides a data-parallel group: ranks that hold one model together, and ranks that hold the same shard."""
+    """
+    Divides a data-parallel group: returns the ranks that together hold one model, and the ranks that hold the same
+    shard.
+    """
 
 class PipelineLayout:
     """The stages of a microbatch: tasks that one rank does without waiting for another."""
@@ -585,33 +610,34 @@ class CheckpointReader:
         """Reads everything and compares all checksums."""
 
 def checkpoint_prepare(directory: str, durable: bool) -> None:
-    """Makes a folder of checkpoints, if it is not there, and removes what broken attempts have left in it."""
+    """Creates a directory of checkpoints, if necessary, and removes the remains of interrupted attempts in it."""
 
 def checkpoint_newest(directory: str) -> str | None:
     """The name of the newest complete sharded checkpoint, if there is one."""
 
 def checkpoint_folder(directory: str, tag: str) -> str:
-    """The folder of a sharded or partial checkpoint, whether or not it is there."""
+    """The folder of a sharded or partial checkpoint, whether or not it exists."""
 
 def checkpoint_content(directory: str, tag: str) -> str | None:
     """The file with the user content of a full checkpoint, if it has any."""
 
 def checkpoint_verify_file(path: str) -> None:
-    """Compares a file of a full checkpoint with the checksum of its mark, if it has one."""
+    """Verifies a file of a full checkpoint against the checksum of its mark, if it has one."""
 
 def checkpoint_shares(
     tensors: Sequence[tuple[int | None, int, bool]], replica: int, replicas: int
 ) -> list[tuple[int, tuple[int, int] | None]]:
     """
-    What a replica writes of the tensors that it holds: index, and first row and number of rows unless it is all of it. Of each tensor
-    its length along the first axis (none for a scalar), its bytes, and whether all replicas hold it.
+    Returns which parts of the tensors that `replica` holds it writes: the tensor's index and, unless it writes all rows,
+    the first row and the number of rows. Each entry of `tensors` is the length along the first axis (`None` for a
+    scalar), the size in bytes, and whether all replicas hold the tensor.
     """
 
 def checkpoint_check_tag(tag: str) -> None:
-    """Refuses what cannot be a checkpoint's name."""
+    """Raises if this cannot be a checkpoint's name."""
 
 def checkpoint_clean(directory: str) -> None:
-    """Removes what broken attempts to save have left; not what somebody who is saving holds."""
+    """Removes the remains of interrupted attempts, except of attempts that a running process holds."""
 
 def checkpoint_list(directory: str, kind: str = "sharded") -> list[tuple[int, str]]:
-    """Complete checkpoints of a kind with their steps, the newest step last."""
+    """Complete checkpoints of a kind with their steps, in ascending order of steps."""

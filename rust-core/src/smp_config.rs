@@ -246,16 +246,8 @@ impl ModelParallel {
                 self.degree("tensor_parallel_degree")
             ));
         }
-        if self.degree("sharded_data_parallel_degree") > 1 {
-            if partitions > 1 {
-                return fail(format!(
-                    "`sharded_data_parallel_degree` {} does not go with pipeline parallelism (`partitions` {partitions})",
-                    self.degree("sharded_data_parallel_degree")
-                ));
-            }
-            if self.is_on("shard_optimizer_state") {
-                return fail("`sharded_data_parallel_degree` does not go with `shard_optimizer_state`".into());
-            }
+        if self.degree("sharded_data_parallel_degree") > 1 && self.is_on("shard_optimizer_state") {
+            return fail("`sharded_data_parallel_degree` does not go with `shard_optimizer_state`".into());
         }
         Ok(())
     }
@@ -383,8 +375,8 @@ mod tests {
             (json!({"fp16": true, "bf16": true}), "`fp16` and `bf16` are both true: choose one"),
             (json!({"tensor_parallel_degree": 2}), "`tensor_parallel_degree` 2 needs `ddp: true`"),
             (
-                json!({"sharded_data_parallel_degree": 2, "partitions": 2}),
-                "`sharded_data_parallel_degree` 2 does not go with pipeline parallelism (`partitions` 2)",
+                json!({"sharded_data_parallel_degree": 2, "shard_optimizer_state": true, "ddp": true}),
+                "`sharded_data_parallel_degree` does not go with `shard_optimizer_state`",
             ),
             (
                 json!({"placement_strategy": "DPP"}),
@@ -427,6 +419,8 @@ mod tests {
         );
         let sharded = valid(json!({"sharded_data_parallel_degree": 4}));
         assert!(sharded.check_world(4).is_ok());
+        let pipelines = valid(json!({"sharded_data_parallel_degree": 2, "partitions": 2}));
+        assert!(pipelines.check_world(4).is_ok());
         assert_eq!(
             sharded.check_world(6).unwrap_err().to_string(),
             "`sharded_data_parallel_degree` 4 does not divide the data-parallel degree 6 (6 processes / `partitions` 1)"

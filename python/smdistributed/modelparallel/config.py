@@ -186,16 +186,11 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
             stacklevel=4,
         )
         values = {**values, "ddp": True}
-    sharded, partitions = values.get("sharded_data_parallel_degree", 1), values.get("pipeline_parallel_degree", 1)
-    if sharded > 1 and values.get("shard_optimizer_state"):
-        raise SMPConfigError("`sharded_data_parallel_degree` does not go with `shard_optimizer_state`")
-    # Launchers check the published rules, which do not allow sharded parameters with pipelines.
-    left_out = {"sharded_data_parallel_degree"} if sharded > 1 and partitions > 1 else set()
     with errors.translated(_CLASSES):
-        _core.check_parameter_rules(json.dumps({key: value for key, value in values.items() if key not in left_out}))
+        _core.check_parameter_rules(json.dumps(values))
     if values.get("shard_optimizer_state") and not values.get("ddp"):
         raise SMPConfigError("`shard_optimizer_state` needs `ddp: true`: states are sharded over replicas")
-    if sharded > 1:
+    if values.get("sharded_data_parallel_degree", 1) > 1:
         _check_sharded_data_parallelism(values)
     # The launcher cannot check this, because it does not know the script's values.
     if values.get("load_partition") and not values.get("partition_file"):
