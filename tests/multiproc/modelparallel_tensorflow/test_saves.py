@@ -217,7 +217,7 @@ def _optimizers(folder):
             optimizer.build(model.trainable_variables)
             if base is not keras.Model and hasattr(optimizer, "apply"):
                 # Nobody writes what another rank writes, in files of a model that is not divided yet either.
-                with pytest.raises(SMPUsageError, match="to one path"):
+                with pytest.raises(SMPUsageError, match="must pass the same path"):
                     model.save_weights(f"{folder}/{smp.rank()}.weights.h5")
                 model.built = True
                 model.save_weights(f"{folder}/before.weights.h5")
@@ -284,7 +284,7 @@ def _optimizers(folder):
     for write in (tf.saved_model.save, keras.models.save_model):
         with pytest.raises(SMPUnsupportedError, match="of one partition"):
             write(model, f"{folder}/{smp.rank()}.keras")
-    with pytest.raises(SMPUsageError, match="to one path"):
+    with pytest.raises(SMPUsageError, match="must pass the same path"):
         model.save_weights(f"{folder}/{smp.rank()}.weights.h5")
     with pytest.raises(SMPCheckpointError, match="rank 0: "):
         model.save_model("/proc/no such folder")
