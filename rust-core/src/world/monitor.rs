@@ -103,8 +103,8 @@ pub struct Monitor {
 struct Departed {
     /// By rank: the number of earlier departures, how it departed, and when this was reported.
     departed: BTreeMap<usize, (usize, Departure, Instant)>,
-    /// Why every wait has to end.
-    closed: Option<String>,
+    /// Why every wait has to end, and the rank whose departure is the cause, if one is.
+    closed: Option<(String, Option<usize>)>,
 }
 
 impl Monitor {
@@ -141,10 +141,21 @@ impl Monitor {
     }
 
     /// Ends every wait of this process with [`Error::Closed`], whichever rank it waits for: the session was shut down,
-    /// or no connection is left that would report departures. Report a departure that explains it first.
+    /// or no connection is left that would report departures.
     pub fn close(&self, reason: &str) {
+        self.close_by(reason, None);
+    }
+
+    /// Records the departure of a rank without which the session cannot go on, and ends every wait of this process with
+    /// [`Error::PeerFailed`] about it, whichever rank it waits for.
+    pub fn close_after(&self, rank: usize, departure: Departure, reason: &str) {
+        self.report(rank, departure);
+        self.close_by(reason, Some(rank));
+    }
+
+    fn close_by(&self, reason: &str, cause: Option<usize>) {
         let mut seen = self.seen.lock();
-        seen.closed.get_or_insert_with(|| reason.to_owned());
+        seen.closed.get_or_insert_with(|| (reason.to_owned(), cause));
         self.generation.fetch_add(1, Ordering::Release);
         self.changed.notify_all();
     }
@@ -157,21 +168,25 @@ impl Monitor {
     /// Fails if a wait for `members` (global ranks), during the operation `during`, can never end.
     ///
     /// # Errors
-    /// [`Error::PeerFailed`] naming the member that departed first (MON-3); [`Error::Closed`] after
-    /// [`Monitor::close`].
+    /// [`Error::PeerFailed`] naming the member that departed first (MON-3), or after [`Monitor::close_after`] the cause;
+    /// [`Error::Closed`] after [`Monitor::close`].
     pub fn check(&self, members: &[usize], during: &str) -> Result<()> {
         if self.generation() == 0 {
             return Ok(());
         }
         let seen = self.seen.lock();
+        let failed = |rank: usize, how: &Departure| {
+            Err(Error::PeerFailed { rank, how: how.to_string(), me: self.me(), during: during.to_owned() })
+        };
         let departed = members.iter().filter_map(|rank| Some((*rank, seen.departed.get(rank)?)));
         if let Some((rank, (_, how, _))) = departed.min_by_key(|(_, (order, how, _))| (*how == Departure::Left, *order))
         {
-            return Err(Error::PeerFailed { rank, how: how.to_string(), me: self.me(), during: during.to_owned() });
+            return failed(rank, how);
         }
-        match &seen.closed {
-            Some(reason) => Err(Error::Closed { reason: reason.clone() }),
-            None => Ok(()),
+        let Some((reason, cause)) = &seen.closed else { return Ok(()) };
+        match cause.and_then(|rank| Some((rank, seen.departed.get(&rank)?))) {
+            Some((rank, (_, how, _))) => failed(rank, how),
+            None => Err(Error::Closed { reason: reason.clone() }),
         }
     }
 
@@ -257,5 +272,14 @@ mod tests {
         monitor.close("the rendezvous is gone");
         assert_eq!(monitor.check(&[0, 2], "barrier").unwrap_err().code(), crate::error::Code::Closed);
         assert_eq!(monitor.check(&[0, 1], "barrier").unwrap_err().code(), crate::error::Code::PeerFailed);
+    }
+
+    #[test]
+    fn a_session_that_ends_with_a_rank_names_it_to_every_wait() {
+        let monitor = Monitor::new(1);
+        monitor.close_after(0, Departure::Died { detail: "killed by signal 9".into() }, "the rendezvous is gone");
+        monitor.close("the rendezvous is gone");
+        let text = |members: &[usize]| monitor.check(members, "recv").unwrap_err().to_string();
+        assert_eq!(text(&[2]), "rank 0 died (killed by signal 9) while rank 1 was in recv");
     }
 }

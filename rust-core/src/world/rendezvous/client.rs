@@ -407,7 +407,7 @@ impl Client {
                 true => format!("no sign of its host, which served the rendezvous, for {:.0?}", self.peer_timeout),
                 false => "its process, which served the rendezvous, ended without `shutdown()`".to_owned(),
             };
-            self.monitor.report(0, Departure::Died { detail });
+            self.monitor.close_after(0, Departure::Died { detail }, &reason);
         }
         self.monitor.close(&reason);
     }
