@@ -331,7 +331,7 @@ def test_states_of_optimizers_are_whole(tmp_path):
         "averaged alone",
     }
     refusals = [
-        ("SMPCheckpointError", "nobody knows"),
+        ("SMPCheckpointError", "is not known"),
         ("SMPUnsupportedError", "accumulat"),
     ]
     _check_optimizers(
