@@ -133,7 +133,7 @@ impl TrustedOwners {
         Self { user: rustix::process::geteuid().as_raw(), nameless }
     }
 
-    /// Returns what is wrong with one component of a path.
+    /// Returns the reason why a component of a path cannot be trusted, or `None` if it can.
     fn objection(&self, part: &Path) -> Option<String> {
         let shown = part.display();
         let data = match std::fs::symlink_metadata(part) {

@@ -133,7 +133,7 @@ def environment(is_installed: bool, has_compiler: bool = True) -> dict[str, str]
 
 
 def _programs() -> Path:
-    """A folder with what is on PATH, but the compilers."""
+    """Makes a folder with links to all programs on PATH except compilers, and returns it."""
     folder = FOLDER / "programs"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -196,7 +196,7 @@ def build(python: Path, framework: str, is_shipped: bool, is_installed: bool) ->
     else:
         command = [str(python), "-c", f"from smdistributed._common import shims; shims.load_{framework}()"]
         shipping = {}
-    # Beside neither the checkout's package nor another.
+    # In a folder without Python packages: `python -c` would import those of the current folder.
     subprocess.run(command, cwd=FOLDER, env=environment(is_installed) | shipping, check=True, timeout=LIMIT)
     if is_shipped and is_installed:
         for built in python.parents[1].glob(f"lib/*/site-packages/smdistributed/_prebuilt/{framework}-*"):

@@ -112,7 +112,7 @@ def raw_environment(rank: int, n: int, port: int) -> dict[str, str]:
 
 
 def marks_of_a_launcher() -> dict[str, str]:
-    """The variables of our own environment by which a process knows its place in a job, and what is set for jobs."""
+    """The environment variables of this process that launchers set: ranks, addresses, and settings of jobs."""
     marks = ("OMPI_", "PMI", "SLURM_", "TORCHELASTIC_", "SM_", "SMD_", "SMP_", "HOROVOD_")
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
     keep = {"SMD_CACHE_DIR"}

@@ -17,7 +17,7 @@ from typing import Any
 
 from smdistributed._common import replicas, shims
 
-# Imports TensorFlow through the loader first, whose error says what is missing.
+# Before `import tensorflow`: if TensorFlow is not installed, this raises an ImportError that says how to install it.
 MPI_LIB = shims.load_tensorflow()
 
 import tensorflow as tf  # noqa: E402

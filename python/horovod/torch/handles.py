@@ -8,7 +8,7 @@ from typing import Any
 
 from smdistributed._common import shims
 
-# Imports PyTorch through the loader first, whose error says what is missing.
+# Before `import torch`: if PyTorch is not installed, this raises an ImportError that says how to install it.
 shims.load_torch()
 
 import torch  # noqa: E402

@@ -81,7 +81,7 @@ pub(super) fn settle_and_remove(directory: &Path, tag: &str, number: u64, folder
     remove_checkpoint(folder)
 }
 
-/// The attempt is incomplete: renames what it had moved away to its old name.
+/// Restores the checkpoint that an incomplete attempt had moved into its folder, under its old name.
 fn bring_back(directory: &Path, tag: &str, number: u64, folder: &Path) -> Result<()> {
     // The content file of a full checkpoint was renamed before the model file, whose rename completes the checkpoint.
     let content = directory.join(content_name(tag));

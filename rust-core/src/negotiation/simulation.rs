@@ -195,7 +195,7 @@ impl SimulatedWorld {
     }
 
     /// Delivers as threads do, until no message is in flight: each rank processes all its messages, and then sends
-    /// what is new.
+    /// the messages that follow from them.
     fn settle_in_rounds(&mut self) {
         while self.frames.iter().any(|queues| !queues.is_empty()) {
             for rank in 0..self.ranks.len() {

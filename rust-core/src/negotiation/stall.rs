@@ -116,7 +116,7 @@ impl Stall {
         }
     }
 
-    /// Names were answered, so no rank is stuck. The children will report what they still wait for.
+    /// Notes that collectives were answered, so that no rank is stuck now. Children report anew the collectives for which they wait.
     pub(super) fn answered(&mut self, now: Duration) {
         self.last_news = now;
         self.all_stuck_since = None;

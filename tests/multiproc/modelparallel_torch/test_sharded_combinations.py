@@ -15,7 +15,7 @@ def _equality_body(cases):
     for layout, more in cases:
         try:
             compare_sharded(*layout, **more)
-        except BaseException as error:
+        except Exception as error:
             raise AssertionError(f"{layout}, {more}") from error
         smp.shutdown()
 

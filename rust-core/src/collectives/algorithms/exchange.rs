@@ -14,7 +14,7 @@ pub(super) struct Exchange;
 
 /// Bytes that a member publishes in one step.
 const CHUNK_BYTES: usize = 256 << 10;
-/// From this size on, a member writes what it receives past its caches, which could not hold it.
+/// From this size on, a member writes received blocks with streaming stores: they would not fit into its caches.
 const STREAM_BYTES: usize = 8 << 20;
 
 /// What one member sends and receives.

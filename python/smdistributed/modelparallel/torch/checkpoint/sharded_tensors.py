@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from smdistributed import _core
 from smdistributed._common import errors
 from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.torch import distributed as dist
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
 
 _CLASSES = {**CLASSES, "io": SMPCheckpointError, "invalid_argument": SMPCheckpointError}
-#: Tensors of fewer bytes are written by one rank only.
-_SPLIT_BYTES = 1 << 20
 
 
 class Holders(NamedTuple):
@@ -112,27 +111,25 @@ def rows(
         # A rank without shards of some parameter still takes part in putting it together.
         known = {name: each for member in own.members for name, each in everywhere[member].items()}
         names = sorted(name for name, (parameter, *_) in known.items() if held.get(parameter) == own)
-        for number, name in enumerate(names):
-            parameter, dtype, shape = known[name]
-            whole = torch.zeros(math.prod(shape), dtype=getattr(torch, dtype.split(".")[1]), device=current_device())
+        dtypes = [getattr(torch, known[name][1].split(".")[1]) for name in names]
+        sizes = [
+            (shape[0] if shape else None, math.prod(shape) * dtype.itemsize, True)
+            for dtype, (_, _, shape) in zip(dtypes, (known[name] for name in names), strict=True)
+        ]
+        written = dict(_core.checkpoint_shares(sizes, own.members.index(state.groups.rank), len(own.members)))
+        for number, (name, dtype) in enumerate(zip(names, dtypes, strict=True)):
+            parameter, _, shape = known[name]
+            whole = torch.zeros(math.prod(shape), dtype=dtype, device=current_device())
             if name in shards:
                 tensor, piece = shards[name]
                 whole[piece.start : piece.end].copy_(tensor.detach()[: piece.end - piece.start])
             with errors.translated(CLASSES):
                 # Summed as bytes: a sum with zeros keeps every bit.
                 dist.all_reduce(whole.view(torch.uint8), ReduceOp.SUM, own.group)
-            part = _own_rows(whole.view(shape), own.members.index(state.groups.rank), len(own.members), number)
-            if part is not None:
-                found[name] = _written(whole.view(shape), *part, divided.get(parameter))
+            if number in written:
+                first, count = written[number] or (0, shape[0] if shape else 1)
+                found[name] = _written(whole.view(shape), first, first + count, divided.get(parameter))
     return {name: each for name, each in found.items() if each.tensor.numel()}
-
-
-def _own_rows(whole: torch.Tensor, rank: int, ranks: int, number: int) -> tuple[int, int] | None:
-    """Return the rows of a tensor that this rank writes; ``number`` distributes small tensors over the ranks."""
-    size = whole.shape[0] if whole.dim() else 1
-    if whole.nbytes < _SPLIT_BYTES or size < ranks:
-        return (0, size) if number % ranks == rank else None
-    return rank * size // ranks, (rank + 1) * size // ranks
 
 
 def _written(whole: torch.Tensor, first: int, last: int, shard: Shard | None) -> Rows:
