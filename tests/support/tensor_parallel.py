@@ -57,6 +57,7 @@ def gathered(model, tensors):
 
 def close(one, other, tolerance, what):
     # Some gradients are 0 but for rounding: a softmax does not depend on the bias of the keys.
+    one, other = one.cpu(), other.cpu()
     scale = max(other.abs().max().item(), 1e-4)
     difference = (one - other).abs().max().item() / scale
     assert one.shape == other.shape, (what, one.shape, other.shape)
@@ -122,20 +123,21 @@ def compare(make, run, batch, tp, pp, rdp, prescaled, optimize, *, steps=2, tole
         close(whole[name], parameter, tolerance * 100, f"parameter {name}")
     state = model.state_dict()
     for name, parameter in whole.items():
-        assert torch.equal(state[name], parameter), name
+        assert torch.equal(state[name].cpu(), parameter.cpu()), name
     smp.shutdown()
 
 
 def tokens(step, replica, batch=4):
-    """Token numbers of one data-parallel rank."""
-    generator = torch.Generator().manual_seed(100 * step + replica)
-    return torch.randint(VOCABULARY, (batch, LENGTH), generator=generator)
+    """Token numbers of one data-parallel rank, on the default device; the same ones on each."""
+    generator = torch.Generator("cpu").manual_seed(100 * step + replica)
+    drawn = torch.randint(VOCABULARY, (batch, LENGTH), generator=generator, device="cpu")
+    return drawn.to(torch.get_default_device())
 
 
 def states(step, replica, batch=4, length=LENGTH):
-    """Activations of one data-parallel rank."""
-    generator = torch.Generator().manual_seed(100 * step + replica)
-    return torch.randn(batch, length, WIDTH, generator=generator)
+    """Activations of one data-parallel rank, on the default device; the same ones on each."""
+    generator = torch.Generator("cpu").manual_seed(100 * step + replica)
+    return torch.randn(batch, length, WIDTH, generator=generator, device="cpu").to(torch.get_default_device())
 
 
 #: Small enough that every step is clipped.
