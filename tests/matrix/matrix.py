@@ -1,7 +1,8 @@
 """The versions of the support window: `make matrix` runs a short suite with each and writes the table of the support matrix.
 
-Each version gets an environment in `build/matrix`, in which the package of this checkout runs, and loses it afterwards. With `uv`
-on PATH, or as a module of this Python, environments are made by it; otherwise by `venv` and pip.
+Each version gets an environment in `build/matrix`, in which the package of this checkout runs, and loses it afterwards. The next one
+is installed meanwhile, so two need room at a time. With `uv` on PATH, or as a module of this Python, environments are made by it;
+otherwise by `venv` and pip. Matrices of different frameworks or Pythons may run side by side.
 
 Usage: matrix.py [--only torch==2.15 tensorflow==2.16 | --ends] [--python python3.11] [--prebuilt] [--wheel FILE]
                  [--parts collectives DDP] [--keep]
@@ -14,14 +15,19 @@ with the checkout, and without a compiler as well; libraries that are built for 
 from __future__ import annotations
 
 import argparse
+import atexit
+import fcntl
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -83,6 +89,8 @@ SUITES = {
     },
 }
 _DISTRIBUTIONS = {"torch": "torch", "tensorflow": "tensorflow-cpu", "keras": "keras"}
+#: Columns of a row before those of the parts.
+_HEAD = ["version", "with"]
 _COMPILER = re.compile(r"(.*-)?(cc|c\+\+|gcc|g\+\+|clang|clang\+\+|cpp|c89|c99)(-[\d.]+)?")
 
 
@@ -128,15 +136,24 @@ def environment(is_installed: bool, has_compiler: bool = True) -> dict[str, str]
         given["PYTHONPATH"] = str(ROOT / "python")
     if not has_compiler:
         # What was built before would hide that nothing is prebuilt.
-        given |= {"PATH": str(_programs()), "SMD_CACHE_DIR": str(FOLDER / "cache")}
+        given |= {"PATH": str(_programs()), "SMD_CACHE_DIR": str(_scratch() / "cache")}
     return given
 
 
+@cache
+def _scratch() -> Path:
+    """A folder of this run alone."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="run-", dir=FOLDER))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@cache
 def _programs() -> Path:
     """Makes a folder with links to all programs on PATH except compilers, and returns it."""
-    folder = FOLDER / "programs"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder = _scratch() / "programs"
+    folder.mkdir()
     for place in os.environ["PATH"].split(os.pathsep):
         for program in Path(place).iterdir() if Path(place).is_dir() else ():
             if not _COMPILER.fullmatch(program.name) and not (folder / program.name).is_symlink():
@@ -165,7 +182,7 @@ def versions() -> Iterator[Version]:
 
 def make(version: Version, python: str, wheel: Path | None) -> Path:
     """An environment with `version`, and with the wheel if there is one; returns its Python."""
-    folder = FOLDER / f"{version.framework}-{version.number}"
+    folder = FOLDER / f"{version.framework}-{version.number}-{Path(python).name}"
     shutil.rmtree(folder, ignore_errors=True)
     uv = _uv()
     if uv:
@@ -197,7 +214,7 @@ def build(python: Path, framework: str, is_shipped: bool, is_installed: bool) ->
         command = [str(python), "-c", f"from smdistributed._common import shims; shims.load_{framework}()"]
         shipping = {}
     # In a folder without Python packages: `python -c` would import those of the current folder.
-    subprocess.run(command, cwd=FOLDER, env=environment(is_installed) | shipping, check=True, timeout=LIMIT)
+    subprocess.run(command, cwd=_scratch(), env=environment(is_installed) | shipping, check=True, timeout=LIMIT)
     if is_shipped and is_installed:
         for built in python.parents[1].glob(f"lib/*/site-packages/smdistributed/_prebuilt/{framework}-*"):
             shutil.copytree(built, ROOT / "python/smdistributed/_prebuilt" / built.name, dirs_exist_ok=True)
@@ -218,7 +235,7 @@ def run(python: Path, framework: str, given: dict[str, str], parts: list[str]) -
             outcomes[part] = NOT_RUN
             continue
         start = time.monotonic()
-        report = FOLDER / "report.xml"
+        report = _scratch() / "report.xml"
         report.unlink(missing_ok=True)
         # The first test of a version compiles the modules that it imports.
         options = ["-q", "-p", "no:cacheprovider", f"--timeout={LIMIT}", f"--junit-xml={report}"]
@@ -248,40 +265,52 @@ def row(framework: str, outcomes: dict[str, str], held: list[str]) -> str:
     return f"| {name} | {', '.join([python, *others])} | {' | '.join(outcomes.values())} |"
 
 
-def write(rows: dict[str, dict[str, str]]) -> None:
-    """Puts rows, by framework and version, into the page; keeps the rows of other versions."""
-    text = PAGE.read_text()
-    before, _, rest = text.partition(BEGIN)
-    table, _, after = rest.partition(END)
-    for framework in SUITES:
-        title = WINDOWS[framework].title
-        known = {_minor(line): line for line in table.splitlines() if line.startswith(f"| {title} ")}
-        known |= rows.get(framework, {})
-        rows[framework] = {number: known[number] for number in sorted(known, key=_order, reverse=True)}
-    parts = []
-    for framework, suite in SUITES.items():
-        if not rows[framework]:
-            continue
-        head = ["version", "with", *suite]
-        lines = [f"| {' | '.join(head)} |", f"| {' | '.join('--' for _ in head)} |", *rows[framework].values()]
-        parts.append("\n".join(lines) + "\n")
-    PAGE.write_text(before + BEGIN + "\n" + "\n".join(parts) + "\n" + END + after)
+def write(framework: str, line: str) -> None:
+    """Puts a row into the page, and keeps the rows of other versions and other Pythons.
+
+    Parts that did not run keep what an earlier run with the same packages found.
+    """
+    with open(_scratch().parent / "page.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        text = PAGE.read_text()
+        before, _, rest = text.partition(BEGIN)
+        table, _, after = rest.partition(END)
+        tables = []
+        for name, suite in SUITES.items():
+            known = {_key(row): row for row in table.splitlines() if row.startswith(f"| {WINDOWS[name].title} ")}
+            if name == framework:
+                known[_key(line)] = _merged(known.get(_key(line)), line)
+            if known:
+                head = [*_HEAD, *suite]
+                rows = [known[key] for key in sorted(known, reverse=True)]
+                tables.append([f"| {' | '.join(head)} |", f"| {' | '.join('--' for _ in head)} |", *rows])
+        PAGE.write_text(before + BEGIN + "\n" + "\n\n".join(map("\n".join, tables)) + "\n\n" + END + after)
 
 
-def _minor(line: str) -> str:
-    found = re.search(r"\d+\.\d+", line)
-    assert found is not None, line
-    return found[0]
+def _cells(line: str) -> list[str]:
+    return line.strip("| ").split(" | ")
 
 
-def _order(number: str) -> list[int]:
-    return [int(part) for part in number.split(".")]
+def _merged(known: str | None, line: str) -> str:
+    """A row, with what is known of parts that did not run this time."""
+    old, new = _cells(known or ""), _cells(line)
+    if old[: len(_HEAD)] == new[: len(_HEAD)]:
+        new = [before if now == NOT_RUN else now for before, now in zip(old, new, strict=True)]
+    return f"| {' | '.join(new)} |"
+
+
+def _key(line: str) -> tuple[int, ...]:
+    """The version and the Python of a row: `| PyTorch 2.9.1+cpu | Python 3.11.7 |` is (2, 9, 3, 11)."""
+    version, others = _cells(line)[: len(_HEAD)]
+    return tuple(int(number) for text in (version, others) for number in re.findall(r"\d+", text)[:2])
 
 
 def main() -> int:
     """Runs the matrix; the exit code is 1 if something failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME==VERSION", help="these versions (default: all)")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME==VERSION", help="these versions, in this order (default: all)"
+    )
     parser.add_argument(
         "--ends", action="store_true", help="of each framework the newest and the oldest, but pinned ones"
     )
@@ -292,24 +321,29 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="keep the environments, of up to 8 GB each")
     options = parser.parse_args()
     known = ends() if options.ends else list(versions())
-    chosen = [version for version in known if not options.only or str(version) in options.only]
+    by_name = {str(version): version for version in known}
+    chosen = [by_name[name] for name in options.only or by_name if name in by_name]
     if not chosen or (options.only and len(chosen) < len(options.only)):
         parser.error(f"versions of the window are {', '.join(map(str, versions()))}")
+    wheel = options.wheel and options.wheel.resolve()
     failed = []
-    for version in chosen:
-        print(f"== {version}", flush=True)
-        wheel = options.wheel and options.wheel.resolve()
-        python = make(version, options.python, wheel)
-        if options.prebuilt or not wheel:
-            build(python, version.shim, options.prebuilt, wheel is not None)
-        given = environment(wheel is not None, has_compiler=not options.prebuilt and not wheel)
-        outcomes, held = run(python, version.framework, given, options.parts)
-        write({version.framework: {version.number: row(version.framework, outcomes, held)}})
-        failed += [
-            f"{version}: {part} {outcome}" for part, outcome in outcomes.items() if outcome not in ("yes", NOT_RUN)
-        ]
-        if not options.keep:
-            shutil.rmtree(python.parents[1])
+    with ThreadPoolExecutor(1) as installer:
+        following = installer.submit(make, chosen[0], options.python, wheel)
+        for version, successor in zip(chosen, [*chosen[1:], None], strict=True):
+            python = following.result()
+            if successor:
+                following = installer.submit(make, successor, options.python, wheel)
+            print(f"== {version}", flush=True)
+            if options.prebuilt or not wheel:
+                build(python, version.shim, options.prebuilt, wheel is not None)
+            given = environment(wheel is not None, has_compiler=not options.prebuilt and not wheel)
+            outcomes, held = run(python, version.framework, given, options.parts)
+            write(version.framework, row(version.framework, outcomes, held))
+            failed += [
+                f"{version}: {part} {outcome}" for part, outcome in outcomes.items() if outcome not in ("yes", NOT_RUN)
+            ]
+            if not options.keep:
+                shutil.rmtree(python.parents[1])
     print("\n".join(failed) or f"{len(chosen)} versions passed")
     return int(bool(failed))
 

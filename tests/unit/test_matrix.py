@@ -43,18 +43,34 @@ def test_rows_are_replaced_and_kept_in_order(matrix, monkeypatch, tmp_path):
     monkeypatch.setattr(matrix, "PAGE", page)
     parts = dict.fromkeys(matrix.SUITES["torch"], "yes")
     held = ["Python 3.11.7", "torch 2.9.1+cpu", "transformers 5.23.0"]
-    matrix.write({"torch": {"2.9": matrix.row("torch", parts, held)}})
-    matrix.write({"torch": {"2.15": matrix.row("torch", parts, [held[0], "torch 2.15.0"])}})
-    matrix.write({"torch": {"2.9": matrix.row("torch", parts | {"hvd": "fails"}, held)}})
+    matrix.write("torch", matrix.row("torch", parts, held))
+    matrix.write("torch", matrix.row("torch", parts, [held[0], "torch 2.15.0"]))
+    matrix.write("torch", matrix.row("torch", parts, ["Python 3.10.13", "torch 2.15.0"]))
+    matrix.write("torch", matrix.row("torch", parts | {"hvd": "fails"}, held))
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     rows = [line for line in text.splitlines() if line.startswith("| PyTorch")]
-    assert [row.split(" | ")[0] for row in rows] == ["| PyTorch 2.15.0", "| PyTorch 2.9.1+cpu"]
-    assert rows[1].endswith("| fails |")
-    assert "| Python 3.11.7, transformers 5.23.0 |" in rows[1]
+    assert [row.split(" | ")[0] for row in rows] == ["| PyTorch 2.15.0", "| PyTorch 2.15.0", "| PyTorch 2.9.1+cpu"]
+    assert ["Python 3.11.7" in row for row in rows] == [True, False, True], "each Python has a row"
+    assert rows[2].endswith("| fails |")
+    assert "| Python 3.11.7, transformers 5.23.0 |" in rows[2]
     header = "| version | with | collectives | tape | fit | hvd | smp |"
     assert header not in text, "a table without rows is left out"
     parts = dict.fromkeys(matrix.SUITES["tensorflow"], "yes")
-    matrix.write({"tensorflow": {"2.21": matrix.row("tensorflow", parts, [held[0], "tensorflow 2.21.0"])}})
+    matrix.write("tensorflow", matrix.row("tensorflow", parts, [held[0], "tensorflow 2.21.0"]))
     assert header in page.read_text()
+
+
+def test_parts_that_do_not_run_keep_what_the_same_packages_gave(matrix, monkeypatch, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"{matrix.BEGIN}{matrix.END}")
+    monkeypatch.setattr(matrix, "PAGE", page)
+    parts = dict.fromkeys(matrix.SUITES["torch"], "yes")
+    again = dict.fromkeys(parts, matrix.NOT_RUN) | {"hvd": "yes"}
+    held = ["Python 3.11.7", "torch 2.15.0", "transformers 5.23.0"]
+    matrix.write("torch", matrix.row("torch", parts | {"hvd": "fails"}, held))
+    matrix.write("torch", matrix.row("torch", again, held))
+    assert "| yes | yes | yes | yes | yes |" in page.read_text()
+    matrix.write("torch", matrix.row("torch", again, [*held[:2], "transformers 5.24.0"]))
+    assert "| not run | not run | not run | not run | yes |" in page.read_text()

@@ -216,26 +216,31 @@ class _Apply:
     """Records ``torch.autograd.Function.apply`` of one class as one operation."""
 
     def __init__(self, function: type[torch.autograd.Function], original: Callable[..., Any]) -> None:
-        self._function, self._original = function, original
+        self._original = original
         self.__name__ = f"{function.__qualname__}.apply"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._original(self._function, *args, **kwargs)
+        return self._original(*args, **kwargs)
 
 
-def _applied(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
+def _applied(original: Any) -> classmethod:
+    """Wrap the class method ``apply`` of ``Function``: a `classmethod`, or of C since PyTorch 2.15.
+
+    The latter has no `__func__`, so either is bound to the class as attribute access would.
+    """
+
+    @functools.wraps(original.__get__(None, torch.autograd.Function))
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         recording = active.recording
         if recording is None or not recording.has_located((args, kwargs)):
-            return original(cls, *args, **kwargs)
+            return original.__get__(None, cls)(*args, **kwargs)
         call = vars(cls).get("_smp_apply")
         if call is None:
-            call = _Apply(cls, original)
+            call = _Apply(cls, original.__get__(None, cls))
             setattr(cls, "_smp_apply", call)  # noqa: B010 - no attribute of `Function`
         return recording.operation(call, args, kwargs)
 
-    return apply
+    return classmethod(apply)
 
 
 @contextmanager
@@ -253,7 +258,7 @@ def intercepted(pipeline: Pipeline) -> Iterator[None]:
         replaced.append((nn.Module, name, original, _noted(original, pipeline)))
     function = torch.autograd.Function
     original = vars(function)["apply"]
-    replaced.append((function, "apply", original, classmethod(_applied(original.__func__))))
+    replaced.append((function, "apply", original, _applied(original)))
 
     def watch_reads() -> None:
         # Done only when some module changes attributes, because it slows down every access.
