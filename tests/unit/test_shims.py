@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -69,8 +72,6 @@ def _links(log):
 
 
 def _start_build(before=()):
-    import pickle
-
     return subprocess.Popen(
         [*before, sys.executable, "-c", BUILD, pickle.dumps(FRAMEWORK).hex()],
         stdout=subprocess.PIPE,
@@ -354,6 +355,48 @@ def test_what_another_user_owns_is_not_loaded(cache, compiler, monkeypatch, tmp_
     assert path.read_text() == "library"
     assert (path == planted) is (whose == "file"), "a file is replaced, a folder is left alone"
     assert "belongs to user 65534, not to user 0 or root" in capsys.readouterr().err
+
+
+# Imports as root, since the interpreter may lie where other users cannot read.
+BUILD_AS = """
+import os, sys, pickle
+from smdistributed._common import shims
+user, framework = int(sys.argv[1]), pickle.loads(bytes.fromhex(sys.argv[2]))
+os.chdir("/")
+os.setgroups([]), os.setresgid(user, user, user), os.setresuid(user, user, user)
+print(shims.ensure(framework))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can run commands as other users")
+def test_two_users_of_one_cache_share_nothing(monkeypatch):
+    users, versions = (65533, 65534), ("9.9", "10.0")
+    with tempfile.TemporaryDirectory(prefix="smd-users-", dir="/tmp") as shared:
+        os.chmod(shared, 0o1777)
+        compiler = Path(shared) / "compiler"
+        compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nid -u >"$2"\n')
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CXX", str(compiler))
+        monkeypatch.setenv("SMD_CACHE_DIR", f"{shared}/cache")
+        monkeypatch.setenv("TMPDIR", shared)
+        # The second round finds what the first has built.
+        found = [
+            {(user, version): _built_as(user, version) for user in users for version in versions} for _ in range(2)
+        ]
+        assert found[0] == found[1]
+        assert len(set(found[0].values())) == 4
+        for (user, _), path in found[0].items():
+            assert path.read_text() == f"{user}\n"
+            for place in (path, path.parent, path.parent.parent):
+                held = place.stat()
+                assert held.st_uid == user, place
+                assert held.st_mode & 0o022 == 0, place
+
+
+def _built_as(user, version):
+    framework = pickle.dumps(replace(FRAMEWORK, version=version)).hex()
+    command = [sys.executable, "-c", BUILD_AS, str(user), framework]
+    return Path(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip())
 
 
 def test_the_command_builds_into_the_package(cache, compiler, monkeypatch, capsys, tmp_path):
