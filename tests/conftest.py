@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support import launchers
+from support import launchers, limits
 
 # A script's `&` and `nohup` make pytest ignore these, and what a test starts would ignore them too, although tests send
 # them. A handler that does nothing is not inherited.
@@ -24,8 +24,22 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 _LOCKS = "PYTEST_LOCKS_OF_WORKERS"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds what `make matrix` uses, which runs for hours beside other work."""
+    parser.addoption("--patience", type=float, default=1.0, help="multiply the time limits of tests by this")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Multiplies the tests' own time limits; those of their jobs follow in the harness."""
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        if marker and limits.patience != 1.0:
+            item.add_marker(pytest.mark.timeout(marker.args[0] * limits.patience), append=False)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Makes the folder of the locks, before the workers are started."""
+    limits.patience = config.getoption("patience")
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         folder = tempfile.TemporaryDirectory(prefix="smd-locks-")
         config.add_cleanup(folder.cleanup)

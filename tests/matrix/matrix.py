@@ -238,7 +238,7 @@ def run(python: Path, framework: str, given: dict[str, str], parts: list[str]) -
         report = _scratch() / "report.xml"
         report.unlink(missing_ok=True)
         # The first test of a version compiles the modules that it imports.
-        options = ["-q", "-p", "no:cacheprovider", f"--timeout={LIMIT}", f"--junit-xml={report}"]
+        options = ["-q", "-p", "no:cacheprovider", f"--timeout={LIMIT}", "--patience=4", f"--junit-xml={report}"]
         command = [str(python), "-m", "pytest", *options, *tests]
         try:
             done = subprocess.run(command, cwd=ROOT, env=given, check=False, timeout=LIMIT)

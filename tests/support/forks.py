@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
 
+from support import limits
+
 #: Variables that a rank gets when it is forked, as nothing reads them before; any other may be read while the framework is imported.
 _OF_THE_JOB = (
     "SMD_",
@@ -101,7 +103,7 @@ class _Server:
         """Forks a rank of the job in `folder`."""
         try:
             self._connection.send((str(folder), str(output), os.getcwd(), dict(environment)))
-            deadline = time.monotonic() + _IMPORT_SECONDS
+            deadline = time.monotonic() + _IMPORT_SECONDS * limits.patience
             while self._connection.poll(max(0.0, deadline - time.monotonic())):
                 kind, pid, *code = self._connection.recv()
                 if kind == "started":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -74,3 +75,20 @@ def test_parts_that_do_not_run_keep_what_the_same_packages_gave(matrix, monkeypa
     assert "| yes | yes | yes | yes | yes |" in page.read_text()
     matrix.write("torch", matrix.row("torch", again, [*held[:2], "transformers 5.24.0"]))
     assert "| not run | not run | not run | not run | yes |" in page.read_text()
+
+
+def test_patience_lengthens_the_limits_of_tests_and_of_their_jobs(tmp_path):
+    test = tmp_path / "test_slow.py"
+    test.write_text(
+        "import time, pytest\nfrom support import run_ranks\n"
+        "def slow():\n    time.sleep(3)\n"
+        "@pytest.mark.timeout(2)\ndef test_slow():\n    assert run_ranks(slow, 1, launcher='raw', timeout=1) == [None]\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-c", ROOT / "pyproject.toml", "--confcutdir", ROOT / "tests"]
+    command += ["-p", "tests.conftest", "-p", "no:cacheprovider"]
+    found = [
+        subprocess.run([*command, *more, test], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+        for more in ([], ["--patience", "20"])
+    ]
+    assert "the job was still running after 1 s" in found[0].stdout, found[0].stdout
+    assert found[1].returncode == 0, found[1].stdout
