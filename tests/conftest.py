@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support import launchers, limits
+from support import forks, launchers
 
 # A script's `&` and `nohup` make pytest ignore these, and what a test starts would ignore them too, although tests send
 # them. A handler that does nothing is not inherited.
@@ -33,13 +33,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Multiplies the tests' own time limits; those of their jobs follow in the harness."""
     for item in items:
         marker = item.get_closest_marker("timeout")
-        if marker and limits.patience != 1.0:
-            item.add_marker(pytest.mark.timeout(marker.args[0] * limits.patience), append=False)
+        if marker and forks.patience != 1.0:
+            item.add_marker(pytest.mark.timeout(marker.args[0] * forks.patience), append=False)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Makes the folder of the locks, before the workers are started."""
-    limits.patience = config.getoption("patience")
+    forks.patience = config.getoption("patience")
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         folder = tempfile.TemporaryDirectory(prefix="smd-locks-")
         config.add_cleanup(folder.cleanup)

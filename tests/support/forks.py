@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
 
-from support import limits
-
 #: Variables that a rank gets when it is forked, as nothing reads them before; any other may be read while the framework is imported.
 _OF_THE_JOB = (
     "SMD_",
@@ -39,6 +37,8 @@ _OF_THE_JOB = (
 #: Servers that may wait for work, half a gigabyte each; the one that was used least lately ends for a new one.
 _MOST_SERVERS = 12
 _IMPORT_SECONDS = 120.0
+#: What time limits are multiplied by, which suit a machine that does nothing else: the option `--patience` of pytest.
+patience = 1.0
 _MAIN = Path(__file__).with_name("fork_main.py")
 
 
@@ -103,7 +103,7 @@ class _Server:
         """Forks a rank of the job in `folder`."""
         try:
             self._connection.send((str(folder), str(output), os.getcwd(), dict(environment)))
-            deadline = time.monotonic() + _IMPORT_SECONDS * limits.patience
+            deadline = time.monotonic() + _IMPORT_SECONDS * patience
             while self._connection.poll(max(0.0, deadline - time.monotonic())):
                 kind, pid, *code = self._connection.recv()
                 if kind == "started":

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support import launchers, limits
+from support import forks, launchers
 from support.forks import Forked, ForkedProcess, fork_ranks
 from support.hosts import ByHand, Hosts, Torchrun
 from support.rank_main import BROKEN
@@ -174,7 +174,7 @@ class Job:
                 "a rank starts a job: the script that starts jobs is imported by its ranks and lacks "
                 "`if __name__ == '__main__'`"
             )
-        timeout *= limits.patience
+        timeout *= forks.patience
         self.n = n
         self._folder = folder
         self._started = time.monotonic()
