@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -35,3 +36,32 @@ def test_a_source_is_at_most_700_lines_long(sources):
 def test_a_folder_has_at_most_25_sources(sources):
     counts = Counter(str(path.parent.relative_to(ROOT)) for path in sources)
     assert {folder: count for folder, count in counts.items() if count > MOST_FILES} == {}
+
+
+#: Functions that make tensors on the default device, which is the user's to choose.
+_CONSTRUCTORS = {
+    "arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm",
+    "scalar_tensor", "tensor", "zeros",
+}  # fmt: skip
+#: Makes parameters of the user's model.
+_ON_THE_DEFAULT_DEVICE = {"python/smdistributed/modelparallel/torch/nn/module.py"}
+
+
+def test_tensors_of_the_library_name_their_device(sources):
+    """`torch.set_default_device("cuda")` must not move what is sent as bytes of the host."""
+    found = []
+    for path in sources:
+        place = str(path.relative_to(ROOT))
+        if not place.startswith("python/") or path.suffix != ".py" or place in _ON_THE_DEFAULT_DEVICE:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+            if (
+                of_torch
+                and node.func.attr in _CONSTRUCTORS
+                and not {"device", None} & {each.arg for each in node.keywords}
+            ):
+                found.append(f"{place}:{node.lineno}: torch.{node.func.attr}")
+    assert found == []

@@ -140,7 +140,7 @@ class _Methods(keras3.Reducing):
         """Return whether the condition holds on all ranks that reduce gradients with this one."""
         if not self._smd_is_shared():
             return bool(condition)
-        mine = torch.tensor([int(condition)])
+        mine = torch.tensor([int(condition)], device="cpu")
         return bool(mpi_ops.allreduce(mine, op=mpi_ops.Min, process_set=self._smd_options.process_set).item())
 
     def _smd_is_shared(self) -> bool:

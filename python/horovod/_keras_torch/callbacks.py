@@ -125,7 +125,7 @@ class Engine:
         Returns:
             The averages.
         """
-        return mpi_ops.allreduce(torch.tensor(values, dtype=torch.float64), name=name).tolist()
+        return mpi_ops.allreduce(torch.tensor(values, dtype=torch.float64, device="cpu"), name=name).tolist()
 
     @staticmethod
     def scale_velocities(optimizer: Any, ratio: float) -> None:

@@ -96,7 +96,7 @@ class HorovodAllgather(torch.autograd.Function):
             The gradient of the input, and ``None`` for other arguments.
         """
         grad = allreduce(grad_output, op=Average, process_set=ctx.process_set)
-        heights = allgather(torch.tensor([ctx.rows]), process_set=ctx.process_set)
+        heights = allgather(torch.tensor([ctx.rows], device="cpu"), process_set=ctx.process_set)
         return _own_rows(grad, heights, ctx.process_set), None, None
 
 
@@ -171,7 +171,7 @@ class HorovodGroupedAllgather(torch.autograd.Function):
             ``None`` for other arguments, and the gradients of the inputs.
         """
         grads = grouped_allreduce(list(grad_output), op=Average, process_set=ctx.process_set)
-        heights = allgather(torch.tensor([ctx.rows]), process_set=ctx.process_set)
+        heights = allgather(torch.tensor([ctx.rows], device="cpu"), process_set=ctx.process_set)
         own = [_own_rows(grad, heights[:, at], ctx.process_set) for at, grad in enumerate(grads)]
         return (None, None, *own)
 

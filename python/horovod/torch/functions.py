@@ -65,12 +65,12 @@ def broadcast_object(
     name = name or "broadcast_object"
     if rank() == root_rank:
         pickled = torch.frombuffer(bytearray(unpickling.dumps(obj)), dtype=torch.uint8)
-        length = torch.tensor([pickled.numel()], dtype=torch.int64)
+        length = torch.tensor([pickled.numel()], dtype=torch.int64, device="cpu")
         broadcast_(length, root_rank, f"{name}.sz", process_set)
     else:
-        length = torch.zeros(1, dtype=torch.int64)
+        length = torch.zeros(1, dtype=torch.int64, device="cpu")
         broadcast_(length, root_rank, f"{name}.sz", process_set)
-        pickled = torch.empty(int(length), dtype=torch.uint8)
+        pickled = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     broadcast_(pickled, root_rank, f"{name}.t", process_set)
     return obj if rank() == root_rank else unpickling.loads(pickled.numpy().tobytes(), f"rank {root_rank}")
 
@@ -88,7 +88,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     """
     name = name or "allgather_object"
     pickled = torch.frombuffer(bytearray(unpickling.dumps(obj)), dtype=torch.uint8)
-    lengths = allgather(torch.tensor([pickled.numel()]), f"{name}.sz", process_set)
+    lengths = allgather(torch.tensor([pickled.numel()], device="cpu"), f"{name}.sz", process_set)
     everybodys = io.BytesIO(allgather(pickled, f"{name}.t", process_set).numpy().tobytes())
     return [
         unpickling.loads(everybodys.read(length), f"rank {rank} of the process set")

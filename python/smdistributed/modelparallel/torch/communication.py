@@ -56,7 +56,7 @@ def _tensor(contents: list[torch.Tensor], on_host: bool, key: _Key) -> torch.Ten
     index, sizes, dtype_name, device, learns = key
     shape = torch.Size(sizes)
     dtype = _DTYPES[dtype_name]
-    tensor = contents[index].view(dtype).view(shape) if shape.numel() else torch.empty(shape, dtype=dtype)
+    tensor = contents[index].view(dtype).view(shape) if shape.numel() else torch.empty(shape, dtype=dtype, device="cpu")
     if not on_host:
         tensor = tensor.to(device)
     return tensor if learns is None else torch.nn.Parameter(tensor, requires_grad=learns)
@@ -83,26 +83,26 @@ def _post(value: Any, ranks: list[int]) -> None:
 
 
 def _send(messages: list[torch.Tensor], ranks: list[int]) -> None:
-    sizes = torch.tensor([message.numel() for message in messages])
+    sizes = torch.tensor([message.numel() for message in messages], device="cpu")
     works = []
     for rank in ranks:
-        works.append(dist.isend(torch.tensor([len(messages)]), rank, _world(), _CONTENT))
+        works.append(dist.isend(torch.tensor([len(messages)], device="cpu"), rank, _world(), _CONTENT))
         works += [dist.isend(message, rank, _world(), _CONTENT) for message in (sizes, *messages) if message.numel()]
-    taken = [dist.irecv(torch.empty(1, dtype=torch.uint8), rank, _world(), _TAKEN) for rank in ranks]
+    taken = [dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), rank, _world(), _TAKEN) for rank in ranks]
     for work in (*works, *taken):
         work.wait()
 
 
 def _take(rank: int, on_host: bool = False) -> Any:
-    count = torch.empty(1, dtype=torch.int64)
+    count = torch.empty(1, dtype=torch.int64, device="cpu")
     dist.recv(count, rank, _world(), _CONTENT)
-    sizes = torch.empty(int(count), dtype=torch.int64)
+    sizes = torch.empty(int(count), dtype=torch.int64, device="cpu")
     dist.recv(sizes, rank, _world(), _CONTENT)
-    messages = [torch.empty(size, dtype=torch.uint8) for size in sizes.tolist()]
+    messages = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes.tolist()]
     for message in messages:
         if message.numel():
             dist.recv(message, rank, _world(), _CONTENT)
-    dist.isend(torch.zeros(1, dtype=torch.uint8), rank, _world(), _TAKEN).wait()
+    dist.isend(torch.zeros(1, dtype=torch.uint8, device="cpu"), rank, _world(), _TAKEN).wait()
     return _unpacked(messages, on_host, rank)
 
 
@@ -118,11 +118,11 @@ def _exchanged(messages: list[torch.Tensor], name: str, on_host: bool) -> list[A
     members, ours = state.groups.members[name], state.groups.objects(name)
     if len(members) == 1:
         return [_unpacked(messages, on_host, members[0])]
-    counts = torch.empty(len(members), dtype=torch.int64)
-    dist.all_gather_into_tensor(counts, torch.tensor([len(messages)]), ours)
-    sizes = [torch.empty(count, dtype=torch.int64) for count in counts.tolist()]
-    dist.all_gather(sizes, torch.tensor([message.numel() for message in messages]), ours)
-    whole = [torch.empty(int(size.sum()), dtype=torch.uint8) for size in sizes]
+    counts = torch.empty(len(members), dtype=torch.int64, device="cpu")
+    dist.all_gather_into_tensor(counts, torch.tensor([len(messages)], device="cpu"), ours)
+    sizes = [torch.empty(count, dtype=torch.int64, device="cpu") for count in counts.tolist()]
+    dist.all_gather(sizes, torch.tensor([message.numel() for message in messages], device="cpu"), ours)
+    whole = [torch.empty(int(size.sum()), dtype=torch.uint8, device="cpu") for size in sizes]
     dist.all_gather(whole, torch.cat(messages), ours)
     # Copied, because a tensor's bytes may begin at an unaligned offset of the gathered buffer.
     return [

@@ -61,12 +61,12 @@ def _require_equal(cfg: configuration.Config) -> None:
     # The path of a partition file may differ between hosts.
     text = json.dumps({key: value for key, value in cfg.items() if key != "partition_file"}, sort_keys=True)
     own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    sizes = torch.empty(_core.size(), dtype=torch.int64)
-    dist.all_gather_into_tensor(sizes, torch.tensor([own.numel()]))
+    sizes = torch.empty(_core.size(), dtype=torch.int64, device="cpu")
+    dist.all_gather_into_tensor(sizes, torch.tensor([own.numel()], device="cpu"))
     longest = int(sizes.max())
-    row = torch.zeros(longest, dtype=torch.uint8)
+    row = torch.zeros(longest, dtype=torch.uint8, device="cpu")
     row[: own.numel()] = own
-    whole = torch.empty(_core.size() * longest, dtype=torch.uint8)
+    whole = torch.empty(_core.size() * longest, dtype=torch.uint8, device="cpu")
     dist.all_gather_into_tensor(whole, row)
     first: dict[str, Any] = {}
     for rank, (part, size) in enumerate(zip(whole.split(longest), sizes.tolist(), strict=True)):

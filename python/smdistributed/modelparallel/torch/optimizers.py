@@ -145,7 +145,7 @@ class FusedLAMB(Optimizer):
                     gradient = gradient / torch.clamp(total / limit, min=1.0)
                 state = self.state[parameter]
                 if not state:
-                    state["step"] = torch.zeros(())
+                    state["step"] = torch.zeros((), device="cpu")
                     state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
                     state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
                 state["step"] += 1
@@ -241,7 +241,7 @@ class FusedNovoGrad(Optimizer):
                 norm = torch.linalg.vector_norm(gradient, order)
                 state = self.state[parameter]
                 if not state:
-                    state["step"] = torch.zeros(())
+                    state["step"] = torch.zeros((), device="cpu")
                     state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
                     state["norm"] = torch.zeros_like(norm) if group["init_zero"] else norm.clone()
                 state["step"] += 1

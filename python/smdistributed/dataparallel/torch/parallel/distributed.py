@@ -515,7 +515,7 @@ class DistributedDataParallel(_TorchDDP):
         join.notify(self)
         ranks = self._agree_on_step(1, sync, with_buffers)
         by_present = sync and not self._divide_by_initial_world_size
-        factor = torch.tensor(self._group_size / ranks, dtype=torch.float64)
+        factor = torch.tensor(self._group_size / ranks, dtype=torch.float64, device="cpu")
         self._reducer.scale_next(factor if by_present else None)
 
     def _shadow_step(self) -> None:
@@ -533,7 +533,7 @@ class DistributedDataParallel(_TorchDDP):
         Returns:
             On ranks with inputs, how many ranks have some; on the others, whether a backward is reduced.
         """
-        said = torch.tensor([float(present), float(sync), float(with_buffers)])
+        said = torch.tensor([float(present), float(sync), float(with_buffers)], device="cpu")
         with errors.translated(CLASSES):
             dist.all_reduce(said, op=ReduceOp.SUM, group=self._own_group)
             ranks, syncing, with_buffers_anywhere = said.tolist()
@@ -554,7 +554,7 @@ class DistributedDataParallel(_TorchDDP):
 
     def _last_rank(self, candidate: bool) -> int:
         """Return the last rank that is a candidate, as a rank inside the group."""
-        root = torch.tensor([self._group_rank if candidate else -1])
+        root = torch.tensor([self._group_rank if candidate else -1], device="cpu")
         dist.all_reduce(root, op=ReduceOp.MAX, group=self._own_group)
         return int(root.item())
 

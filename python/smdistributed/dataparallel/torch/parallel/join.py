@@ -99,6 +99,6 @@ def notify(joinable: Joinable) -> None:
 
 
 def _sum(group: Any, value: int) -> float:
-    total = torch.tensor([float(value)])
+    total = torch.tensor([float(value)], device="cpu")
     dist.all_reduce(total, op=ReduceOp.SUM, group=group)
     return total.item()

@@ -321,7 +321,7 @@ class CheckpointManager:
         read = self._read(reader, found, shapes, divided=divided)
         for name, parameter in sharded.items():
             piece = pieces[parameter]
-            read[name] = torch.empty(piece.end - piece.start, dtype=_DTYPES[found[name][0]])
+            read[name] = torch.empty(piece.end - piece.start, dtype=_DTYPES[found[name][0]], device="cpu")
         self._read_shards(
             reader, found, {name: (read[name], pieces[parameter]) for name, parameter in sharded.items()}, model
         )
@@ -374,12 +374,12 @@ class CheckpointManager:
                 start[shard.dim], end = shard.bounds(state.groups.rank_in("tp"))
                 local = shard.local_shape(shape)
                 # Padding is filled with zeros.
-                whole = into[name] if into is not None else torch.zeros(local, dtype=dtype)
+                whole = into[name] if into is not None else torch.zeros(local, dtype=dtype, device="cpu")
                 expected = shard.whole_shape(whole.shape)
                 tensor = whole.narrow(shard.dim, 0, end - start[shard.dim])
                 results[name] = whole
             else:
-                tensor = into[name] if into is not None else torch.empty(shape, dtype=dtype)
+                tensor = into[name] if into is not None else torch.empty(shape, dtype=dtype, device="cpu")
                 expected = tuple(tensor.shape)
             if tuple(shape) != expected:
                 raise SMPCheckpointError(
@@ -390,7 +390,7 @@ class CheckpointManager:
                 continue
             if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dtype != dtype:
                 copies[name] = tensor
-                tensor = torch.empty(tensor.shape, dtype=dtype)
+                tensor = torch.empty(tensor.shape, dtype=dtype, device="cpu")
                 tensors[name] = tensor
             lengths, size = list(tensor.shape), tensor.numel() * tensor.element_size()
             targets.append((name, start, lengths, tensor.data_ptr(), size))
@@ -436,7 +436,7 @@ class CheckpointManager:
                 continue
             kept = self._pinned.get(name)
             if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-                kept = self._pinned[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                kept = self._pinned[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
             kept.copy_(tensor, non_blocking=True)
             copies[name], waits = kept, True
             owned.add(name)
@@ -530,7 +530,7 @@ def _numbered(name: str, key: str, value: Any, parameter: str) -> tuple[str, tor
         return name, value.detach()
     if type(value) in _NUMBERS:
         ending, dtype = _NUMBERS[type(value)]
-        return name + ending, torch.tensor(value, dtype=dtype)
+        return name + ending, torch.tensor(value, dtype=dtype, device="cpu")
     if value is not None:
         raise SMPCheckpointError(
             f"the optimizer's `{key}` of `{parameter}` is a {type(value).__name__}: expected tensors and numbers"

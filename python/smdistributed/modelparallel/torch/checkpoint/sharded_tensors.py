@@ -186,7 +186,7 @@ def read(
             )
         own = tensor.detach()[: piece.end - piece.start]
         if own.device.type != "cpu" or own.dtype != dtype:
-            buffer = torch.zeros(own.shape, dtype=dtype)
+            buffer = torch.zeros(own.shape, dtype=dtype, device="cpu")
             copies.append((own, buffer))
             own = buffer
         reads += [(name, each) for each in _slices_of(own, piece, shard)]

@@ -42,7 +42,7 @@ class Streams:
         place = groups.rank_in("rdp") * len(groups.members["pp"]) + groups.rank_in("pp")
         first = (seeds[0] + place * (collectives.tp_size() + 1) * 1_000_003) % (1 << _SEED_BITS)
         own = (first + (1 + collectives.tp_rank()) * 1_000_003) % (1 << _SEED_BITS)
-        self._shared, self._own = torch.Generator().manual_seed(first), torch.Generator().manual_seed(own)
+        self._shared, self._own = torch.Generator("cpu").manual_seed(first), torch.Generator("cpu").manual_seed(own)
         self._groups = groups
 
     def next_seed(self, *, same_on_group: bool) -> int:

@@ -228,18 +228,18 @@ def _compared(has_failed: bool, *contents: Any) -> list[list[int]]:
         digest = hashlib.blake2b(pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL), digest_size=16).digest()
         numbers += [int.from_bytes(part, "little", signed=True) for part in (digest[:8], digest[8:])]
     size = len(state.groups.members["pp"])
-    everybody = torch.empty(size * len(numbers), dtype=torch.int64)
-    dist.all_gather_into_tensor(everybody, torch.tensor(numbers), state.groups.pp_group)
+    everybody = torch.empty(size * len(numbers), dtype=torch.int64, device="cpu")
+    dist.all_gather_into_tensor(everybody, torch.tensor(numbers, device="cpu"), state.groups.pp_group)
     return everybody.view(size, -1).tolist()
 
 
 def _sent_header(header: _Header) -> _Header:
     """Return the first rank's header."""
     content = torch.frombuffer(bytearray(pickle.dumps(header, protocol=pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
-    size = torch.tensor([content.numel()])
+    size = torch.tensor([content.numel()], device="cpu")
     _broadcast(size)
     if state.groups.rank_in("pp"):
-        content = torch.empty(int(size), dtype=torch.uint8)
+        content = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     _broadcast(content)
     return unpickling.loads(content.numpy().tobytes(), _first())
 

@@ -200,7 +200,7 @@ class StageBoundary:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.grad: torch.Tensor | None = None
         #: The leaf of the autograd graph.
-        self.leaf = torch.empty((), requires_grad=True)
+        self.leaf = torch.empty((), requires_grad=True, device="cpu")
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor as a node of the graph."""

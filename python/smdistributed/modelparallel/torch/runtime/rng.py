@@ -180,10 +180,10 @@ class RngState:
         self._first = dict(mine)
         if is_equal:
             return
-        sizes = torch.tensor([len(mine.get(kind, b"")) for kind in kinds])
+        sizes = torch.tensor([len(mine.get(kind, b"")) for kind in kinds], device="cpu")
         source = state.groups.members["pp"][0]
         dist.broadcast(sizes, source, state.groups.pp_group)
-        whole = torch.zeros(int(sizes.sum()), dtype=torch.uint8)
+        whole = torch.zeros(int(sizes.sum()), dtype=torch.uint8, device="cpu")
         if state.groups.rank_in("pp") == 0:
             whole = torch.frombuffer(bytearray(b"".join(mine.get(kind, b"") for kind in kinds)), dtype=torch.uint8)
         dist.broadcast(whole, source, state.groups.pp_group)

@@ -97,8 +97,8 @@ class Transfers:
 
     def compare(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of all ranks of the pipeline, in their order."""
-        mine = torch.tensor(numbers)
-        everybody = torch.empty(len(self._members) * len(numbers), dtype=torch.int64)
+        mine = torch.tensor(numbers, device="cpu")
+        everybody = torch.empty(len(self._members) * len(numbers), dtype=torch.int64, device="cpu")
         dist.all_gather_into_tensor(everybody, mine, self._group)
         return everybody.view(len(self._members), -1).tolist()
 
@@ -106,8 +106,8 @@ class Transfers:
         """Do the same in parallel with other transfers; return at once."""
         if self._beside is None:
             self._beside = dist.new_group(self._members)
-        mine = torch.tensor(numbers)
-        everybody = torch.empty(len(self._members) * len(numbers), dtype=torch.int64)
+        mine = torch.tensor(numbers, device="cpu")
+        everybody = torch.empty(len(self._members) * len(numbers), dtype=torch.int64, device="cpu")
         work = dist.all_gather_into_tensor(everybody, mine, self._beside, async_op=True)
         assert work is not None
         return Comparison(mine, everybody, len(self._members), work)

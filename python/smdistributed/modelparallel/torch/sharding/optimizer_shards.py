@@ -123,7 +123,7 @@ class _Row:
             parameter.grad is not None or carried
             for parameter, carried in zip(self._parameters, self._has_carried, strict=True)
         ]
-        has.copy_(torch.tensor(flags, dtype=torch.int32))
+        has.copy_(torch.tensor(flags, dtype=torch.int32, device="cpu"))
         dist.all_reduce(has, ReduceOp.MAX, self._group)
         for at, parameter in enumerate(self._parameters):
             view = self._view(self._gradients, at)

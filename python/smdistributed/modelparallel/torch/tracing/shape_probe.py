@@ -36,7 +36,7 @@ class Numbers:
 
     def __init__(self, sample: int, replicated: bool = False) -> None:
         self._sample, self._replicated = sample, replicated
-        self._generator = torch.Generator().manual_seed(_SEED + sample)
+        self._generator = torch.Generator("cpu").manual_seed(_SEED + sample)
         self._pools: dict[tuple[torch.dtype, torch.device, bool], torch.Tensor] = {}
 
     def of(self, leaf: Any, meta: TensorMeta) -> torch.Tensor:
@@ -65,14 +65,18 @@ class Numbers:
 
     def _drawn(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         if dtype.is_complex:
-            return torch.view_as_complex(torch.randn(count, 2, generator=self._generator)).to(dtype)
+            return torch.view_as_complex(torch.randn(count, 2, generator=self._generator, device="cpu")).to(dtype)
         if dtype.is_floating_point:
-            return torch.randn(count, generator=self._generator).to(dtype)
+            return torch.randn(count, generator=self._generator, device="cpu").to(dtype)
         if dtype is torch.bool:
             # The first mask is all true, later ones are random.
-            return torch.randint(2 if self._sample else 1, (count,), generator=self._generator) + (not self._sample) > 0
+            return (
+                torch.randint(2 if self._sample else 1, (count,), generator=self._generator, device="cpu")
+                + (not self._sample)
+                > 0
+            )
         # 0 is a valid value for most uses of integers.
-        return torch.zeros(count, dtype=dtype)
+        return torch.zeros(count, dtype=dtype, device="cpu")
 
     def _placed(self, memory: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
         return memory.to(meta.device).as_strided(meta.shape, meta.stride).detach().requires_grad_(meta.requires_grad)

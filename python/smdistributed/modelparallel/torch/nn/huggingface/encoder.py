@@ -64,7 +64,7 @@ def translations() -> tuple[Callable[..., dict[str, Any]], Callable[..., dict[st
             embeddings = [name for name in result if name.endswith("embeddings.position_embeddings.weight")]
             for name in embeddings:
                 prefix = name.removesuffix("position_embeddings.weight")
-                result[f"{prefix}position_ids"] = torch.arange(max_seq_len)[None]
+                result[f"{prefix}position_ids"] = torch.arange(max_seq_len, device="cpu")[None]
         return result
 
     def from_hf(state_dict: State) -> dict[str, Any]:

@@ -169,9 +169,9 @@ class NameTable:
         if max_seq_len is not None and self.masks is not None:
             for index in range(count):
                 prefix = (self.base + self.layers).format(index) + self.masks
-                mask = torch.ones(max_seq_len, max_seq_len, dtype=torch.bool).tril()
+                mask = torch.ones(max_seq_len, max_seq_len, dtype=torch.bool, device="cpu").tril()
                 result[f"{prefix}.bias"] = mask[None, None]
-                result[f"{prefix}.masked_bias"] = torch.tensor(-1e4)
+                result[f"{prefix}.masked_bias"] = torch.tensor(-1e4, device="cpu")
         if _PARTIAL in state_dict:
             result[_PARTIAL] = state_dict[_PARTIAL]
         return result
