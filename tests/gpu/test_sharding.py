@@ -20,8 +20,8 @@ def _begin():
 
 def _tensor_parallelism_body(names):
     _begin()
+    from support.smp.models import models
     from support.tensor_parallel import compare
-    from support.tensor_parallel_models import models
 
     layouts = [(NUM_RANKS, 1, 1)] + ([(2, 2, 1), (2, 1, 2)] if NUM_RANKS == 4 else [(1, 2, 1), (1, 1, 2)])
     for name in names:
@@ -77,7 +77,7 @@ def test_shards_train_as_one_process():
 
 def _precision_body():
     _begin()
-    from support.precision import compare
+    from support.smp.precision import compare
 
     last = NUM_RANKS - 1
     compare(

@@ -9,7 +9,7 @@ from support import Forked, run_ranks
 
 
 def _equality_body():
-    from support.precision import compare
+    from support.smp.precision import compare
 
     compare(
         [
@@ -31,7 +31,7 @@ def _exact_body():
     import torch
 
     import smdistributed.modelparallel.torch as smp
-    from support.precision import SCALES, STEPS, alone, batch_of, loss_of, start, train
+    from support.smp.precision import SCALES, STEPS, alone, batch_of, loss_of, start, train
 
     for dtype, key in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
         more = {"dynamic_loss_scaling": True, **SCALES} if key == "fp16" else {}
@@ -79,7 +79,7 @@ def _resume_body(folder):
     import torch
 
     import smdistributed.modelparallel.torch as smp
-    from support.precision import SCALES, STEPS, start, train
+    from support.smp.precision import SCALES, STEPS, start, train
 
     config = {"fp16": True, "partitions": 2, "ddp": True}
     scales = {"dynamic_loss_scale": True, "dynamic_loss_args": SCALES}

@@ -10,8 +10,8 @@ LAYOUTS = [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)]
 
 
 def _body(names, layout, variants):
+    from support.smp.models import models
     from support.tensor_parallel import compare
-    from support.tensor_parallel_models import models
 
     for name in names:
         for prescaled, optimize in variants:

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-
-from .tensor_parallel import LENGTH, VOCABULARY, WIDTH, states, tokens
+from support.tensor_parallel import LENGTH, VOCABULARY, WIDTH, states, tokens
 
 
 def models():
