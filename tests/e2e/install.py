@@ -63,10 +63,11 @@ def main() -> None:
 
 
 def _files(root: Path) -> set[str]:
-    """The package's files below `root`, less what Python writes."""
+    """The package's files below `root`, less what Python writes and what was built in place."""
     packages = [root / "smdistributed", root / "horovod"]
     files = {path.relative_to(root) for package in packages for path in package.rglob("*") if path.is_file()}
-    return {str(path) for path in files if "__pycache__" not in path.parts and path.suffix != ".so"}
+    built = {"__pycache__", "_prebuilt"}
+    return {str(path) for path in files if not built.intersection(path.parts) and path.suffix != ".so"}
 
 
 if __name__ == "__main__":

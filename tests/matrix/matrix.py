@@ -75,17 +75,16 @@ SUITES = {
         "tape": [_MULTIPROC + "dataparallel/test_tensorflow_tape.py::test_gradients"],
         "fit": [_MULTIPROC + "dataparallel/test_tensorflow_keras.py"],
         "hvd": [_MULTIPROC + "horovod/test_keras.py::test_training"],
-        "smp": [
-            _MULTIPROC + "modelparallel_tensorflow/test_training.py::test_models_learn_as_in_one_process",
-            _MULTIPROC + "modelparallel_tensorflow/test_fit.py::test_models_learn_as_in_one_process",
-        ],
+        "smp": [_MULTIPROC + "modelparallel_tensorflow/test_fit.py::test_the_shortest_training"],
     },
     # With the newest TensorFlow.
     "keras": {
         "fit": [_MULTIPROC + "dataparallel/test_tensorflow_keras.py"],
         "hvd": [_MULTIPROC + "horovod/test_keras.py::test_training"],
-        "smp": [_MULTIPROC + "modelparallel_tensorflow/test_training.py::test_models_learn_as_in_one_process[keras]"],
-        "smp fit": [_MULTIPROC + "modelparallel_tensorflow/test_fit.py::test_models_learn_as_in_one_process[keras]"],
+        "smp": [
+            _MULTIPROC + "modelparallel_tensorflow/test_fit.py::test_the_shortest_training[keras]",
+            _MULTIPROC + "modelparallel_tensorflow/test_fit.py::test_models_learn_as_in_one_process[keras]",
+        ],
     },
 }
 _DISTRIBUTIONS = {"torch": "torch", "tensorflow": "tensorflow-cpu", "keras": "keras"}

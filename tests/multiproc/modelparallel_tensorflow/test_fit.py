@@ -169,6 +169,25 @@ def test_models_learn_as_in_one_process(keras, tmp_path):
         assert words < (1e-12 if older or not _adds_epsilon() else 1e-7)
 
 
+def _shortest(folder):
+    import tensorflow as tf
+
+    from support import keras_fits, keras_models
+
+    tf.keras.backend.set_floatx("float64")
+    stepped, variables = keras_models.compare("residual", "float64", 2, 2, "interleaved", "tape")
+    assert variables > 0
+    return stepped, keras_fits.compare("classes", Path(folder))
+
+
+@pytest.mark.parametrize("keras", ["keras", "tf_keras"])
+def test_the_shortest_training(keras, tmp_path):
+    """A step and `fit`: for `make matrix`, which tries many versions."""
+    env = {**ENV, "TF_USE_LEGACY_KERAS": str(int(keras == "tf_keras"))}
+    for differences in run_ranks(_shortest, 2, str(tmp_path), launcher="smdrun", env=env, timeout=200):
+        assert max(differences) < 1e-10, differences
+
+
 def test_what_is_wrong_is_an_error_on_every_rank():
     first, second = run_ranks(_refused, 2, launcher=Forked("tensorflow"), env=ENV, timeout=280)
     says = {
