@@ -204,6 +204,8 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
     degree = values.get("pipeline_parallel_degree", 1)
     complete = {**DEFAULTS, **values}
     complete["partitions"] = degree
+    # Scripts, such as the Trainer of transformers, ask by this key which ranks save states of the optimizer.
+    complete["shard_optimizer_state"] |= complete["sharded_data_parallel_degree"] > 1
     complete["default_partition"] = complete["default_partition"] or 0
     if complete["memory_weight"] is None:
         complete["memory_weight"] = 0.2 if complete["optimize"] == "speed" else 0.8

@@ -49,6 +49,14 @@ def test_the_configuration_can_be_copied_and_pickled(change):
         _ = config.Config.__new__(config.Config)._values_
 
 
+def test_scripts_see_that_states_of_sharded_data_parallelism_are_sharded(monkeypatch):
+    for name in ("SM_HP_MP_PARAMETERS", "SMP_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    # By this key, the Trainer of transformers decides which ranks save the optimizer's state.
+    assert config.read({"ddp": True, "sharded_data_parallel_degree": 2}).shard_optimizer_state
+    assert not config.read({"ddp": True}).shard_optimizer_state
+
+
 def test_the_launchers_value_wins_before_limits_are_checked(monkeypatch):
     monkeypatch.delenv("SMP_CONFIG", raising=False)
     monkeypatch.setenv("SM_HP_MP_PARAMETERS", '{"tensor_parallel_degree": 1, "fp16": false}')
@@ -384,6 +392,30 @@ def test_a_whole_model_is_read_from_safetensors(job, tmp_path):
     assert hugging_face.safetensors_instead(tmp_path / "pytorch_model.bin") == tmp_path / "model.safetensors"
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     assert hugging_face.safetensors_instead(tmp_path / "pytorch_model.bin") is None
+
+
+def test_a_distributed_model_is_read_from_the_files_of_transformers(job, tmp_path):
+    safetensors, transformers = pytest.importorskip("safetensors.torch"), pytest.importorskip("transformers")
+    torch.manual_seed(2)
+    with smp.tensor_parallelism():
+        sizes = {"vocab_size": 13, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8}
+        settings = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+        theirs = transformers.GPT2LMHeadModel(settings)
+    values = {name: torch.randn_like(each) for name, each in theirs.state_dict().items()}
+    model = smp.DistributedModel(theirs)
+    assert isinstance(model.module, smp.nn.DistributedTransformerLMHead)
+    values["lm_head.weight"] = values["transformer.wte.weight"]
+    # transformers writes a tied weight once, under either of its names, or twice.
+    for left_out in ("lm_head.weight", "nothing"):
+        kept = {name: each.clone() for name, each in values.items() if name != left_out}
+        safetensors.save_file(kept, tmp_path / "model.safetensors")
+        with torch.no_grad():
+            for each in model.parameters():
+                each.zero_()
+        assert smp.resume_from_checkpoint(tmp_path, tag="pytorch_model.bin", partial=False, load_optimizer=False) == {}
+        found = smp.state.module_manager.to_own_names(model.state_dict())
+        assert found.keys() == values.keys()
+        assert all(torch.equal(found[name], each) for name, each in values.items())
 
 
 def test_a_backward_by_pytorchs_own_call_is_summed_over_microbatches(job):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from smdistributed.modelparallel.exceptions import SMPCheckpointError
 from smdistributed.modelparallel.torch.checkpoint import state_dicts
+from smdistributed.modelparallel.torch.state import state
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.model import DistributedModel
@@ -27,7 +28,7 @@ def read_safetensors(file: Path, model: DistributedModel) -> dict[str, Any]:
     """Read a whole model's state. Shared tensors, which the file has under one name, are added under their other names.
 
     Args:
-        file: The file.
+        file: The file, with names of the model or of the modules that tensor parallelism has replaced.
         model: The model that knows which tensors are shared.
 
     Raises:
@@ -43,6 +44,8 @@ def read_safetensors(file: Path, model: DistributedModel) -> dict[str, Any]:
     except (safetensors.SafetensorError, OSError) as error:
         raise SMPCheckpointError(f"`{file}` is damaged: {error}") from error
     entries = state_dicts.model_entries(model)
+    if found.keys() - entries.keys():
+        found = state.module_manager.from_own_names(found)
     by_tensor = {id(tensor): found[name] for name, tensor in entries.items() if name in found}
     for name, tensor in entries.items():
         if name not in found and id(tensor) in by_tensor:
