@@ -77,14 +77,11 @@ SUITES = {
         "hvd": [_MULTIPROC + "horovod/test_keras.py::test_training"],
         "smp": [_MULTIPROC + "modelparallel_tensorflow/test_fit.py::test_the_shortest_training"],
     },
-    # With the newest TensorFlow.
+    # With the newest TensorFlow that takes it.
     "keras": {
-        "fit": [_MULTIPROC + "dataparallel/test_tensorflow_keras.py"],
-        "hvd": [_MULTIPROC + "horovod/test_keras.py::test_training"],
-        "smp": [
-            _MULTIPROC + "modelparallel_tensorflow/test_fit.py::test_the_shortest_training[keras]",
-            _MULTIPROC + "modelparallel_tensorflow/test_fit.py::test_models_learn_as_in_one_process[keras]",
-        ],
+        "fit": [_MULTIPROC + "dataparallel/test_tensorflow_keras.py::test_keras_3"],
+        "hvd": [_MULTIPROC + "horovod/test_keras.py::test_training[keras3]"],
+        "smp": [_MULTIPROC + "modelparallel_tensorflow/test_fit.py::test_the_shortest_training[keras]"],
     },
 }
 _DISTRIBUTIONS = {"torch": "torch", "tensorflow": "tensorflow-cpu", "keras": "keras"}
@@ -110,7 +107,10 @@ class Version:
         others = {
             "torch": ["transformers"],
             "tensorflow": [f"keras>={WINDOWS['keras'].oldest}"],
-            "keras": [f"tensorflow-cpu=={WINDOWS['tensorflow'].newest}.*"],
+            "keras": [
+                f"tensorflow-cpu>={WINDOWS['tensorflow'].oldest}",
+                f"tensorflow-cpu<={WINDOWS['tensorflow'].newest}.99",
+            ],
         }
         return wanted + others[self.framework]
 
@@ -119,11 +119,13 @@ class Version:
         """The framework whose operator library it needs."""
         return "torch" if self.framework == "torch" else "tensorflow"
 
-    @property
-    def without_dependencies(self) -> list[str]:
-        """The same for packages whose dependencies are here under another name."""
-        numbers = {"tensorflow": self.number, "keras": WINDOWS["tensorflow"].newest}
-        return [f"tf-keras=={numbers[self.framework]}.*"] if self.framework in numbers else []
+    def without_dependencies(self, python: Path) -> list[str]:
+        """The same for packages whose dependencies are in the environment under another name."""
+        if self.framework == "torch":
+            return []
+        code = "import importlib.metadata as m; print(m.version('tensorflow-cpu'))"
+        found = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout
+        return [f"tf-keras=={'.'.join(found.split('.')[:2])}.*"]
 
 
 def environment(is_installed: bool, has_compiler: bool = True) -> dict[str, str]:
@@ -191,7 +193,7 @@ def make(version: Version, python: str, wheel: Path | None) -> Path:
         subprocess.run([python, "-m", "venv", str(folder)], check=True)
         install = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     subprocess.run([*install, *version.requirements], check=True)
-    alone = [*version.without_dependencies, *([str(wheel)] if wheel else [])]
+    alone = [*version.without_dependencies(folder / "bin/python"), *([str(wheel)] if wheel else [])]
     if alone:
         subprocess.run([*install, "--no-deps", *alone], check=True)
     return folder / "bin/python"
