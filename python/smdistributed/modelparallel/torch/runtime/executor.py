@@ -280,6 +280,10 @@ class Executor:
         place = -1
         changed = task.output_spec.mutated if task.output_spec is not None else ()
         replicated: dict[int, torch.Tensor] = {}
+        #: Replicated tensors that the call changes, and their copies by id: one each, since a call may get one twice.
+        leaves = task.leaves() if changed else []
+        written = {id(leaves[place]) for place in changed}
+        copies: dict[int, torch.Tensor] = {}
         #: Indices of tensors by id, for tensors inside of containers among the arguments.
         given: dict[int, int] = {}
 
@@ -289,8 +293,10 @@ class Executor:
             if isinstance(item, Value):
                 item = self._tensor(item, env)
             else:
-                if place in changed or (task.output_spec is None and type(item) is torch.Tensor):
-                    replicated[place] = item = item.clone()
+                if id(item) in written or (task.output_spec is None and type(item) is torch.Tensor):
+                    if id(item) not in copies:
+                        copies[id(item)] = item.clone()
+                    replicated[place] = item = copies[id(item)]
                 elif isinstance(item, torch.Tensor) and not isinstance(item, UnreadTensor) and self._early:
                     # Copied, because the body may write to it before the backward.
                     item = item.clone()

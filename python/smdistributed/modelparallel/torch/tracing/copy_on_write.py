@@ -60,7 +60,7 @@ class CopyOnWriteTensors:
         kept = []
         for reference, held in self._views.pop(storage_of(tensor), ()):
             remote = reference()
-            if remote is not None and not _overlap(held, tensor):
+            if remote is not None and not overlap(held, tensor):
                 kept.append((reference, held))
             elif remote is not None:
                 remote.value = InvalidatedValue(
@@ -149,7 +149,7 @@ class CopyOnWriteTensors:
         """
         for tensor in tensors:
             for path, tasks, count, held in self._attributes.get(storage_of(tensor), ()):
-                if len(tasks) > count and _overlap(held, tensor):
+                if len(tasks) > count and overlap(held, tensor):
                     raise SMPUsageError(
                         f"`{getattr(func, '__name__', func)}` changes the tensor in `{path}` in place, inside of a "
                         "`smp.step` function, and modules that were called before read it later: assign a changed "
@@ -164,7 +164,7 @@ class CopyOnWriteTensors:
         storage = storage_of(tensor)
         # In reverse order, because most matches are tasks of the current microbatch.
         return any(
-            held is tensor or _overlap(held, tensor)
+            held is tensor or overlap(held, tensor)
             for held in (
                 *(each[-1] for each in reversed(self._tasks.get(storage, ()))),
                 *(each[-1] for each in self._views.get(storage, ())),
@@ -190,7 +190,7 @@ class CopyOnWriteTensors:
         with torch._C.DisableTorchFunction(), torch.inference_mode(False):
             held = self._tasks.pop(storage, [])
             for number, task, each in held:
-                if not _overlap(each, tensor) and any(leaf is each for leaf in task.saved()):
+                if not overlap(each, tensor) and any(leaf is each for leaf in task.saved()):
                     self._copied.setdefault(storage, []).append((number, task, each))
             for _, task, _ in held:
                 task.replace_leaves(copied)
@@ -219,10 +219,10 @@ class StorageRange(NamedTuple):
         return other.begin < self.end and self.begin < other.end
 
 
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors share memory."""
     with torch._C.DisableTorchFunction():
-        return one is other or StorageRange.of(one).overlaps(other)
+        return one is other or (one.layout == torch.strided and StorageRange.of(one).overlaps(other))
 
 
 def storage_of(tensor: torch.Tensor) -> int:

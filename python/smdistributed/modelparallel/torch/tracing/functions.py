@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from smdistributed.modelparallel.torch.tracing.remote_tensor import METADATA
+from smdistributed.modelparallel.exceptions import SMPUsageError
+from smdistributed.modelparallel.torch.tracing.remote_tensor import METADATA, RemoteTensor
 
 #: Functions whose results are not tensors: all ranks get their operands and call them.
 READS = frozenset(
@@ -54,6 +55,23 @@ CASTS = frozenset(
 )
 #: Functions that run a backward.
 BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+
+
+def recorded_as(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the function that the partition calls for a method of a located tensor.
+
+    Raises:
+        SMPUsageError: Only autograd's graph, which the partition makes, tells whether the call is allowed.
+    """
+    if func is torch.Tensor.register_hook:
+        return register_hook
+    if func is torch.Tensor.requires_grad_ and type(args[0]) is RemoteTensor:
+        wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+        if args[0].value.meta.requires_grad and not wanted:
+            raise SMPUsageError(
+                f"`requires_grad_(False)` of a tensor on partition {args[0].value.rank}: use `tensor.detach()`"
+            )
+    return func
 
 
 def register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:

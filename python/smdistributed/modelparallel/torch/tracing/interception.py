@@ -29,6 +29,7 @@ from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
 from smdistributed.modelparallel.torch.tracing.key_value_caches import without_new_cache
 from smdistributed.modelparallel.torch.tracing.recording import active
+from smdistributed.modelparallel.torch.tracing.remote_tensor import RemoteTensor
 
 #: Names of a module's tables of hooks that get inputs or outputs of its forward.
 _FORWARD_TABLES = ("_forward_pre_hooks", "_forward_hooks")
@@ -190,11 +191,18 @@ def _noted(original: Callable[..., Any], pipeline: Pipeline) -> Callable[..., An
                 f"`{pipeline.paths.get(id(self), type(self).__name__)}.{name}` is a parameter, a buffer or a module: "
                 "set it before the `smp.step` function is called"
             )
+        path = f"{pipeline.paths.get(id(self), type(self).__name__)}.{name}"
+        tensor = value[0] if value and isinstance(value[0], torch.Tensor) else None
+        if tensor is not None and type(tensor) is not RemoteTensor and recording.is_located(tensor):
+            # The tensor itself has the numbers from before the change.
+            raise SMPUsageError(
+                f"`{path}` is set to a tensor that was changed in place with numbers of a partition: pass the tensor "
+                "to the module instead, or assign a copy that is made before the change"
+            )
         with state.changing(self, name):
             original(self, name, *value)
-        if value and isinstance(value[0], torch.Tensor) and not recording.is_located(value[0]):
-            path = f"{pipeline.paths.get(id(self), type(self).__name__)}.{name}"
-            recording.copy_on_write.hold_attribute(value[0], path, recording.tasks)
+        if tensor is not None and type(tensor) is not RemoteTensor:
+            recording.copy_on_write.hold_attribute(tensor, path, recording.tasks)
 
     return change
 

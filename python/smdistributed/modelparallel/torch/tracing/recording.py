@@ -54,7 +54,7 @@ from smdistributed.modelparallel.torch.tracing.functions import (
     REQUIRES_GRAD,
     STORAGE_WRITES,
     VERSION,
-    register_hook,
+    recorded_as,
 )
 from smdistributed.modelparallel.torch.tracing.metadata import OutputSpec, ReadsNumbersError, UnknownOutputError
 from smdistributed.modelparallel.torch.tracing.module_state import UNCHANGED
@@ -235,8 +235,7 @@ class Recording(TorchFunctionMode):
                 f"`{getattr(func, '__name__', func)}` inside of a `smp.step` function: call `model.backward(loss)` "
                 f"instead"
             )
-        if func is torch.Tensor.register_hook:
-            func = register_hook
+        func = recorded_as(func, args, kwargs)
         name = getattr(func, "__name__", None) or str(func)
         if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
             raise SMPUsageError(
@@ -486,7 +485,8 @@ class Recording(TorchFunctionMode):
             self.storages.follow_writes(task, tensors)
         results: list[torch.Tensor] = []
         for place, value in zip(spec.aliases, task.outputs, strict=False):
-            if place is not None and place in spec.mutated:
+            if place is not None and (place in spec.mutated or task.module is not None):
+                # A module that returns its argument returns the body's own tensor.
                 results.append(tensors[place])
             else:
                 results.append(self._remote_tensor(value))

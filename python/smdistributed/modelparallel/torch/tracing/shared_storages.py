@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smdistributed.modelparallel.torch.tracing.copy_on_write import unversioned_write
+from smdistributed.modelparallel.exceptions import SMPUsageError
+from smdistributed.modelparallel.torch.tracing.copy_on_write import overlap, unversioned_write
 from smdistributed.modelparallel.torch.tracing.metadata import OutputSpec, SharedStorage
 from smdistributed.modelparallel.torch.tracing.remote_tensor import InvalidatedValue, RemoteTensor, TensorMeta
 from smdistributed.modelparallel.torch.tracing.tasks import Task, Value, Write
@@ -33,7 +34,12 @@ class SharedStorages:
         self._replicated_bases: dict[Value, torch.Tensor] = {}
 
     def add_writes(self, task: Task, leaves: Sequence[Any]) -> None:
-        """Create new values for all tensors that a task changes (REC-3)."""
+        """Create new values for all tensors that a task changes (REC-3).
+
+        Raises:
+            SMPUsageError: Another argument is a view of a replicated tensor that the task changes. The partition would
+                get copies, so it would not see the change.
+        """
         # An in-place operation may make a tensor require a gradient.
         trains = task.context.grad and any(value.meta.requires_grad for value in task.inputs)
         taken = {value.index for value in task.inputs}
@@ -56,6 +62,12 @@ class SharedStorages:
 
         for place in task.known_spec.mutated:
             if not isinstance(leaves[place], Value):
+                for other in leaves:
+                    if isinstance(other, torch.Tensor) and other is not leaves[place] and overlap(other, leaves[place]):
+                        raise SMPUsageError(
+                            f"`{task.name}` on partition {task.rank} changes an argument in place of which another "
+                            "argument is a view: pass a copy of either"
+                        )
                 new(leaves[place], place)
         for base, values in self.written(task.known_spec, leaves, task.rank).items():
             if base.rank != task.rank:
@@ -177,6 +189,9 @@ class SharedStorages:
             self._replicated_bases[base] = other
             self._recording.copy_on_write.add_view(result, other)
             return
+        if base in self._replicated_bases:
+            # A view of a view of it.
+            self._recording.copy_on_write.add_view(result, self._replicated_bases[base])
         remotes = self._views.setdefault(base, [])
         remotes.append(weakref.ref(result))
         if type(other) is RemoteTensor and other.value.storage is base:
