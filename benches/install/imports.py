@@ -18,14 +18,14 @@ import tempfile
 import time
 from pathlib import Path
 
+#: What is measured, and what was imported before; differences between whole processes would be lost in their spread.
 CASES = {
-    "torch": "import torch",
-    "collectives": "import torch, smdistributed.dataparallel.torch.distributed",
-    "torch.nn.parallel": "import torch, torch.nn.parallel.distributed",
-    "DDP": "import torch, torch.nn.parallel.distributed, smdistributed.dataparallel.torch.parallel.distributed",
+    "collectives": ("import smdistributed.dataparallel.torch.distributed", "import torch"),
+    "DDP": (
+        "import smdistributed.dataparallel.torch.parallel.distributed",
+        "import torch, torch.nn.parallel.distributed",
+    ),
 }
-#: What each case is compared with.
-BEYOND = {"collectives": "torch", "DDP": "torch.nn.parallel"}
 
 
 def seconds(python: Path, code: str, **variables: str) -> tuple[float, float]:
@@ -39,6 +39,13 @@ def seconds(python: Path, code: str, **variables: str) -> tuple[float, float]:
     return usage.ru_utime + usage.ru_stime, time.monotonic() - start
 
 
+def beyond(python: Path, code: str, before: str) -> float:
+    """Processor time of `code` in a process that has run `before`."""
+    timed = f"{before}\nimport time\nstart = time.process_time()\n{code}\nprint(time.process_time() - start)"
+    given = os.environ | {"OMP_NUM_THREADS": "1"}
+    return float(subprocess.run([python, "-c", timed], env=given, stdout=subprocess.PIPE, check=True).stdout)
+
+
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -48,12 +55,11 @@ def main() -> None:
     python = Path(sys.executable)
     times: dict[str, list[float]] = {name: [] for name in CASES}
     for _ in range(options.rounds):
-        for name, code in CASES.items():
-            times[name].append(seconds(python, code)[0])
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    for name, other in BEYOND.items():
-        beyond = 1e3 * (medians[name] - medians[other])
-        print(f"{name}: {beyond:.0f} ms beyond {other}, which takes {medians[other]:.2f} s", flush=True)
+        for name, (code, before) in CASES.items():
+            times[name].append(1e3 * beyond(python, code, before))
+    for name, values in times.items():
+        spread = f"{min(values):.0f} to {max(values):.0f}"
+        print(f"{name}: {statistics.median(values):.0f} ms ({spread}) after `{CASES[name][1]}`", flush=True)
     if options.wheel:
         _install(options.wheel.resolve(), python)
 
@@ -67,7 +73,7 @@ def _install(wheel: Path, python: Path) -> None:
         subprocess.run([*pip, "--target", place, wheel], check=True)
         print(f"pip install: {time.monotonic() - start:.1f} s")
         given = {"PYTHONPATH": str(place), "SMD_CACHE_DIR": str(cache), "CXX": "/no/compiler"}
-        code = CASES["collectives"]
+        code = "import torch, smdistributed.dataparallel.torch.distributed"
         if (place / "smdistributed/_prebuilt").is_dir():
             print("first import, prebuilt: {:.2f} s of processors, {:.2f} s".format(*seconds(python, code, **given)))
             shutil.rmtree(place / "smdistributed/_prebuilt")
