@@ -29,7 +29,7 @@ WORKERS ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo demo-hosts example-tch test check bench bench-faults fuzz test-rust test-loom test-asan test-tsan test-miri test-python test-install test-trainer matrix matrix-ends format generated develop wheel release \
-	clean docs torch-suite build-release build-tests packages-test packages-demo
+	clean docs torch-suite test-engines build-release build-tests packages-test packages-demo
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -106,6 +106,9 @@ matrix: $(STAMPS)/develop ## A short suite with every version of PyTorch and Ten
 
 matrix-ends: $(STAMPS)/develop ## The same with the newest and the oldest of each, but those that `make test` runs with
 	$(BIN)/python tests/matrix/matrix.py --ends $(ARGS)
+
+test-engines: $(STAMPS)/engines $(STAMPS)/develop ## Jobs on a Ray cluster and on a Slurm cluster of this machine (installs both; Slurm needs root)
+	$(BIN)/python -m pytest -p no:cacheprovider tests/engines/ray_jobs.py tests/engines/slurm_jobs.py $(ARGS)
 
 torch-suite: $(STAMPS)/suite $(STAMPS)/develop ## PyTorch's own tests of process groups over smddp, beside gloo; ARGS= goes to compare.py
 	$(BIN)/python tests/torch_suite/compare.py $(ARGS)
@@ -188,6 +191,17 @@ $(STAMPS)/demo: constraints.txt | $(STAMPS)/torch
 
 $(STAMPS)/suite: constraints.txt | $(STAMPS)/torch
 	$(PIP) expecttest hypothesis
+	@touch $@
+
+# The engines that start jobs in tests. Where Slurm cannot be installed its tests are skipped.
+$(STAMPS)/engines: constraints.txt | $(STAMPS)/digits
+	$(PIP) ray
+	@if command -v slurmctld >/dev/null && command -v munged >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "installing Slurm"; \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+			slurm-wlm munge iproute2; } >/dev/null 2>&1 || echo "Slurm could not be installed: its tests are skipped"; \
+	else echo "Slurm is not installed (package slurm-wlm): its tests are skipped"; fi
 	@touch $@
 
 # mypy reads the types of PyTorch.

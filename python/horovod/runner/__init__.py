@@ -80,6 +80,24 @@ _OPTIONS = [
 ]
 
 
+def renamed(old: str, value: Any, new: str, current: Any) -> Any:
+    """Return the value of an argument that had another name, with a warning if the caller uses the old one.
+
+    Args:
+        old: The old name.
+        value: The value under the old name; ``None`` if it was not given.
+        new: The new name.
+        current: The value under the new name.
+
+    Returns:
+        The value to use.
+    """
+    if value is None:
+        return current
+    warnings.warn(f"{old} is deprecated, use {new} instead", DeprecationWarning, stacklevel=3)
+    return value
+
+
 def run(
     func: Callable[..., Any],
     args: Sequence[Any] = (),
@@ -157,12 +175,6 @@ def run(
     """
     from horovod.runner import launch
     from horovod.runner.util.network import Interfaces
-
-    def renamed(old: str, value: Any, new: str, current: Any) -> Any:
-        if value is None:
-            return current
-        warnings.warn(f"{old} is deprecated, use {new} instead", DeprecationWarning, stacklevel=3)
-        return value
 
     num_proc = renamed("np", np, "num_proc", num_proc)
     min_num_proc = renamed("min_np", min_np, "min_num_proc", min_num_proc)

@@ -1,0 +1,373 @@
+"""Elastic jobs on a Ray cluster, whose nodes are the hosts."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from horovod.ray.utils import callbacks_called
+from horovod.ray.worker import BaseHorovodWorker
+from horovod.runner.common.util import codec, secret, timeout
+from horovod.runner.common.util.hosts import SlotInfo
+from horovod.runner.elastic.discovery import HostDiscovery
+from horovod.runner.elastic.driver import ElasticDriver
+from horovod.runner.elastic.rendezvous import create_rendezvous_handler
+from horovod.runner.elastic.settings import ElasticSettings
+from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
+from horovod.runner.http.http_server import RendezvousServer
+
+#: Seconds between two looks at the events that end a worker.
+_LOOK_S = 0.2
+
+
+class ClusterNodes:
+    """Names of a cluster's nodes as hosts of a job.
+
+    The name of a node is its address. A further node at an address, beside the first one or after it, has a name of its
+    own: it has failed nowhere yet, so it is not blacklisted.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def alive(self) -> dict[str, dict[str, Any]]:
+        """Return the nodes that are alive.
+
+        Returns:
+            Ray's descriptions by name.
+        """
+        found = {}
+        for node in ray.nodes():
+            with self._lock:
+                name = self._name(node["NodeID"], node["NodeManagerAddress"])
+            if node["Alive"]:
+                found[name] = node
+        return found
+
+    def _name(self, node_id: str, address: str) -> str:
+        if node_id not in self._names:
+            is_taken = address in self._names.values()
+            self._names[node_id] = f"{address}-{node_id[:8]}" if is_taken else address
+        return self._names[node_id]
+
+    def find(self, host: str) -> dict[str, Any]:
+        """Return the node that is a host.
+
+        Args:
+            host: Name of the host: that of this object, or the node's own.
+
+        Returns:
+            Ray's description.
+
+        Raises:
+            RuntimeError: No node that is alive has this name.
+        """
+        nodes = self.alive()
+        for name, node in nodes.items():
+            if host in (name, node["NodeManagerAddress"], node["NodeManagerHostname"]):
+                return node
+        raise RuntimeError(f"host {host} is no node of the cluster: there are {sorted(nodes)}")
+
+
+class RayHostDiscovery(HostDiscovery):
+    """The nodes of the cluster, with as many slots as their resources are enough for.
+
+    Args:
+        use_gpu: Whether slots have GPUs.
+        cpus_per_slot: CPUs of each slot.
+        gpus_per_slot: GPUs of each slot.
+    """
+
+    def __init__(self, use_gpu: bool = False, cpus_per_slot: int = 1, gpus_per_slot: int = 1) -> None:
+        self.use_gpu = use_gpu
+        self.cpus_per_slot = cpus_per_slot
+        self.gpus_per_slot = gpus_per_slot
+        self.nodes = ClusterNodes()
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """Return the nodes.
+
+        Returns:
+            Slots by name; nodes without a slot are left out.
+        """
+        found = {}
+        for name, node in self.nodes.alive().items():
+            resources = node["Resources"]
+            slots = int(resources.get("CPU", 0) // self.cpus_per_slot)
+            if self.use_gpu:
+                slots = min(slots, int(resources.get("GPU", 0) // self.gpus_per_slot))
+            if slots:
+                found[name] = slots
+        return found
+
+
+class ElasticJob:
+    """One run of a function by workers that join and leave.
+
+    Args:
+        settings: An :class:`ElasticSettings`.
+        use_gpu: Whether workers get GPUs.
+        cpus_per_slot: CPUs of each worker.
+        gpus_per_slot: GPUs of each worker.
+        env_vars: Variables of the workers.
+        creation: Arguments of :meth:`BaseHorovodWorker.start_executable`.
+    """
+
+    def __init__(
+        self,
+        settings: Any,
+        use_gpu: bool,
+        cpus_per_slot: int,
+        gpus_per_slot: int,
+        env_vars: dict[str, str] | None = None,
+        creation: tuple[Any, ...] = (),
+    ) -> None:
+        self.settings = settings
+        self._use_gpu = use_gpu
+        self._options = {"num_cpus": cpus_per_slot, "num_gpus": gpus_per_slot if use_gpu else 0}
+        self._creation = creation
+        found = settings.discovery
+        self._nodes = found.nodes if isinstance(found, RayHostDiscovery) else ClusterNodes()
+        self.rendezvous = RendezvousServer(settings.verbose, settings.key)
+        self.driver = ElasticDriver(
+            self.rendezvous,
+            settings.discovery,
+            settings.min_num_proc,
+            settings.max_num_proc,
+            timeout=settings.elastic_timeout,
+            reset_limit=settings.reset_limit,
+            cooldown_range=settings.cooldown_range,
+            verbose=settings.verbose,
+        )
+        port = self.rendezvous.start(create_rendezvous_handler(self.driver))
+        own = {secret.HOROVOD_SECRET_KEY: str(codec.dumps_base64(self.rendezvous.key))}
+        common = create_run_env_vars(ray.util.get_node_ip_address(), settings.nics, port, elastic=True)
+        self._env = {**common, **own, **(env_vars or {})}
+        self._values: dict[tuple[str, int], tuple[int, Any]] = {}
+        self._failures: list[tuple[str, RayError]] = []
+
+    def run(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], Any]] | None = None) -> list[Any]:
+        """Run a function to the end of the job.
+
+        Args:
+            fn: The function.
+            callbacks: Called with the records of :func:`horovod.ray.ray_logger.log`.
+
+        Returns:
+            The results of the workers of the last session by rank.
+
+        Raises:
+            RuntimeError: The job could not continue.
+            TimeoutException: There were not enough slots in time.
+            Exception: The exception of a callback.
+        """
+        first = self.settings.num_proc or self.settings.min_num_proc
+        function = ray.put(fn)
+        with callbacks_called(callbacks) as queue:
+            self.driver.start(first, lambda slot, events: self._run_worker(slot, events, function, queue))
+            results = self.driver.get_results()
+        if results.error_message is not None:
+            last = self._failures[-1] if self._failures else None
+            text = f"Horovod detected that one or more processes exited with non-zero status: {results.error_message}"
+            if last is None:
+                raise RuntimeError(text)
+            raise RuntimeError(f"{text}. The last failure was that of {last[0]}: {last[1]}") from last[1]
+        ended = [place for place, (code, _) in results.worker_results.items() if code == 0]
+        values = [self._values[place] for place in self._values if f"{place[0]}[{place[1]}]" in ended]
+        return [value for _, value in sorted(values, key=lambda pair: pair[0])]
+
+    def stop(self) -> None:
+        """End the job and its workers."""
+        self.driver.stop()
+        self.rendezvous.stop()
+
+    def _run_worker(
+        self, slot: SlotInfo, events: list[threading.Event], function: Any, queue: Any
+    ) -> tuple[int, float]:
+        """Run a worker to its end. Return its exit code and the time of its end."""
+        place = (slot.hostname, slot.local_rank)
+        name = f"{slot.hostname}[{slot.local_rank}]"
+        node = self._nodes.find(slot.hostname)
+        affinity = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        actor = ray.remote(BaseHorovodWorker).options(**self._options, scheduling_strategy=affinity).remote()
+        try:
+            code = self._drive(actor, slot, node, events, function, queue)
+        except RayError as error:
+            # The message of an actor's death is long, and Ray has logged it.
+            kind = "has died" if isinstance(error, RayActorError) else f"failed: {error}"
+            print(f"horovod: worker {name} {kind}", file=sys.stderr, flush=True)
+            self._failures.append((name, error))
+            self._values.pop(place, None)
+            code = 1
+        finally:
+            ray.kill(actor)
+        return code, time.time()
+
+    def _drive(
+        self, actor: Any, slot: SlotInfo, node: dict[str, Any], events: list[threading.Event], function: Any, queue: Any
+    ) -> int:
+        def outcome(reference: Any) -> Any:
+            while not ray.wait([reference], timeout=_LOOK_S)[0]:
+                if any(event.is_set() for event in events):
+                    return None
+            return ray.get(reference)
+
+        gpus = outcome(actor.get_gpu_ids.remote())
+        if gpus is None:
+            return 1
+        devices = _visible(gpus, slot.local_rank, int(node["Resources"].get("GPU", 0))) if self._use_gpu else {}
+        variables = {**self._env, **create_slot_env_vars(slot), **devices}
+        references = [
+            actor.update_env_vars.remote(variables),
+            actor.set_queue.remote(queue),
+            actor.start_executable.remote(*self._creation),
+        ]
+        ray.get(references)
+        result = outcome(actor.execute_elastic.remote(function))
+        if result is None:
+            return 1
+        rank, value, is_done = result
+        if is_done:
+            self._values[slot.hostname, slot.local_rank] = rank, value
+        return 0
+
+
+def _visible(own: list[str], slot: int, count: int) -> dict[str, str]:
+    """Return the variable that lists a node's GPUs with those of this worker where its slot finds them."""
+    others = [str(index) for index in range(count) if str(index) not in own]
+    first = slot * len(own)
+    return {"CUDA_VISIBLE_DEVICES": ",".join([*others[:first], *own, *others[first:]])}
+
+
+class ElasticRayExecutor:
+    """Runs a function as an elastic job of Horovod on a Ray cluster.
+
+    Args:
+        settings: What :meth:`create_settings` returns.
+        use_gpu: Whether workers get GPUs.
+        cpus_per_slot: CPUs of each worker.
+        gpus_per_slot: GPUs of each worker; 1 by default with ``use_gpu``.
+        env_vars: Variables of the workers.
+        override_discovery: Whether the nodes of the cluster are the hosts; otherwise ``settings.discovery`` finds them.
+
+    Raises:
+        ValueError: Arguments exclude each other.
+
+    Examples:
+        >>> executor = ElasticRayExecutor(ElasticRayExecutor.create_settings(min_num_proc=1, max_num_proc=4))
+        >>> executor.start()
+        >>> executor.run(train)
+    """
+
+    @staticmethod
+    def create_settings(
+        min_num_proc: int = 1,
+        max_num_proc: int | None = None,
+        reset_limit: int | None = None,
+        elastic_timeout: int = 600,
+        timeout_s: int = 30,
+        ssh_identity_file: str | None = None,
+        nics: set[str] | None = None,
+        min_np: int | None = None,
+        max_np: int | None = None,
+        **kwargs: Any,
+    ) -> ElasticSettings:
+        """Create the settings of an elastic job.
+
+        Args:
+            min_num_proc: Least number of workers.
+            max_num_proc: Largest number of workers; all slots of the cluster by default.
+            reset_limit: Largest number of sessions after the first.
+            elastic_timeout: Longest wait for slots, in seconds.
+            timeout_s: Longest time for the start, in seconds.
+            ssh_identity_file: Accepted for compatibility, without effect.
+            nics: Interfaces that workers use; by default the core chooses.
+            min_np: Deprecated: use ``min_num_proc``.
+            max_np: Deprecated: use ``max_num_proc``.
+            **kwargs: More arguments of :class:`ElasticSettings`, such as ``cooldown_range``.
+
+        Returns:
+            The settings.
+        """
+        from horovod.runner import renamed
+
+        limit = timeout.Timeout(timeout_s, "{activity} took longer than {timeout} seconds")
+        kwargs = {"discovery": None, "verbose": 1, "key": secret.make_secret_key(), **kwargs}
+        return ElasticSettings(
+            min_num_proc=renamed("min_np", min_np, "min_num_proc", min_num_proc),
+            max_num_proc=renamed("max_np", max_np, "max_num_proc", max_num_proc),
+            elastic_timeout=elastic_timeout,
+            reset_limit=reset_limit,
+            start_timeout=limit,
+            ssh_identity_file=ssh_identity_file,
+            nics=nics,
+            **kwargs,
+        )
+
+    def __init__(
+        self,
+        settings: Any,
+        use_gpu: bool = False,
+        cpus_per_slot: int = 1,
+        gpus_per_slot: int | None = None,
+        env_vars: dict[str, str] | None = None,
+        override_discovery: bool = True,
+    ) -> None:
+        if gpus_per_slot is not None and not use_gpu:
+            raise ValueError("gpus_per_slot is set, but use_gpu is False: use_gpu must be True")
+        if gpus_per_slot is not None and gpus_per_slot < 1:
+            raise ValueError(f"gpus_per_slot must be >= 1: Got {gpus_per_slot}.")
+        self.settings = settings
+        self._slots = (use_gpu, cpus_per_slot, gpus_per_slot or 1)
+        self._env_vars = env_vars
+        if override_discovery:
+            settings.discovery = RayHostDiscovery(*self._slots)
+        elif settings.discovery is None:
+            raise ValueError("override_discovery is False, but the settings have no discovery")
+        self._job: ElasticJob | None = None
+
+    def start(self) -> None:
+        """Start the driver, and wait until there are enough slots.
+
+        Raises:
+            TimeoutException: There were not enough slots in time.
+        """
+        self._job = ElasticJob(self.settings, *self._slots, env_vars=self._env_vars)
+        try:
+            self._job.driver.wait_for_available_slots(self.settings.num_proc or self.settings.min_num_proc)
+        except BaseException:
+            self._end()
+            raise
+
+    def run(self, worker_fn: Callable[[], Any], callbacks: Sequence[Callable[[Any], Any]] | None = None) -> list[Any]:
+        """Run a function on all workers to the end of the job, which also ends this object's driver.
+
+        Args:
+            worker_fn: The function, which uses ``hvd.elastic.run``.
+            callbacks: Called with the records of :func:`horovod.ray.ray_logger.log`.
+
+        Returns:
+            The results of the workers of the last session by rank.
+
+        Raises:
+            RuntimeError: The job could not continue, or :meth:`start` was not called.
+        """
+        if self._job is None:
+            raise RuntimeError("call `start()` before `run()`")
+        try:
+            return self._job.run(lambda _: worker_fn(), callbacks)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        if self._job is not None:
+            self._job.stop()
+            self._job = None

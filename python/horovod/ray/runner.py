@@ -1,0 +1,553 @@
+"""Jobs on a Ray cluster: with a fixed number of workers here, elastic ones through :mod:`horovod.ray.elastic_v2`."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from horovod.ray.adapter import Adapter, BaseParams
+from horovod.ray.elastic_v2 import ElasticAdapter, ElasticParams
+from horovod.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
+from horovod.ray.utils import callbacks_called, gather, map_blocking
+from horovod.runner.common.util import codec, secret, timeout
+from horovod.runner.common.util.hosts import SlotInfo
+from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
+from horovod.runner.http.http_server import RendezvousServer
+
+
+@dataclass
+class MiniSettings:
+    """Settings of a job on Ray, as :meth:`RayExecutor.create_settings` returns them.
+
+    Attributes:
+        nics: Interfaces that workers use; by default the core chooses.
+        verbose: 2 prints more lines.
+        key: The job's secret.
+        ssh_port: Accepted for compatibility, without effect.
+        ssh_identity_file: Accepted for compatibility, without effect.
+        timeout_s: Longest wait of ``hvd.init()`` for the other ranks, in seconds.
+        placement_group_timeout_s: Longest wait for resources, in seconds.
+        elastic: Whether workers may join and leave.
+    """
+
+    nics: set[str] | None = None
+    verbose: int = 1
+    key: bytes = field(default_factory=secret.make_secret_key, repr=False)
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    timeout_s: int = 300
+    placement_group_timeout_s: int = 100
+    elastic: bool = False
+
+    @property
+    def start_timeout(self) -> timeout.Timeout:
+        """A limit that begins now."""
+        return timeout.Timeout(self.timeout_s, "{activity} took longer than {timeout} seconds")
+
+
+class Coordinator:
+    """Gives workers their places, and serves the store in which ranks meet.
+
+    Args:
+        settings: A :class:`MiniSettings`.
+    """
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+        #: Ranks by host, hosts in the order of their first worker.
+        self.hostnames_by_rank: dict[str, list[int]] = defaultdict(list)
+        self.rendezvous: RendezvousServer | None = None
+        self._slots: list[SlotInfo] = []
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers so far."""
+        return sum(map(len, self.hostnames_by_rank.values()))
+
+    @property
+    def hostnames(self) -> set[str]:
+        """Names of the hosts so far."""
+        return set(self.hostnames_by_rank)
+
+    @property
+    def hoststring(self) -> str:
+        """Hosts and slots as ``name:slots,name:slots``."""
+        return ",".join(f"{host}:{len(ranks)}" for host, ranks in self.hostnames_by_rank.items())
+
+    def register(self, hostname: str, node_id: str, world_rank: int) -> None:
+        """Add a worker.
+
+        Args:
+            hostname: Name of the host.
+            node_id: Accepted for compatibility: nodes of Ray with one address are one host.
+            world_rank: Rank of the worker.
+        """
+        self.hostnames_by_rank[hostname].append(world_rank)
+
+    def finalize_registration(self) -> dict[int, dict[str, str]]:
+        """Assign the places of all workers.
+
+        Returns:
+            Variables of each rank.
+        """
+        across: dict[int, int] = defaultdict(int)
+        self._slots = []
+        for host, ranks in self.hostnames_by_rank.items():
+            for local_rank, rank in enumerate(sorted(ranks)):
+                slot = SlotInfo(host, rank, local_rank, across[local_rank], self.world_size, len(ranks))
+                self._slots.append(slot)
+                across[local_rank] += 1
+        for slot in self._slots:
+            slot.cross_size = across[slot.local_rank]
+        return {slot.rank: create_slot_env_vars(slot) for slot in self._slots}
+
+    def establish_rendezvous(self) -> dict[str, str]:
+        """Start the store.
+
+        Returns:
+            Variables of all workers. They contain the job's secret.
+        """
+        self.rendezvous = RendezvousServer(self.settings.verbose, self.settings.key)
+        port = self.rendezvous.start()
+        self.rendezvous.init(self._slots)
+        variables = create_run_env_vars(ray.util.get_node_ip_address(), self.settings.nics, port)
+        return variables | {secret.HOROVOD_SECRET_KEY: str(codec.dumps_base64(self.rendezvous.key))}
+
+    def shutdown(self) -> None:
+        """Stop the store."""
+        if self.rendezvous is not None:
+            self.rendezvous.stop()
+            self.rendezvous = None
+
+
+@dataclass
+class StaticParams(BaseParams):
+    """Number and resources of the workers of a job that is not elastic.
+
+    Attributes:
+        num_workers: Number of workers.
+        num_hosts: Number of nodes, with ``num_workers_per_host`` workers on each.
+        num_workers_per_host: Workers of each node.
+        use_current_placement_group: Whether workers run in the placement group of the caller, if it is a task of Ray.
+    """
+
+    num_workers: int | None = None
+    num_hosts: int | None = None
+    num_workers_per_host: int = 1
+    use_current_placement_group: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_workers and self.num_hosts:
+            raise ValueError("Both `num_workers` and `num_hosts` provided: expected one of them.")
+        if not self.num_workers and not self.num_hosts:
+            raise ValueError("Either `num_workers` or `num_hosts` must be set, or `min_workers` for an elastic job.")
+
+    def create_strategy(self, settings: Any) -> BaseStrategy:
+        """Choose where workers are placed.
+
+        Args:
+            settings: A :class:`MiniSettings`.
+
+        Returns:
+            The strategy.
+        """
+        resources: dict[str, Any] = {
+            "settings": settings,
+            "cpus_per_worker": self.cpus_per_worker,
+            "use_gpu": self.use_gpu,
+            "gpus_per_worker": self.gpus_per_worker,
+        }
+        if self.num_hosts:
+            return ColocatedStrategy(
+                num_hosts=self.num_hosts, num_workers_per_host=self.num_workers_per_host, **resources
+            )
+        is_own = not self.use_current_placement_group
+        assert self.num_workers is not None, "one of both is set"
+        return PGStrategy(num_workers=self.num_workers, force_create_placement_group=is_own, **resources)
+
+
+class StaticAdapter(Adapter):
+    """Workers whose number is fixed.
+
+    Args:
+        settings: A :class:`MiniSettings`.
+        params: Number and resources of the workers.
+    """
+
+    def __init__(self, settings: Any, params: StaticParams) -> None:
+        self.settings = settings
+        self.params = params
+        self.workers: list[Any] = []
+        self._hosts: list[str] = []
+        self._coordinator: Coordinator | None = None
+        self._strategy: BaseStrategy | None = None
+
+    def start(
+        self,
+        executable_cls: type | None = None,
+        executable_args: list[Any] | None = None,
+        executable_kwargs: dict[str, Any] | None = None,
+        extra_env_vars: dict[str, str] | None = None,
+    ) -> None:
+        """Start the workers and give them their places.
+
+        Args:
+            executable_cls: Class of the object that :meth:`execute` passes to functions.
+            executable_args: Arguments of the class.
+            executable_kwargs: Keyword arguments of the class.
+            extra_env_vars: Variables of the workers.
+
+        Raises:
+            TimeoutError: The cluster did not offer the resources in time.
+            RuntimeError: The workers run already.
+        """
+        if self.workers:
+            raise RuntimeError("the workers run already: call `shutdown()` before another `start()`")
+        self._strategy = self.params.create_strategy(self.settings)
+        try:
+            self._start(extra_env_vars or {})
+            creation = (executable_cls, executable_args, executable_kwargs)
+            map_blocking(lambda worker: worker.start_executable.remote(*creation), self.workers)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _start(self, extra_env_vars: dict[str, str]) -> None:
+        assert self._strategy is not None, "it was chosen before"
+        self.workers = self._strategy.create_workers()
+        hosts = map_blocking(lambda worker: worker.hostname.remote(), self.workers)
+        nodes = map_blocking(lambda worker: worker.node_id.remote(), self.workers)
+        gpus = map_blocking(lambda worker: worker.get_gpu_ids.remote(), self.workers)
+        # Ranks of a host follow each other, as collectives over several hosts want it.
+        age = {host: place for place, host in reversed(list(enumerate(hosts)))}
+        order = sorted(range(len(hosts)), key=lambda worker: age[hosts[worker]])
+        self.workers = [self.workers[worker] for worker in order]
+        self._hosts = [hosts[worker] for worker in order]
+        coordinator = self._coordinator = Coordinator(self.settings)
+        visible: dict[str, list[str]] = defaultdict(list)
+        for rank, worker in enumerate(order):
+            coordinator.register(hosts[worker], nodes[worker], rank)
+            visible[nodes[worker]] += gpus[worker]
+        places = coordinator.finalize_registration()
+        common = coordinator.establish_rendezvous()
+        common |= {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(self.settings.timeout_s), **extra_env_vars}
+        variables = []
+        for rank, worker in enumerate(order):
+            # Scripts choose the device with the number of their local rank.
+            devices = {"CUDA_VISIBLE_DEVICES": ",".join(visible[nodes[worker]])} if self.params.use_gpu else {}
+            variables.append({**common, **places[rank], **devices})
+        ray.get([worker.update_env_vars.remote(own) for worker, own in zip(self.workers, variables, strict=True)])
+
+    def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], Any]] | None = None) -> list[Any]:
+        """Call a function on all workers with their objects of ``executable_cls``.
+
+        Args:
+            fn: The function.
+            callbacks: Called with the records of :func:`horovod.ray.ray_logger.log`.
+
+        Returns:
+            The results by rank.
+
+        Raises:
+            RuntimeError: A worker has died, or there are none.
+            Exception: The exception of a worker.
+        """
+        with callbacks_called(callbacks) as queue:
+            map_blocking(lambda worker: worker.set_queue.remote(queue), self._started())
+            return gather(self._call(fn), self._hosts)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        callbacks: Sequence[Callable[[Any], Any]] | None = None,
+    ) -> list[Any]:
+        """Call a function on all workers.
+
+        Args:
+            fn: The function.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            callbacks: Called with the records of :func:`horovod.ray.ray_logger.log`.
+
+        Returns:
+            The results by rank.
+
+        Raises:
+            RuntimeError: A worker has died, or there are none.
+            Exception: The exception of a worker.
+        """
+        return self.execute(_without_executable(fn, args, kwargs), callbacks)
+
+    def run_remote(
+        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
+        """Call a function on all workers without waiting.
+
+        Args:
+            fn: The function.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            References of the results by rank, for ``ray.get``.
+
+        Raises:
+            RuntimeError: There are no workers.
+        """
+        return self._call(_without_executable(fn, args, kwargs))
+
+    def execute_single(self, fn: Callable[[Any], Any]) -> Any:
+        """Call a function on rank 0 with its object of ``executable_cls``.
+
+        Args:
+            fn: The function.
+
+        Returns:
+            The result.
+
+        Raises:
+            RuntimeError: The worker has died, or there is none.
+            Exception: The exception of the worker.
+        """
+        worker = self._started()[0]
+        return gather([worker.execute.remote(fn)], self._hosts)[0]
+
+    def shutdown(self) -> None:
+        """End the workers and give their resources back."""
+        for worker in self.workers:
+            ray.kill(worker)
+        self.workers = []
+        if self._coordinator is not None:
+            self._coordinator.shutdown()
+            self._coordinator = None
+        if self._strategy is not None:
+            self._strategy.shutdown()
+            self._strategy = None
+
+    def _started(self) -> list[Any]:
+        if not self.workers:
+            raise RuntimeError("there are no workers: call `start()` first")
+        return self.workers
+
+    def _call(self, fn: Callable[[Any], Any]) -> list[Any]:
+        workers, function = self._started(), ray.put(fn)
+        return [worker.execute.remote(function) for worker in workers]
+
+
+def _without_executable(
+    fn: Callable[..., Any], args: Sequence[Any] | None, kwargs: dict[str, Any] | None
+) -> Callable[[Any], Any]:
+    return lambda _: fn(*(args or ()), **(kwargs or {}))
+
+
+class RayExecutor:
+    """Runs functions as the ranks of a job of Horovod on a Ray cluster.
+
+    Args:
+        settings: What :meth:`create_settings` returns.
+        num_workers: Number of workers, on as few nodes as possible.
+        num_hosts: Number of nodes, with ``num_workers_per_host`` workers on each.
+        num_workers_per_host: Workers of each node.
+        cpus_per_worker: CPUs of each worker.
+        use_gpu: Whether workers get GPUs. ``CUDA_VISIBLE_DEVICES`` lists those of all workers of a node by local rank.
+        gpus_per_worker: GPUs of each worker; 1 by default with ``use_gpu``.
+        use_current_placement_group: Whether workers run in the placement group of the caller, if it is a task of Ray.
+        min_workers: Least number of workers of an elastic job; without it, the job is not elastic.
+        max_workers: Largest number of workers of an elastic job; all slots of the cluster by default.
+        reset_limit: Largest number of sessions of an elastic job after the first.
+        cooldown_range: Least and largest time that a node is not used after a worker failed there, in seconds.
+        elastic_timeout: Longest wait of an elastic job for slots, in seconds.
+        override_discovery: Whether the nodes of the cluster are the hosts of an elastic job; otherwise
+            ``settings.discovery`` finds them.
+
+    Raises:
+        ValueError: Arguments exclude each other.
+
+    Examples:
+        >>> executor = RayExecutor(RayExecutor.create_settings(), num_workers=2)
+        >>> executor.start()
+        >>> executor.run(train, kwargs={"epochs": 5})
+        >>> executor.shutdown()
+    """
+
+    @classmethod
+    def create_settings(
+        cls,
+        timeout_s: int = 30,
+        ssh_identity_file: str | None = None,
+        ssh_str: str | None = None,
+        placement_group_timeout_s: int = 100,
+        nics: set[str] | None = None,
+    ) -> MiniSettings:
+        """Create the settings of a job.
+
+        Args:
+            timeout_s: Longest wait of ``hvd.init()`` for the other ranks, in seconds.
+            ssh_identity_file: Accepted for compatibility, without effect.
+            ssh_str: Accepted for compatibility, without effect.
+            placement_group_timeout_s: Longest wait for resources, in seconds.
+            nics: Interfaces that workers use; by default the core chooses.
+
+        Returns:
+            The settings.
+        """
+        if ssh_identity_file or ssh_str:
+            warnings.warn("ssh_identity_file and ssh_str have no effect: Ray starts the workers", stacklevel=2)
+        return MiniSettings(
+            nics=nics,
+            ssh_identity_file=ssh_identity_file,
+            timeout_s=timeout_s,
+            placement_group_timeout_s=placement_group_timeout_s,
+        )
+
+    def __init__(
+        self,
+        settings: Any,
+        num_workers: int | None = None,
+        num_hosts: int | None = None,
+        num_workers_per_host: int = 1,
+        cpus_per_worker: int = 1,
+        use_gpu: bool = False,
+        gpus_per_worker: int | None = None,
+        use_current_placement_group: bool = True,
+        min_workers: int | None = None,
+        max_workers: int | None = None,
+        reset_limit: int | None = None,
+        cooldown_range: tuple[int, int] | None = None,
+        elastic_timeout: int = 600,
+        override_discovery: bool = True,
+    ) -> None:
+        resources: dict[str, Any] = {
+            "cpus_per_worker": cpus_per_worker,
+            "use_gpu": use_gpu,
+            "gpus_per_worker": gpus_per_worker,
+        }
+        self.adapter: Adapter
+        if min_workers is not None:
+            if num_workers is not None:
+                raise ValueError("Both `min_workers` and `num_workers` provided.")
+            if num_hosts is not None:
+                raise ValueError("Both `min_workers` and `num_hosts` provided.")
+            elastic = ElasticParams(
+                min_workers=min_workers,
+                max_workers=max_workers,
+                reset_limit=reset_limit,
+                cooldown_range=cooldown_range,
+                elastic_timeout=elastic_timeout,
+                override_discovery=override_discovery,
+                **resources,
+            )
+            self.adapter = ElasticAdapter(settings, elastic)
+        else:
+            static = StaticParams(
+                num_workers=num_workers,
+                num_hosts=num_hosts,
+                num_workers_per_host=num_workers_per_host,
+                use_current_placement_group=use_current_placement_group,
+                **resources,
+            )
+            self.adapter = StaticAdapter(settings, static)
+
+    def start(
+        self,
+        executable_cls: type | None = None,
+        executable_args: list[Any] | None = None,
+        executable_kwargs: dict[str, Any] | None = None,
+        extra_env_vars: dict[str, str] | None = None,
+    ) -> None:
+        """Start the workers. Those of an elastic job start with each function.
+
+        Args:
+            executable_cls: Class of the object that :meth:`execute` passes to functions.
+            executable_args: Arguments of the class.
+            executable_kwargs: Keyword arguments of the class.
+            extra_env_vars: Variables of the workers.
+
+        Raises:
+            TimeoutError: The cluster did not offer the resources in time.
+        """
+        self.adapter.start(executable_cls, executable_args, executable_kwargs, extra_env_vars)
+
+    def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], Any]] | None = None) -> list[Any]:
+        """Call a function on all workers with their objects of ``executable_cls``.
+
+        Args:
+            fn: The function.
+            callbacks: Called with the records of :func:`horovod.ray.ray_logger.log`.
+
+        Returns:
+            The results by rank.
+
+        Raises:
+            RuntimeError: A worker has died.
+            Exception: The exception of a worker.
+        """
+        return self.adapter.execute(fn, callbacks)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        callbacks: Sequence[Callable[[Any], Any]] | None = None,
+    ) -> list[Any]:
+        """Call a function on all workers.
+
+        Args:
+            fn: The function.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            callbacks: Called with the records of :func:`horovod.ray.ray_logger.log`.
+
+        Returns:
+            The results by rank.
+
+        Raises:
+            RuntimeError: A worker has died.
+            Exception: The exception of a worker.
+        """
+        return self.adapter.run(fn, args, kwargs, callbacks)
+
+    def run_remote(
+        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
+        """Call a function on all workers without waiting.
+
+        Args:
+            fn: The function.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            References of the results by rank, for ``ray.get``.
+
+        Raises:
+            NotImplementedError: The job is elastic.
+        """
+        return self.adapter.run_remote(fn, args, kwargs)
+
+    def execute_single(self, fn: Callable[[Any], Any]) -> Any:
+        """Call a function on rank 0 with its object of ``executable_cls``.
+
+        Args:
+            fn: The function.
+
+        Returns:
+            The result.
+
+        Raises:
+            NotImplementedError: The job is elastic.
+        """
+        return self.adapter.execute_single(fn)
+
+    def shutdown(self) -> None:
+        """End the workers and give their resources back."""
+        self.adapter.shutdown()

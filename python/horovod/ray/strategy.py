@@ -1,0 +1,207 @@
+"""Where Ray places the workers of a job with a fixed number of them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, get_current_placement_group, placement_group
+from ray.util.placement_group import remove_placement_group as remove_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from horovod.ray.worker import BaseHorovodWorker
+
+
+def create_placement_group(
+    resources_per_bundle: dict[str, float], num_bundles: int, pg_timeout: float, pg_strategy: str
+) -> PlacementGroup:
+    """Reserve resources, and wait for them.
+
+    Args:
+        resources_per_bundle: Resources of each bundle.
+        num_bundles: Number of bundles.
+        pg_timeout: Longest wait in seconds.
+        pg_strategy: Ray's strategy, such as ``PACK``.
+
+    Returns:
+        The placement group.
+
+    Raises:
+        TimeoutError: The cluster did not offer the resources in time.
+    """
+    bundles = [dict(resources_per_bundle) for _ in range(num_bundles)]
+    group = placement_group(bundles, strategy=pg_strategy)
+    if not group.wait(timeout_seconds=pg_timeout):
+        available = ray.available_resources()
+        remove_group(group)
+        raise TimeoutError(
+            f"Placement group creation timed out after {pg_timeout} s. Make sure that the cluster has enough resources "
+            f"or scales automatically. Available: {available}. Requested ({pg_strategy}): {bundles}"
+        )
+    return group
+
+
+class BaseStrategy:
+    """Creates the actors of a job.
+
+    Args:
+        settings: Settings of :meth:`horovod.ray.RayExecutor.create_settings`.
+        cpus_per_worker: CPUs of each worker.
+        use_gpu: Whether workers get GPUs.
+        gpus_per_worker: GPUs of each worker; 1 by default.
+    """
+
+    def __init__(self, settings: Any, cpus_per_worker: int, use_gpu: bool, gpus_per_worker: int | None) -> None:
+        self.settings = settings
+        self.cpus_per_worker = cpus_per_worker
+        self.gpus_per_worker = (gpus_per_worker or 1) if use_gpu else 0
+        self.placement_group: PlacementGroup | None = None
+        self._is_own_group = False
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers."""
+        raise NotImplementedError
+
+    def create_workers(self) -> list[Any]:
+        """Reserve the resources and create the actors.
+
+        Returns:
+            The actors; those of a node need not follow each other.
+
+        Raises:
+            TimeoutError: The cluster did not offer the resources in time.
+        """
+        raise NotImplementedError
+
+    def shutdown(self) -> None:
+        """Give the resources back."""
+        if self._is_own_group and self.placement_group is not None:
+            remove_group(self.placement_group)
+        self.placement_group = None
+
+    def _reserve(self, num_bundles: int, workers_per_bundle: int, pg_strategy: str) -> None:
+        bundle = {"CPU": float(self.cpus_per_worker * workers_per_bundle)}
+        if self.gpus_per_worker:
+            bundle["GPU"] = float(self.gpus_per_worker * workers_per_bundle)
+        timeout = self.settings.placement_group_timeout_s
+        self.placement_group = create_placement_group(bundle, num_bundles, timeout, pg_strategy)
+        self._is_own_group = True
+
+    def _create(self, bundles: list[int]) -> list[Any]:
+        """Create one actor in each of these bundles; -1 is any."""
+        actor = ray.remote(BaseHorovodWorker)
+        created = []
+        for index, bundle in enumerate(bundles):
+            place = PlacementGroupSchedulingStrategy(
+                placement_group=self.placement_group, placement_group_bundle_index=bundle
+            )
+            options = actor.options(
+                num_cpus=self.cpus_per_worker, num_gpus=self.gpus_per_worker, scheduling_strategy=place
+            )
+            created.append(options.remote(index, len(bundles)))
+        return created
+
+
+class ColocatedStrategy(BaseStrategy):
+    """The same number of workers on each of some nodes.
+
+    Args:
+        settings: See :class:`BaseStrategy`.
+        num_hosts: Number of nodes.
+        num_workers_per_host: Workers of each node.
+        cpus_per_worker: See :class:`BaseStrategy`.
+        use_gpu: See :class:`BaseStrategy`.
+        gpus_per_worker: See :class:`BaseStrategy`.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: Any,
+        num_hosts: int,
+        num_workers_per_host: int,
+        cpus_per_worker: int,
+        use_gpu: bool,
+        gpus_per_worker: int | None,
+    ) -> None:
+        super().__init__(settings, cpus_per_worker, use_gpu, gpus_per_worker)
+        self.num_hosts = num_hosts
+        self.num_workers_per_host = num_workers_per_host
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers."""
+        return self.num_hosts * self.num_workers_per_host
+
+    def create_workers(self) -> list[Any]:
+        """Reserve one bundle on each node and create the actors in them.
+
+        Returns:
+            The actors.
+
+        Raises:
+            TimeoutError: The cluster did not offer the resources in time.
+        """
+        self._reserve(self.num_hosts, self.num_workers_per_host, "STRICT_SPREAD")
+        return self._create([host for host in range(self.num_hosts) for _ in range(self.num_workers_per_host)])
+
+
+class PGStrategy(BaseStrategy):
+    """A number of workers on as few nodes as possible, or in the placement group of the caller.
+
+    Args:
+        settings: See :class:`BaseStrategy`.
+        num_workers: Number of workers.
+        cpus_per_worker: See :class:`BaseStrategy`.
+        use_gpu: See :class:`BaseStrategy`.
+        gpus_per_worker: See :class:`BaseStrategy`.
+        placement_group: The group to use; by default the one that the caller runs in, if it is a task of Ray.
+        force_create_placement_group: Whether the workers get a group of their own in any case.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: Any,
+        num_workers: int,
+        cpus_per_worker: int,
+        use_gpu: bool,
+        gpus_per_worker: int | None,
+        placement_group: PlacementGroup | None = None,
+        force_create_placement_group: bool = False,
+    ) -> None:
+        super().__init__(settings, cpus_per_worker, use_gpu, gpus_per_worker)
+        self._num_workers = num_workers
+        if not force_create_placement_group:
+            self.placement_group = placement_group or get_current_placement_group()
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers."""
+        return self._num_workers
+
+    def create_workers(self) -> list[Any]:
+        """Reserve resources, unless there is a group, and create the actors.
+
+        Returns:
+            The actors.
+
+        Raises:
+            TimeoutError: The cluster did not offer the resources in time.
+        """
+        if self.placement_group is not None:
+            self._check_group(self.placement_group)
+            return self._create([-1] * self._num_workers)
+        self._reserve(self._num_workers, 1, "PACK")
+        return self._create(list(range(self._num_workers)))
+
+    def _check_group(self, group: PlacementGroup) -> None:
+        cpus = sum(bundle.get("CPU", 0) for bundle in group.bundle_specs)
+        if cpus < self.cpus_per_worker * self._num_workers:
+            warnings.warn(
+                f"the current placement group has {cpus:g} CPUs, and {self._num_workers} workers need "
+                f"{self.cpus_per_worker * self._num_workers}: some wait until others end",
+                stacklevel=3,
+            )

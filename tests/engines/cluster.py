@@ -1,0 +1,167 @@
+"""A Ray cluster of several raylets on this machine, each with an address of the loopback network.
+
+with RayCluster(cpus=[1, 1]) as cluster:
+    cluster.run("examples/ray/horovod_digits.py", "--workers", "2")
+    cluster.remove(1)
+    cluster.add(cpus=1)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from support import launchers
+
+ROOT = Path(__file__).resolve().parents[2]
+#: A variable of all processes of a cluster, by which they are found.
+_MARK = "ENGINE_TEST_CLUSTER"
+#: Longest time in which a node starts or ends, in seconds.
+_PATIENCE = 300.0
+
+
+class RayCluster:
+    """A cluster from `with` on until its end. The first node is the head."""
+
+    def __init__(self, cpus: list[int]) -> None:
+        self._cpus = cpus
+        # Paths of sockets have at most 107 bytes.
+        self.folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
+        self.address = ""
+        self._nodes: list[subprocess.Popen[bytes] | None] = []
+        self.environment = {
+            **launchers.clean_environment(),
+            _MARK: str(self.folder),
+            "OMP_NUM_THREADS": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # Workers compete with the test that waits for them.
+            "RAY_worker_niceness": "0",
+            # A machine that does other work needs longer than Ray's defaults.
+            "RAY_worker_register_timeout_seconds": "120",
+            "RAY_raylet_start_wait_time_s": "120",
+            "RAY_health_check_period_ms": "10000",
+            "RAY_health_check_failure_threshold": "12",
+            "RAY_DEDUP_LOGS": "0",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+
+    def __enter__(self) -> RayCluster:
+        try:
+            for cpus in self._cpus:
+                self.add(cpus)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            # The head last: a node without a head waits for it.
+            for number in reversed(range(len(self._nodes))):
+                self.remove(number)
+            # Agents of a node end when they see that it has ended.
+            deadline = time.monotonic() + _PATIENCE
+            while self.processes():
+                assert time.monotonic() < deadline, f"the cluster left processes behind: {self.processes()}"
+                time.sleep(0.2)
+        finally:
+            for pid, _ in self.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def add(self, cpus: int) -> int:
+        """Starts a node, waits until the cluster has it, and returns its number."""
+        number = len(self._nodes)
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus", str(cpus)]
+        command += ["--node-ip-address", f"127.0.0.{number + 1}", "--object-store-memory", str(100 << 20)]
+        command += ["--disable-usage-stats"]
+        if number == 0:
+            port = _free_port()
+            self.address = f"127.0.0.1:{port}"
+            self.environment["RAY_ADDRESS"] = self.address
+            command += ["--head", "--port", str(port), "--include-dashboard", "false", "--temp-dir", str(self.folder)]
+            # Another cluster of this machine may have the default.
+            command += ["--ray-client-server-port", str(_free_port())]
+        else:
+            command += ["--address", self.address]
+        output = (self.folder / f"node{number}.txt").open("wb")
+        environment = {name: value for name, value in self.environment.items() if name != "RAY_ADDRESS"}
+        node = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        self._nodes.append(node)
+        deadline = time.monotonic() + _PATIENCE
+        while "Ray runtime started" not in self.log(number):
+            assert node.poll() is None, f"node {number} has not started:\n{self.log(number)}"
+            assert time.monotonic() < deadline, f"node {number} has not started in time:\n{self.log(number)}"
+            time.sleep(0.1)
+        return number
+
+    def log(self, number: int) -> str:
+        """What `ray start` of a node has printed."""
+        return (self.folder / f"node{number}.txt").read_text(errors="replace")
+
+    def remove(self, number: int) -> None:
+        """Ends a node as `ray stop` does, and waits until it has ended."""
+        node = self._nodes[number]
+        if node is None:
+            return
+        self._nodes[number] = None
+        node.send_signal(signal.SIGTERM)
+        try:
+            node.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            node.kill()
+            raise
+
+    def start(self, *command: object) -> subprocess.Popen[str]:
+        """Starts a Python script that uses the cluster."""
+        words = [sys.executable, *map(str, command)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(words, cwd=ROOT, env=self.environment, text=True, **pipes)
+
+    def run(self, *command: object, timeout: float = 600.0) -> str:
+        """Runs a Python script that uses the cluster, and returns what it printed."""
+        process = self.start(*command)
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        finally:
+            process.kill()
+            process.wait()
+        assert process.returncode == 0, output
+        return output
+
+    def results(self, script: str, *options: object) -> object:
+        """Runs one of the examples, and returns its results."""
+        out = self.folder / "results.json"
+        out.unlink(missing_ok=True)
+        self.run(ROOT / "examples" / "ray" / script, *options, "--out", out)
+        return json.loads(out.read_text())
+
+    def processes(self) -> list[tuple[int, str]]:
+        """Ids and commands of the cluster's processes and of the processes that they started."""
+        found = []
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                is_ours = folder.name.isdigit() and f"{_MARK}={self.folder}".encode() in (
+                    folder / "environ"
+                ).read_bytes().split(b"\0")
+                if is_ours and (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    found.append((int(folder.name), (folder / "cmdline").read_text().replace("\0", " ")))
+        return found
+
+
+def _free_port() -> int:
+    # Of those that Linux gives to outgoing connections: Ray keeps 10002 to 19999 for its workers.
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

@@ -1,0 +1,204 @@
+"""Jobs on a real Ray cluster of several raylets: ``make test-engines``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed: `make test-engines` installs it")
+pytest.importorskip("torch", reason="PyTorch is not installed")
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cluster import ROOT, RayCluster
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with RayCluster(cpus=[1, 1]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    """The results of the training without Ray, in one process."""
+    code = (
+        "import json, runpy; train = runpy.run_path('examples/ray/horovod_digits.py')['train']; "
+        "print(json.dumps(train(5, 60, 0.1)))"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def script(cluster, name, body):
+    path = cluster.folder / f"{name}.py"
+    path.write_text("import os, signal, time, ray\nfrom horovod.ray import *\n" + textwrap.dedent(body))
+    return path
+
+
+def farthest(curve, other):
+    assert len(curve) == len(other) > 100
+    return max(abs(a - b) for a, b in zip(curve, other, strict=True))
+
+
+def test_horovod_trains_as_one_process(cluster, one_process):
+    results = cluster.results("horovod_digits.py", "--workers", "2", "--epochs", "5")
+    assert [each["rank"] for each in results] == [0, 1]
+    assert {each["size"] for each in results} == {2}
+    assert results[0]["losses"] == results[1]["losses"]
+    assert farthest(results[0]["losses"], one_process["losses"]) < 1e-4
+    assert results[0]["accuracy"] == pytest.approx(one_process["accuracy"], abs=0.01)
+
+
+def test_executor(cluster):
+    body = """
+        class Counter:
+            def __init__(self, start, step=1):
+                self.value, self.step = start, step
+            def add(self):
+                self.value += self.step
+                return self.value, os.environ["EXTRA"]
+
+        def places(word):
+            import horovod.torch as hvd
+            hvd.init()
+            names = hvd.allgather_object(os.environ["HOROVOD_HOSTNAME"])
+            place = hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
+            hvd.shutdown()
+            return word, place, names
+
+        ray.init()
+        settings = RayExecutor.create_settings(timeout_s=120)
+        executor = RayExecutor(settings, num_hosts=2, num_workers_per_host=1)
+        try:
+            executor.run(places, ["early"])
+        except RuntimeError as error:
+            assert "call `start()` first" in str(error)
+        executor.start(Counter, executable_args=[5], executable_kwargs={"step": 2}, extra_env_vars={"EXTRA": "more"})
+        assert executor.execute(lambda counter: counter.add()) == [(7, "more")] * 2
+        assert executor.execute_single(lambda counter: counter.add()) == (9, "more")
+        words = executor.run(places, args=["hello"])
+        assert len(set(words[0][2])) == 2, words
+        # Raylets of one machine are one host to the core.
+        assert [word[:2] for word in words] == [("hello", (rank, 2, rank, 2, 0, 1)) for rank in range(2)], words
+        assert ray.get(executor.run_remote(places, kwargs={"word": "again"})) == [("again", *word[1:]) for word in words]
+        secret = executor.adapter.settings.key.hex()
+        assert secret not in str(ray.nodes()) and secret not in str(executor.adapter.settings)
+        try:
+            executor.run(lambda: 1 // 0)
+        except ZeroDivisionError:
+            print("the exception of a worker")
+        executor.shutdown()
+        executor.shutdown()
+        for wrong in ({}, {"num_workers": 1, "num_hosts": 1}, {"num_workers": 1, "min_workers": 1}):
+            try:
+                RayExecutor(settings, **wrong)
+            except ValueError as error:
+                print("refused:", error)
+        little = RayExecutor.create_settings(placement_group_timeout_s=3)
+        try:
+            RayExecutor(little, num_workers=3).start()
+        except TimeoutError as error:
+            print(error)
+    """
+    output = cluster.run(script(cluster, "executor", body))
+    assert "the exception of a worker" in output
+    assert output.count("refused: ") == 3
+    assert "Both `min_workers` and `num_workers` provided." in output
+    assert "Placement group creation timed out after 3 s" in output
+
+
+def test_a_killed_worker_is_named_by_the_others(cluster):
+    body = """
+        def train():
+            import torch
+            import horovod.torch as hvd
+            hvd.init()
+            for step in range(1000):
+                if step == 5 and hvd.rank() == 1:
+                    started = time.monotonic()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                before = time.monotonic()
+                try:
+                    hvd.allreduce(torch.ones(4), name="x")
+                except hvd.HorovodInternalError as error:
+                    raise RuntimeError(f"after {time.monotonic() - before:.1f} s: {error}") from None
+            return "not reached"
+
+        ray.init()
+        executor = RayExecutor(RayExecutor.create_settings(timeout_s=120), num_workers=2)
+        executor.start()
+        references = executor.run_remote(train)
+        try:
+            ray.get(references[0])
+        except RuntimeError as error:
+            print("SURVIVOR", error)
+        executor.shutdown()
+
+        executor.start()
+        try:
+            executor.run(train)
+        except RuntimeError as error:
+            print("CALLER", error)
+        executor.shutdown()
+    """
+    output = cluster.run(script(cluster, "kill", body))
+    lines = output.splitlines()
+    survivor = next(line for line in lines if "after" in line and "rank 1" in line)
+    assert float(survivor.partition("after ")[2].split()[0]) < 10, output
+    assert any(line.startswith("SURVIVOR") for line in lines), output
+    assert any(line.startswith("CALLER rank 1 on host") and "has died" in line for line in lines), output
+    assert [command for _, command in cluster.processes() if "BaseHorovodWorker" in command] == []
+
+
+def test_an_elastic_job_sees_every_sample(cluster):
+    results = cluster.results("elastic_digits.py", "--epochs", "3", "--min-workers", "2")
+    assert [(each["rank"], each["size"]) for each in results] == [(0, 2), (1, 2)]
+    assert results[0]["accuracy"] > 0.8
+    for seen in results[0]["seen"]:
+        assert sorted(seen) == list(range(1500))
+
+
+def test_an_elastic_job_of_the_executor(cluster):
+    body = """
+        def train(word):
+            import horovod.torch as hvd
+            hvd.init()
+            state = hvd.elastic.TorchState(step=0)
+            @hvd.elastic.run
+            def loop(state):
+                while state.step < 3:
+                    state.step += 1
+                    state.commit()
+            loop(state)
+            return word, hvd.rank(), hvd.size()
+
+        def fail():
+            import horovod.torch as hvd
+            hvd.init()
+            raise KeyError("no such thing")
+
+        ray.init()
+        executor = RayExecutor(RayExecutor.create_settings(timeout_s=120), min_workers=2, max_workers=2)
+        executor.start()
+        assert executor.run(train, ["hello"]) == [("hello", 0, 2), ("hello", 1, 2)]
+        try:
+            executor.run(fail)
+        except RuntimeError as error:
+            print("FAILED", str(error).replace("\\n", " "))
+        executor.shutdown()
+    """
+    output = cluster.run(script(cluster, "elastic", body))
+    failed = next(line for line in output.splitlines() if line.startswith("FAILED"))
+    assert "one or more processes exited with non-zero status" in failed
+    assert "no such thing" in failed

@@ -1,0 +1,108 @@
+"""Jobs on a real Slurm cluster of two network namespaces: ``make test-engines``."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from slurm import SlurmCluster, missing
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+
+TRAIN = "examples/slurm/train_digits.py"
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with SlurmCluster() as running:
+        running.environment["SMD_SECRET"] = secrets.token_hex(16)
+        yield running
+
+
+def srun(tasks=2):
+    return ("srun", f"-N{tasks}", f"-n{tasks}", sys.executable)
+
+
+def losses(output):
+    return [float(loss) for loss in re.findall(r"^epoch \d+: loss ([0-9.]+)$", output, re.MULTILINE)]
+
+
+def wait_for(what, patience=300.0):
+    deadline = time.monotonic() + patience
+    while not (found := what()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return found
+
+
+def test_two_hosts_train_as_one(cluster):
+    both = cluster.run(*srun(), TRAIN, "--epochs", "3")
+    alone = cluster.run(*srun(1), TRAIN, "--epochs", "3")
+    assert "on 2 ranks" in both
+    assert "on 1 ranks" in alone
+    assert len(losses(both)) == 3
+    assert losses(both) == pytest.approx(losses(alone), abs=1e-4)
+    assert "open to the network" not in both
+
+
+def test_horovod(cluster):
+    output = cluster.run(*srun(), "examples/horovod/torch_digits.py", "--epochs", "2")
+    assert "on 2 ranks" in output
+
+
+def test_model_parallelism(cluster):
+    output = cluster.run(*srun(), "examples/modelparallel_digits.py", "--epochs", "1")
+    assert "right" in output
+    assert "rank 1 is partition 1 of replica 0" in output, output
+
+
+def test_a_killed_rank_is_named(cluster):
+    job = cluster.start("srun", "-N2", "-n2", "--kill-on-bad-exit=0", sys.executable, TRAIN, "--pause", "0.1")
+    assert "epoch 1" in job.stdout.readline()
+    os.kill(cluster.ranks(TRAIN)[1], signal.SIGKILL)
+    killed = time.monotonic()
+    while not re.search(r"Error: rank 1 died .* on host smd-host-1", line := job.stdout.readline()):
+        assert line, "rank 0 ended without naming rank 1"
+    assert time.monotonic() - killed < 10
+    job.communicate(timeout=120)
+    assert job.returncode != 0
+
+
+def test_scancel_leaves_nothing(cluster):
+    job = cluster.start("srun", "--job-name", "long", "-N2", "-n2", sys.executable, TRAIN, "--pause", "0.1")
+    assert "epoch 1" in job.stdout.readline()
+    assert len(cluster.ranks(TRAIN)) == 2
+    cluster.run("scancel", "--name", "long")
+    job.communicate(timeout=60)
+    assert job.returncode != 0
+    wait_for(lambda: not cluster.ranks(TRAIN), 10)
+    wait_for(lambda: not cluster.ask("squeue", "--noheader"), 30)
+
+
+def test_a_job_that_is_queued_again_goes_on_from_its_newest_checkpoint(cluster):
+    checkpoints, output = cluster.folder / "checkpoints", cluster.folder / "job.txt"
+    arguments = ("--epochs", "4", "--pause", "0.1")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    line = ("sbatch", "--parsable", f"--output={output}", "examples/slurm/train.sbatch", *arguments)
+    cluster.run(*line, CHECKPOINTS=str(checkpoints), PATH=path)
+    wait_for(lambda: list(checkpoints.glob("epoch-2.pt")))
+    os.kill(cluster.ranks(TRAIN)[1], signal.SIGKILL)
+    # Slurm starts the job again after two minutes at the latest.
+    wait_for(lambda: not cluster.ask("squeue", "--noheader"), 600)
+    text = output.read_text()
+    assert "rank 1 died" in text, text
+    assert re.search(r"going on from epoch-[23]\.pt", text), text
+    assert "accuracy" in text, text
+    alone = cluster.run(*srun(1), TRAIN, "--epochs", "4")
+    assert losses(text)[-1] == pytest.approx(losses(alone)[-1], abs=1e-4)
