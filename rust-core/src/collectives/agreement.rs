@@ -266,7 +266,7 @@ fn agree_in_tree(
 }
 
 fn encode<T: serde::Serialize>(value: &T) -> Result<Vec<u8>> {
-    postcard::to_stdvec(value).map_err(|error| Error::Internal(format!("a call cannot be written down: {error}")))
+    postcard::to_stdvec(value).map_err(|error| Error::Internal(format!("a call cannot be serialized: {error}")))
 }
 
 fn decode<T: serde::de::DeserializeOwned>(bytes: &[u8], group: &Group<'_>, from: usize) -> Result<T> {

@@ -51,7 +51,7 @@ impl Post {
     pub(super) fn send(&mut self, to: impl Iterator<Item = usize>, message: &NegotiationMessage) -> Result<()> {
         let mut bytes = vec![0; LENGTH_BYTES];
         bytes = postcard::to_extend(message, bytes).map_err(|error| {
-            Error::Internal(format!("a message of the negotiation cannot be written down: {error}"))
+            Error::Internal(format!("a message of the negotiation cannot be serialized: {error}"))
         })?;
         let length = (bytes.len() - LENGTH_BYTES) as u32;
         bytes[..LENGTH_BYTES].copy_from_slice(&length.to_le_bytes());

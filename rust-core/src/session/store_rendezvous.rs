@@ -117,7 +117,7 @@ impl StoreRendezvous {
                 None => self.serve(launch, monitor, deadline)?,
             };
             let text = postcard::to_stdvec(&endpoint)
-                .map_err(|error| Error::Internal(format!("the endpoint cannot be written down: {error}")))?;
+                .map_err(|error| Error::Internal(format!("the endpoint cannot be serialized: {error}")))?;
             self.store.set(ENDPOINT_KEY, &text)?;
             return Ok(rendezvous);
         }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 from support import run_ranks
 from support.forks import Forked
 
@@ -124,4 +126,5 @@ def ask_tensorflow():
 
 
 def test_forked_children_know_their_rank_in_tensorflow():
+    pytest.importorskip("tensorflow")
     assert run_ranks(ask_tensorflow, 2, launcher=Forked("tensorflow")) == [0, 1]

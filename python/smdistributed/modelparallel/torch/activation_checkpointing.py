@@ -91,9 +91,9 @@ def torch_checkpoints() -> Iterator[None]:
 
     In a module on one partition, the checkpoint is a part of the task. The reentrant variant would run a backward
     inside of the pipeline's backward and bypass its gradients of weights, so the other variant runs instead;
-    gradients are equal, and there are none if no argument requires them. Only a tensor that the function leaves
-    elsewhere, as a hook may, has a graph that the reentrant variant's has not. In the body, and in a module that is divided
-    among partitions, the checkpointed function's calls become tasks, which keep their activations.
+    gradients are equal, and there are none if no argument requires them. In the body, and in a module that is divided
+    among partitions, the checkpointed function's calls become tasks, which keep their activations: hooks are called
+    once, and a tensor that a hook keeps has a graph.
     """
     module: Any = torch.utils.checkpoint
     function, generator = module.CheckpointFunction, module._checkpoint_without_reentrant_generator

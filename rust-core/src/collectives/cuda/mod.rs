@@ -433,7 +433,7 @@ impl Cuda {
         // noticed.
         let mut all_have_split_comms = split_comm && ranks.len() <= COMPARED;
         let text = postcard::to_stdvec(&(&own, split_comm))
-            .map_err(|error| Error::Internal(format!("a device cannot be written down: {error}")))?;
+            .map_err(|error| Error::Internal(format!("a device cannot be serialized: {error}")))?;
         self.store()?.set(&key("device", me), &text)?;
         if ranks.len() <= COMPARED {
             for other in (0..ranks.len()).filter(|other| *other != me) {

@@ -244,7 +244,7 @@ fn keep(file: &Path, kept: &StoredDecision) -> Result<()> {
     all.retain(|known| (&known.device, known.members) != (&kept.device, kept.members));
     all.push(kept.clone());
     let text = serde_json::to_string_pretty(&all)
-        .map_err(|error| Error::Internal(format!("choices cannot be written down: {error}")))?;
+        .map_err(|error| Error::Internal(format!("choices cannot be serialized: {error}")))?;
     let during = || format!("writing `{}` (`{}`)", file.display(), config::AUTOTUNE_FILE.name);
     let beside = file.with_extension(format!("{}.tmp", std::process::id()));
     std::fs::write(&beside, text + "\n")

@@ -37,7 +37,7 @@ from smdistributed.modelparallel.torch.tracing.metadata import OutputSpec, descr
 from smdistributed.modelparallel.torch.tracing.module_state import ModuleState
 from smdistributed.modelparallel.torch.tracing.placeholders import UnreadTensor
 from smdistributed.modelparallel.torch.tracing.recording import Recording
-from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta, version_of
+from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta, offset_of, version_of
 from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
 
 #: Number of receives on CPUs that are posted ahead of their use in the program.
@@ -273,7 +273,7 @@ class Executor:
                     )
                 if base.requires_grad and not value.meta.requires_grad:
                     base = base.detach()
-                offset = base.storage_offset() + value.offset
+                offset = offset_of(base) + value.offset
                 env[index] = base.as_strided(value.meta.shape, value.meta.stride, offset)
 
     def _run_task(self, task: Task, env: dict[int, torch.Tensor]) -> None:

@@ -34,7 +34,7 @@ from smdistributed.modelparallel.torch import communication
 from smdistributed.modelparallel.torch.device import current_device
 from smdistributed.modelparallel.torch.pytree import ATOMS
 from smdistributed.modelparallel.torch.state import state
-from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter, RemoteTensor
+from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter, RemoteTensor, offset_of
 from smdistributed.modelparallel.torch.tracing.stale_storages import StaleStorages
 
 #: Smaller tensors on CPUs are sent in one message.
@@ -359,7 +359,7 @@ def _range(tensor: torch.Tensor) -> tuple[int, int, int]:
     if not tensor.numel():
         return -id(tensor), 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = int(tensor.storage_offset()) * tensor.element_size()
+    start = offset_of(tensor) * tensor.element_size()
     return tensor.untyped_storage().data_ptr(), start, start + (last + 1) * tensor.element_size()
 
 

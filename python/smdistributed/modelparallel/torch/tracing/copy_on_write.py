@@ -18,7 +18,12 @@ import torch
 
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch.tracing.placeholders import UnreadTensor
-from smdistributed.modelparallel.torch.tracing.remote_tensor import InvalidatedValue, RemoteTensor, version_of
+from smdistributed.modelparallel.torch.tracing.remote_tensor import (
+    InvalidatedValue,
+    RemoteTensor,
+    offset_of,
+    version_of,
+)
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.tracing.tasks import Task
@@ -207,8 +212,9 @@ class StorageRange(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> StorageRange:
         """Return the range of a tensor."""
-        last = sum((int(size) - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        begin = int(tensor.storage_offset()) * tensor.itemsize
+        with torch._C.DisableTorchFunction():
+            last = sum((int(size) - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        begin = offset_of(tensor) * tensor.itemsize
         return cls(storage_of(tensor), begin, begin + (last + 1) * tensor.itemsize if tensor.numel() else begin)
 
     def overlaps(self, tensor: torch.Tensor) -> bool:

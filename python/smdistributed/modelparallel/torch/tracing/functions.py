@@ -77,3 +77,13 @@ def recorded_as(func: Any, args: Any, kwargs: Any) -> Any:
 def register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
     """Register a hook; for a tensor that no backward reaches, the hook is never called."""
     return tensor.register_hook(hook) if tensor.requires_grad else None
+
+
+def is_integer(leaf: Any) -> bool:
+    """Return whether it is a replicated tensor that Python code may use as an integer, such as a size."""
+    return (
+        isinstance(leaf, torch.Tensor)
+        and leaf.dim() == 0
+        and leaf.dtype is not torch.bool
+        and not (leaf.is_floating_point() or leaf.is_complex())
+    )

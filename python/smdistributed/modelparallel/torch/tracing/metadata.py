@@ -31,7 +31,7 @@ from smdistributed.modelparallel.torch.partitioning.cost_model import UNKNOWN_CO
 from smdistributed.modelparallel.torch.partitioning.placement import own_tensors
 from smdistributed.modelparallel.torch.runtime.generators import HostGenerators
 from smdistributed.modelparallel.torch.tracing import object_state, shape_probe
-from smdistributed.modelparallel.torch.tracing.remote_tensor import RemoteTensor, TensorMeta, version_of
+from smdistributed.modelparallel.torch.tracing.remote_tensor import RemoteTensor, TensorMeta, offset_of, version_of
 
 #: Largest number of cached signatures, which limits the memory if a step never repeats one.
 _LIMIT = 1 << 14
@@ -443,15 +443,15 @@ def _shared_storages(
 ) -> tuple[SharedStorage | None, ...]:
     homes: dict[int, tuple[int, int]] = {}
     for place, leaf in enumerate(leaves):
-        homes.setdefault(counter.storage(leaf), (place, int(leaf.storage_offset())))
+        homes.setdefault(counter.storage(leaf), (place, offset_of(leaf)))
     found: list[SharedStorage | None] = []
     for place, output in enumerate(outputs):
         storage = counter.storage(output)
         home = homes.get(storage)
         if home is not None:
-            found.append(SharedStorage(home[0], int(output.storage_offset()) - home[1]))
+            found.append(SharedStorage(home[0], offset_of(output) - home[1]))
             continue
-        homes[storage] = (-1 - place, int(output.storage_offset()))
+        homes[storage] = (-1 - place, offset_of(output))
         found.append(SharedStorage(None, 0) if counter.is_parameter(output) else None)
     return tuple(found) if any(found) else ()
 

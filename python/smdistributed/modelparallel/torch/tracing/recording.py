@@ -54,6 +54,7 @@ from smdistributed.modelparallel.torch.tracing.functions import (
     REQUIRES_GRAD,
     STORAGE_WRITES,
     VERSION,
+    is_integer,
     recorded_as,
 )
 from smdistributed.modelparallel.torch.tracing.metadata import OutputSpec, ReadsNumbersError, UnknownOutputError
@@ -146,15 +147,15 @@ class Recording(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in PLAIN_METADATA:
+        if func in PLAIN_METADATA and (func is not torch.Tensor.storage_offset or active.recording is not self):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is torch.Tensor.__repr__:
             return func(*args, **kwargs)
         if active.recording is not self:
             return func(*args, **kwargs)
-        if func == VERSION:
-            return self._version_of(args[0])
+        if func == VERSION or func is torch.Tensor.storage_offset:
+            return self._of_first_rank(func, args[0])
         if func is torch.Tensor.__iter__ and self.is_located(args[0]):
             return iter(self._operation(torch.unbind, args, {}))
         if func in REQUIRES_GRAD and id(args[0]) in self.pipeline.located:
@@ -269,7 +270,7 @@ class Recording(TorchFunctionMode):
 
     def _as_integer(self, leaf: Any) -> Any:
         """Return an integer instead of a replicated tensor that contains one (REC-7)."""
-        return int(leaf) if not self.is_located(leaf) and _is_integer(leaf) else leaf
+        return int(leaf) if not self.is_located(leaf) and is_integer(leaf) else leaf
 
     def call_function(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record a function call as one task, on the partition of its operands."""
@@ -342,7 +343,7 @@ class Recording(TorchFunctionMode):
             try:
                 call = specs.module(task.module, task.call) if task.module is not None else task.call
                 is_module = task.module is not None
-                has_numbers = encoder.may_read and any(map(_is_integer, encoder.leaves))
+                has_numbers = encoder.may_read and any(map(is_integer, encoder.leaves))
                 spec = specs.of(
                     call, task.args, task.kwargs, _meta_of_leaf, is_module, encoder.in_containers, has_numbers
                 )
@@ -538,6 +539,12 @@ class Recording(TorchFunctionMode):
             )
         self.operation(torch.Tensor.copy_, (buffer, tensor), {})
 
+    def rebound_to(self, storage: Value) -> list[torch.Tensor]:
+        """Return replicated tensors that a write has made views of a located storage, each once."""
+        tensors = {id(tensor): tensor for tensor in self._kept if id(tensor) in self.located}
+        values = {place: self.located[place] for place in tensors}
+        return [tensors[at] for at, value in values.items() if type(value) is Value and value.storage is storage]
+
     def rebind(self, tensor: torch.Tensor, value: Value | InvalidatedValue) -> None:
         """Make a tensor of the body refer to another value."""
         if type(tensor) is RemoteTensor:
@@ -571,18 +578,20 @@ class Recording(TorchFunctionMode):
     def _context(self) -> Context:
         return Context.current(self.pipeline.module_state.current)
 
-    def _version_of(self, tensor: torch.Tensor) -> int:
-        """Return the version of a replicated tensor on the first rank, which may differ on the others.
+    def _of_first_rank(self, func: Any, tensor: torch.Tensor) -> int:
+        """Return a replicated tensor's version or storage offset on the first rank, which other ranks may not have.
 
         Raises:
-            SMPUsageError: The tensor is on a partition.
+            SMPUsageError: The version is that of a tensor on a partition.
         """
-        if self.is_located(tensor):
+        if not self.is_located(tensor):
+            return self.pipeline.from_first_rank(self, version_of(tensor) if func == VERSION else func(tensor))
+        if func == VERSION:
             raise SMPUsageError(
                 "`_version` of a tensor on a partition, inside of a `smp.step` function: what changes it in place "
                 "runs when the function has returned"
             )
-        return self.pipeline.from_first_rank(self, version_of(tensor))
+        return tensor.value.offset if type(tensor) is RemoteTensor and type(tensor.value) is Value else func(tensor)
 
     def _set_requires_grad(self, tensor: torch.Tensor, wanted: bool) -> torch.Tensor:
         """Freeze or unfreeze a parameter, as the body requests."""
@@ -681,16 +690,6 @@ class Recording(TorchFunctionMode):
 
 def _meta_of_leaf(leaf: Any) -> TensorMeta:
     return leaf.meta if isinstance(leaf, Value) else TensorMeta.of(leaf)
-
-
-def _is_integer(leaf: Any) -> bool:
-    """Return whether it is a replicated tensor that Python code may use as an integer, such as a size."""
-    return (
-        isinstance(leaf, torch.Tensor)
-        and leaf.dim() == 0
-        and leaf.dtype is not torch.bool
-        and not (leaf.is_floating_point() or leaf.is_complex())
-    )
 
 
 def _copied(parameter: torch.Tensor) -> torch.Tensor:

@@ -66,6 +66,12 @@ METADATA: frozenset[Any] = frozenset(
 )  # fmt: skip
 
 
+def offset_of(tensor: torch.Tensor) -> int:
+    """Return the storage offset of a tensor on this rank, in elements, also while a body is recorded."""
+    with torch._C.DisableTorchFunction():
+        return int(tensor.storage_offset())
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Return autograd's version of a tensor on this rank, or 0 for a tensor without one.
 

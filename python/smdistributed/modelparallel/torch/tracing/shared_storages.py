@@ -147,6 +147,7 @@ class SharedStorages:
                 values += [
                     base,
                     *(remote.value for remote in self._remote_tensors_of(base) if remote.value.rank == rank),
+                    *(self._recording.located[id(tensor)] for tensor in self._recording.rebound_to(base)),
                 ]
             found[base] = list(dict.fromkeys(values))
         return found
@@ -226,6 +227,12 @@ class SharedStorages:
                     )
                     moved = after.get(view.value)
                     view.value = lost if moved is None else moved  # type: ignore[assignment]
+            for rebound in self._recording.rebound_to(base):
+                if rebound is not tensor:
+                    now = after.get(self._recording.located[id(rebound)])
+                    self._recording.rebind(rebound, InvalidatedValue(
+                        f"{where} changed the storage of this tensor in place through a view: change a copy"
+                    ) if now is None else now)  # fmt: skip
             if views and base in after:
                 living = [weakref.ref(view) for view in (*views, tensor) if type(view) is RemoteTensor]
                 self._views.setdefault(after[base].storage, []).extend(living)

@@ -16,7 +16,7 @@ pub trait MemberStore {
 /// Serializes a value for [`read`].
 pub fn write<T: serde::Serialize>(store: &dyn MemberStore, what: &str, value: &T) -> Result<()> {
     let bytes = postcard::to_stdvec(value)
-        .map_err(|error| Error::Internal(format!("`{what}` cannot be written down: {error}")))?;
+        .map_err(|error| Error::Internal(format!("`{what}` cannot be serialized: {error}")))?;
     store.write(what, &bytes)
 }
 
