@@ -50,9 +50,8 @@ impl Post {
     /// [`Error::Internal`] if it cannot be serialized.
     pub(super) fn send(&mut self, to: impl Iterator<Item = usize>, message: &NegotiationMessage) -> Result<()> {
         let mut bytes = vec![0; LENGTH_BYTES];
-        bytes = postcard::to_extend(message, bytes).map_err(|error| {
-            Error::Internal(format!("a message of the negotiation cannot be serialized: {error}"))
-        })?;
+        bytes = postcard::to_extend(message, bytes)
+            .map_err(|error| Error::Internal(format!("a message of the negotiation cannot be serialized: {error}")))?;
         let length = (bytes.len() - LENGTH_BYTES) as u32;
         bytes[..LENGTH_BYTES].copy_from_slice(&length.to_le_bytes());
         bytes.resize(bytes.len().max(HEAD_BYTES), 0);

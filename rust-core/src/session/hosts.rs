@@ -216,7 +216,8 @@ impl Session {
 }
 
 fn encode(value: &impl Serialize) -> Result<Vec<u8>> {
-    postcard::to_stdvec(value).map_err(|error| Error::Internal(format!("a message between hosts cannot be serialized: {error}")))
+    postcard::to_stdvec(value)
+        .map_err(|error| Error::Internal(format!("a message between hosts cannot be serialized: {error}")))
 }
 
 fn decode<'a, T: Deserialize<'a>>(bytes: &'a [u8], rank: usize) -> Result<T> {

@@ -201,7 +201,10 @@ impl Parent {
         config: Config,
         check: impl FnMut() -> Result<()>,
     ) -> Result<Option<ncclComm_t>> {
-        let count = |number| c_int::try_from(number).map_err(|_| Error::Internal(format!("{number} is no rank for NCCL: it does not fit into an int")));
+        let count = |number| {
+            c_int::try_from(number)
+                .map_err(|_| Error::Internal(format!("{number} is no rank for NCCL: it does not fit into an int")))
+        };
         let (color, key) = match color_and_key {
             Some((color, key)) => (count(color)?, count(key)?),
             None => (NO_COLOR, 0),
