@@ -31,6 +31,7 @@ from smdistributed.modelparallel.objects import CommGroup, RankType  # noqa: E40
 from smdistributed.modelparallel.torch import amp as amp  # noqa: E402
 from smdistributed.modelparallel.torch import core as core  # noqa: E402
 from smdistributed.modelparallel.torch import exceptions as exceptions  # noqa: E402
+from smdistributed.modelparallel.torch import integrations as integrations  # noqa: E402
 from smdistributed.modelparallel.torch import model as model  # noqa: E402
 from smdistributed.modelparallel.torch import nn as nn  # noqa: E402
 from smdistributed.modelparallel.torch import optimizers as optimizers  # noqa: E402

@@ -30,5 +30,9 @@ class StepOutput(MicrobatchOutputs[torch.Tensor]):
         """Return the tensors stacked along a new dimension 0, that of the microbatches."""
         return torch.stack(self.outputs)
 
+    def detach(self) -> StepOutput:
+        """Return the same output with tensors that have no graph; the Trainer of transformers 5 calls it."""
+        return StepOutput([each.detach() for each in self.outputs])
+
     #: The name of the same method for TensorFlow.
     accumulate = reduce_mean
