@@ -233,6 +233,9 @@ def compare_sharded(
         if model.sharded is None:
             clip = smp.clip_grad_norm_ if number % 2 else torch.nn.utils.clip_grad_norm_
             norm = clip(model.parameters(), CLIP)
+        else:
+            whole = torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf)
+            assert abs(whole.item() - norms[number]) <= tolerance * norms[number], (number, whole, norms[number])
         optimizer.step()
         norm = norm if model.sharded is None else optimizer._global_grad_norm
         assert norms[number] > CLIP

@@ -278,7 +278,7 @@ class DistributedModel(nn.Module):
                 state.optimizer._parameters_changed()
         if groups.tp_group is not None:
             streams.start()
-        if groups.mp_group is not None:
+        if groups.mp_group is not None or groups.sharding is not None:
             norms.follow_torch()
         if groups.pp_group is not None:
             bounds = cfg.active_microbatches, cfg.activation_memory_bytes
