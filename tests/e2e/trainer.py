@@ -186,7 +186,15 @@ def rank(work: Path, tasks: list[str], more: dict[str, Any]) -> None:
         )
         trainer.train(resume_from_checkpoint=resume)
         found = {each["step"]: each["loss"] for each in trainer.state.log_history if "loss" in each}
-        evaluated = trainer.evaluate()["eval_loss"]
+        predicted = trainer.predict(Data(task))
+        evaluated = predicted.metrics["test_loss"]
+        # Every example once an epoch, on ranks with different data, and once in the evaluation.
+        examples = STEPS * trainer.args.gradient_accumulation_steps * 4 * smp.dp_size()
+        assert trainer.state.epoch == examples / len(Data(task)), (task, trainer.state.epoch)
+        if task == "causal":
+            labels = torch.stack([each["labels"] for each in Data(task)])
+            assert (predicted.label_ids == labels.numpy()).all()
+            assert predicted.predictions.shape == (len(labels), LENGTH, WORDS)
         trainer.save_model(str(work / f"{task}-{resume is None}"))
         smp.barrier()
         smp.shutdown()

@@ -1,8 +1,11 @@
-"""Stand-ins for Apex, and helpers of scripts' tests."""
+"""Stand-ins for Apex, helpers of scripts' tests, and the division of data in Hugging Face's accelerate."""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
+import types
+from typing import ClassVar
 
 import pytest
 
@@ -12,7 +15,7 @@ import smdistributed.modelparallel.torch as smp  # noqa: E402
 from smdistributed._common import lifecycle  # noqa: E402
 from smdistributed.modelparallel.exceptions import SMPCheckpointError  # noqa: E402
 from smdistributed.modelparallel.test.torch.utils import dump_model, verify  # noqa: E402
-from smdistributed.modelparallel.torch.integrations import apex  # noqa: E402
+from smdistributed.modelparallel.torch.integrations import accelerate, apex  # noqa: E402
 
 
 @pytest.fixture
@@ -72,3 +75,52 @@ def test_a_dump_is_verified(job, tmp_path):
     torch.save({"weight": torch.zeros(2, 2)}, tmp_path / "other.pt")
     with pytest.raises(SMPCheckpointError, match=r"only one of both has \['bias'\]"):
         verify(model, tmp_path / "other.pt")
+
+
+def test_an_accelerator_divides_data_over_ranks_with_different_data(job, monkeypatch):
+    """With a package that keeps its state as accelerate does, in attributes that all objects share."""
+
+    class PartialState:
+        shared: ClassVar = {}
+
+        def __init__(self):
+            self.__dict__ = self.shared
+
+    class Accelerator:
+        def __init__(self, cpu=False):
+            self.state = PartialState()
+            self.state.num_processes, self.state.process_index, self.state.distributed_type = 4, 1, "MULTI_CPU"
+
+    kinds = types.SimpleNamespace(NO="NO")
+    state = types.SimpleNamespace(PartialState=PartialState, DistributedType=kinds)
+    monkeypatch.setitem(sys.modules, "accelerate.state", state)
+    monkeypatch.setitem(sys.modules, "accelerate.accelerator", types.SimpleNamespace(Accelerator=Accelerator))
+    accelerate.install()
+    accelerate.install()
+    monkeypatch.setitem(smp.state.groups.members, "dp", [5, smp.rank()])
+    made = Accelerator(cpu=True)
+    assert vars(PartialState()) == {"num_processes": 2, "process_index": 1, "distributed_type": "NO"}
+    monkeypatch.setattr(accelerate, "allgather", lambda data, group: [data, data + 1])
+    assert made.gather(torch.tensor(3)).tolist() == [3, 4]
+
+
+def test_results_of_ranks_are_concatenated(job, monkeypatch):
+    results = [
+        {"loss": torch.tensor(1.0), "logits": (torch.ones(2, 3), torch.ones(2, 1, 5))},
+        {"loss": torch.tensor(2.0), "logits": (torch.ones(2, 1), torch.ones(2, 2, 5))},
+    ]
+    monkeypatch.setattr(accelerate, "allgather", lambda data, group: results)
+    state = types.SimpleNamespace(end_of_dataloader=False, remainder=3)
+    accelerator = types.SimpleNamespace(gradient_state=state)
+    found = accelerate._gather_for_metrics(accelerator, smp.DP_GROUP, results[0])
+    assert found["loss"].tolist() == [1.0, 2.0]
+    logits, others = found["logits"]
+    assert logits.tolist() == [[1, 1, 1], [1, 1, 1], [1, -100, -100], [1, -100, -100]]
+    assert others.shape == (4, 2, 5)
+    assert others[0, 1].tolist() == [-100] * 5
+    # The last batch is filled up with samples that were evaluated already.
+    state.end_of_dataloader = True
+    assert len(accelerate._gather_for_metrics(accelerator, smp.DP_GROUP, results[0])["logits"][0]) == 3
+    results[:] = ["a", "b"]
+    with pytest.raises(TypeError, match="results to gather are tensors"):
+        accelerate._gather_for_metrics(accelerator, smp.DP_GROUP, "a")

@@ -16,6 +16,7 @@ from smdistributed.modelparallel import config as configuration
 from smdistributed.modelparallel.exceptions import CLASSES, SMPConfigError, SMPUsageError
 from smdistributed.modelparallel.ranks import Ranks
 from smdistributed.modelparallel.torch.groups import TorchGroups
+from smdistributed.modelparallel.torch.integrations import accelerate
 from smdistributed.modelparallel.torch.partitioning.materialize import delay_parameters
 from smdistributed.modelparallel.torch.state import state
 
@@ -46,6 +47,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
             lifecycle.init()
         _require_equal(cfg)
         state.enter(cfg, TorchGroups(cfg))
+    accelerate.install()
     if cfg.delayed_parameter_initialization:
         state.delay = delay_parameters()
 
