@@ -14,4 +14,3 @@ except ModuleNotFoundError as error:
 from horovod.ray.elastic import ElasticRayExecutor as ElasticRayExecutor
 from horovod.ray.elastic import RayHostDiscovery as RayHostDiscovery
 from horovod.ray.runner import RayExecutor as RayExecutor
-from horovod.ray.worker import BaseHorovodWorker as BaseHorovodWorker

@@ -12,8 +12,8 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from horovod.ray.utils import callbacks_called
-from horovod.ray.worker import BaseHorovodWorker
+from horovod.ray.actor import RankActor
+from horovod.ray.results import callbacks_called
 from horovod.runner.common.util import codec, secret, timeout
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.elastic.discovery import HostDiscovery
@@ -118,7 +118,7 @@ class ElasticJob:
         cpus_per_slot: CPUs of each worker.
         gpus_per_slot: GPUs of each worker.
         env_vars: Variables of the workers.
-        creation: Arguments of :meth:`BaseHorovodWorker.start_executable`.
+        creation: Arguments of :meth:`RankActor.make_executable`.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class ElasticJob:
             results = self.driver.get_results()
         if results.error_message is not None:
             last = self._failures[-1] if self._failures else None
-            text = f"Horovod detected that one or more processes exited with non-zero status: {results.error_message}"
+            text = f"the elastic job has ended with a failure: {results.error_message}"
             if last is None:
                 raise RuntimeError(text)
             raise RuntimeError(f"{text}. The last failure was that of {last[0]}: {last[1]}") from last[1]
@@ -197,7 +197,7 @@ class ElasticJob:
         name = f"{slot.hostname}[{slot.local_rank}]"
         node = self._nodes.find(slot.hostname)
         affinity = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        actor = ray.remote(BaseHorovodWorker).options(**self._options, scheduling_strategy=affinity).remote()
+        actor = ray.remote(RankActor).options(**self._options, scheduling_strategy=affinity).remote()
         try:
             code = self._drive(actor, slot, node, events, function, queue)
         except RayError as error:
@@ -226,9 +226,9 @@ class ElasticJob:
         devices = _visible(gpus, slot.local_rank, int(node["Resources"].get("GPU", 0))) if self._use_gpu else {}
         variables = {**self._env, **create_slot_env_vars(slot), **devices}
         references = [
-            actor.update_env_vars.remote(variables),
+            actor.set_variables.remote(variables),
             actor.set_queue.remote(queue),
-            actor.start_executable.remote(*self._creation),
+            actor.make_executable.remote(*self._creation),
         ]
         ray.get(references)
         result = outcome(actor.execute_elastic.remote(function))
@@ -322,9 +322,9 @@ class ElasticRayExecutor:
         override_discovery: bool = True,
     ) -> None:
         if gpus_per_slot is not None and not use_gpu:
-            raise ValueError("gpus_per_slot is set, but use_gpu is False: use_gpu must be True")
+            raise ValueError("`gpus_per_slot` is set, and `use_gpu` is not")
         if gpus_per_slot is not None and gpus_per_slot < 1:
-            raise ValueError(f"gpus_per_slot must be >= 1: Got {gpus_per_slot}.")
+            raise ValueError(f"`gpus_per_slot` is {gpus_per_slot}: a slot has at least 1")
         self.settings = settings
         self._slots = (use_gpu, cpus_per_slot, gpus_per_slot or 1)
         self._env_vars = env_vars

@@ -1,4 +1,4 @@
-"""Jobs on a Ray cluster: with a fixed number of workers here, elastic ones through :mod:`horovod.ray.elastic_v2`."""
+"""Jobs on a Ray cluster: a fixed number of workers here, elastic ones by :mod:`horovod.ray.elastic_workers`."""
 
 from __future__ import annotations
 
@@ -10,86 +10,64 @@ from typing import Any
 
 import ray
 
-from horovod.ray.adapter import Adapter, BaseParams
-from horovod.ray.elastic_v2 import ElasticAdapter, ElasticParams
-from horovod.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
-from horovod.ray.utils import callbacks_called, gather, map_blocking
-from horovod.runner.common.util import codec, secret, timeout
+from horovod.ray.elastic_workers import ElasticSize, ElasticWorkers
+from horovod.ray.placement import PackedPlacement, Placement, SpreadPlacement
+from horovod.ray.results import call_all, callbacks_called, gather
+from horovod.ray.workers import WorkerResources, Workers
+from horovod.runner.common.util import codec, secret
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousServer
 
 
 @dataclass
-class MiniSettings:
+class RaySettings:
     """Settings of a job on Ray, as :meth:`RayExecutor.create_settings` returns them.
 
     Attributes:
         nics: Interfaces that workers use; by default the core chooses.
         verbose: 2 prints more lines.
         key: The job's secret.
-        ssh_port: Accepted for compatibility, without effect.
-        ssh_identity_file: Accepted for compatibility, without effect.
         timeout_s: Longest wait of ``hvd.init()`` for the other ranks, in seconds.
         placement_group_timeout_s: Longest wait for resources, in seconds.
-        elastic: Whether workers may join and leave.
     """
 
     nics: set[str] | None = None
     verbose: int = 1
     key: bytes = field(default_factory=secret.make_secret_key, repr=False)
-    ssh_port: int | None = None
-    ssh_identity_file: str | None = None
     timeout_s: int = 300
     placement_group_timeout_s: int = 100
-    elastic: bool = False
-
-    @property
-    def start_timeout(self) -> timeout.Timeout:
-        """A limit that begins now."""
-        return timeout.Timeout(self.timeout_s, "{activity} took longer than {timeout} seconds")
 
 
-class Coordinator:
+class Places:
     """Gives workers their places, and serves the store in which ranks meet.
 
     Args:
-        settings: A :class:`MiniSettings`.
+        settings: A :class:`RaySettings`.
     """
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings
         #: Ranks by host, hosts in the order of their first worker.
-        self.hostnames_by_rank: dict[str, list[int]] = defaultdict(list)
+        self.ranks_by_host: dict[str, list[int]] = defaultdict(list)
         self.rendezvous: RendezvousServer | None = None
         self._slots: list[SlotInfo] = []
 
     @property
-    def world_size(self) -> int:
+    def size(self) -> int:
         """Number of workers so far."""
-        return sum(map(len, self.hostnames_by_rank.values()))
+        return sum(map(len, self.ranks_by_host.values()))
 
-    @property
-    def hostnames(self) -> set[str]:
-        """Names of the hosts so far."""
-        return set(self.hostnames_by_rank)
-
-    @property
-    def hoststring(self) -> str:
-        """Hosts and slots as ``name:slots,name:slots``."""
-        return ",".join(f"{host}:{len(ranks)}" for host, ranks in self.hostnames_by_rank.items())
-
-    def register(self, hostname: str, node_id: str, world_rank: int) -> None:
-        """Add a worker.
+    def add(self, hostname: str, rank: int) -> None:
+        """Add a worker. Nodes of Ray with one address are one host.
 
         Args:
             hostname: Name of the host.
-            node_id: Accepted for compatibility: nodes of Ray with one address are one host.
-            world_rank: Rank of the worker.
+            rank: Rank of the worker.
         """
-        self.hostnames_by_rank[hostname].append(world_rank)
+        self.ranks_by_host[hostname].append(rank)
 
-    def finalize_registration(self) -> dict[int, dict[str, str]]:
+    def variables_by_rank(self) -> dict[int, dict[str, str]]:
         """Assign the places of all workers.
 
         Returns:
@@ -97,16 +75,16 @@ class Coordinator:
         """
         across: dict[int, int] = defaultdict(int)
         self._slots = []
-        for host, ranks in self.hostnames_by_rank.items():
+        for host, ranks in self.ranks_by_host.items():
             for local_rank, rank in enumerate(sorted(ranks)):
-                slot = SlotInfo(host, rank, local_rank, across[local_rank], self.world_size, len(ranks))
+                slot = SlotInfo(host, rank, local_rank, across[local_rank], self.size, len(ranks))
                 self._slots.append(slot)
                 across[local_rank] += 1
         for slot in self._slots:
             slot.cross_size = across[slot.local_rank]
         return {slot.rank: create_slot_env_vars(slot) for slot in self._slots}
 
-    def establish_rendezvous(self) -> dict[str, str]:
+    def start_store(self) -> dict[str, str]:
         """Start the store.
 
         Returns:
@@ -126,7 +104,7 @@ class Coordinator:
 
 
 @dataclass
-class StaticParams(BaseParams):
+class FixedSize(WorkerResources):
     """Number and resources of the workers of a job that is not elastic.
 
     Attributes:
@@ -144,15 +122,15 @@ class StaticParams(BaseParams):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_workers and self.num_hosts:
-            raise ValueError("Both `num_workers` and `num_hosts` provided: expected one of them.")
+            raise ValueError("`num_workers` and `num_hosts` exclude each other")
         if not self.num_workers and not self.num_hosts:
-            raise ValueError("Either `num_workers` or `num_hosts` must be set, or `min_workers` for an elastic job.")
+            raise ValueError("set `num_workers` or `num_hosts`, or `min_workers` for an elastic job")
 
-    def create_strategy(self, settings: Any) -> BaseStrategy:
+    def create_placement(self, settings: Any) -> Placement:
         """Choose where workers are placed.
 
         Args:
-            settings: A :class:`MiniSettings`.
+            settings: A :class:`RaySettings`.
 
         Returns:
             The strategy.
@@ -164,29 +142,29 @@ class StaticParams(BaseParams):
             "gpus_per_worker": self.gpus_per_worker,
         }
         if self.num_hosts:
-            return ColocatedStrategy(
+            return SpreadPlacement(
                 num_hosts=self.num_hosts, num_workers_per_host=self.num_workers_per_host, **resources
             )
         is_own = not self.use_current_placement_group
         assert self.num_workers is not None, "one of both is set"
-        return PGStrategy(num_workers=self.num_workers, force_create_placement_group=is_own, **resources)
+        return PackedPlacement(num_workers=self.num_workers, always_reserves=is_own, **resources)
 
 
-class StaticAdapter(Adapter):
+class FixedWorkers(Workers):
     """Workers whose number is fixed.
 
     Args:
-        settings: A :class:`MiniSettings`.
+        settings: A :class:`RaySettings`.
         params: Number and resources of the workers.
     """
 
-    def __init__(self, settings: Any, params: StaticParams) -> None:
+    def __init__(self, settings: Any, params: FixedSize) -> None:
         self.settings = settings
         self.params = params
         self.workers: list[Any] = []
         self._hosts: list[str] = []
-        self._coordinator: Coordinator | None = None
-        self._strategy: BaseStrategy | None = None
+        self._places: Places | None = None
+        self._placement: Placement | None = None
 
     def start(
         self,
@@ -209,40 +187,40 @@ class StaticAdapter(Adapter):
         """
         if self.workers:
             raise RuntimeError("the workers run already: call `shutdown()` before another `start()`")
-        self._strategy = self.params.create_strategy(self.settings)
+        self._placement = self.params.create_placement(self.settings)
         try:
             self._start(extra_env_vars or {})
             creation = (executable_cls, executable_args, executable_kwargs)
-            map_blocking(lambda worker: worker.start_executable.remote(*creation), self.workers)
+            call_all(lambda worker: worker.make_executable.remote(*creation), self.workers)
         except BaseException:
             self.shutdown()
             raise
 
     def _start(self, extra_env_vars: dict[str, str]) -> None:
-        assert self._strategy is not None, "it was chosen before"
-        self.workers = self._strategy.create_workers()
-        hosts = map_blocking(lambda worker: worker.hostname.remote(), self.workers)
-        nodes = map_blocking(lambda worker: worker.node_id.remote(), self.workers)
-        gpus = map_blocking(lambda worker: worker.get_gpu_ids.remote(), self.workers)
+        assert self._placement is not None, "it was chosen before"
+        self.workers = self._placement.create_workers()
+        hosts = call_all(lambda worker: worker.hostname.remote(), self.workers)
+        nodes = call_all(lambda worker: worker.node_id.remote(), self.workers)
+        gpus = call_all(lambda worker: worker.get_gpu_ids.remote(), self.workers)
         # Ranks of a host follow each other, as collectives over several hosts want it.
         age = {host: place for place, host in reversed(list(enumerate(hosts)))}
         order = sorted(range(len(hosts)), key=lambda worker: age[hosts[worker]])
         self.workers = [self.workers[worker] for worker in order]
         self._hosts = [hosts[worker] for worker in order]
-        coordinator = self._coordinator = Coordinator(self.settings)
+        meeting = self._places = Places(self.settings)
         visible: dict[str, list[str]] = defaultdict(list)
         for rank, worker in enumerate(order):
-            coordinator.register(hosts[worker], nodes[worker], rank)
+            meeting.add(hosts[worker], rank)
             visible[nodes[worker]] += gpus[worker]
-        places = coordinator.finalize_registration()
-        common = coordinator.establish_rendezvous()
+        places = meeting.variables_by_rank()
+        common = meeting.start_store()
         common |= {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(self.settings.timeout_s), **extra_env_vars}
         variables = []
         for rank, worker in enumerate(order):
             # Scripts choose the device with the number of their local rank.
             devices = {"CUDA_VISIBLE_DEVICES": ",".join(visible[nodes[worker]])} if self.params.use_gpu else {}
             variables.append({**common, **places[rank], **devices})
-        ray.get([worker.update_env_vars.remote(own) for worker, own in zip(self.workers, variables, strict=True)])
+        ray.get([worker.set_variables.remote(own) for worker, own in zip(self.workers, variables, strict=True)])
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], Any]] | None = None) -> list[Any]:
         """Call a function on all workers with their objects of ``executable_cls``.
@@ -259,7 +237,7 @@ class StaticAdapter(Adapter):
             Exception: The exception of a worker.
         """
         with callbacks_called(callbacks) as queue:
-            map_blocking(lambda worker: worker.set_queue.remote(queue), self._started())
+            call_all(lambda worker: worker.set_queue.remote(queue), self._started())
             return gather(self._call(fn), self._hosts)
 
     def run(
@@ -325,12 +303,12 @@ class StaticAdapter(Adapter):
         for worker in self.workers:
             ray.kill(worker)
         self.workers = []
-        if self._coordinator is not None:
-            self._coordinator.shutdown()
-            self._coordinator = None
-        if self._strategy is not None:
-            self._strategy.shutdown()
-            self._strategy = None
+        if self._places is not None:
+            self._places.shutdown()
+            self._places = None
+        if self._placement is not None:
+            self._placement.shutdown()
+            self._placement = None
 
     def _started(self) -> list[Any]:
         if not self.workers:
@@ -386,7 +364,7 @@ class RayExecutor:
         ssh_str: str | None = None,
         placement_group_timeout_s: int = 100,
         nics: set[str] | None = None,
-    ) -> MiniSettings:
+    ) -> RaySettings:
         """Create the settings of a job.
 
         Args:
@@ -401,9 +379,8 @@ class RayExecutor:
         """
         if ssh_identity_file or ssh_str:
             warnings.warn("ssh_identity_file and ssh_str have no effect: Ray starts the workers", stacklevel=2)
-        return MiniSettings(
+        return RaySettings(
             nics=nics,
-            ssh_identity_file=ssh_identity_file,
             timeout_s=timeout_s,
             placement_group_timeout_s=placement_group_timeout_s,
         )
@@ -430,13 +407,13 @@ class RayExecutor:
             "use_gpu": use_gpu,
             "gpus_per_worker": gpus_per_worker,
         }
-        self.adapter: Adapter
+        self.workers: Workers
         if min_workers is not None:
             if num_workers is not None:
-                raise ValueError("Both `min_workers` and `num_workers` provided.")
+                raise ValueError("`min_workers` and `num_workers` exclude each other")
             if num_hosts is not None:
-                raise ValueError("Both `min_workers` and `num_hosts` provided.")
-            elastic = ElasticParams(
+                raise ValueError("`min_workers` and `num_hosts` exclude each other")
+            elastic = ElasticSize(
                 min_workers=min_workers,
                 max_workers=max_workers,
                 reset_limit=reset_limit,
@@ -445,16 +422,16 @@ class RayExecutor:
                 override_discovery=override_discovery,
                 **resources,
             )
-            self.adapter = ElasticAdapter(settings, elastic)
+            self.workers = ElasticWorkers(settings, elastic)
         else:
-            static = StaticParams(
+            static = FixedSize(
                 num_workers=num_workers,
                 num_hosts=num_hosts,
                 num_workers_per_host=num_workers_per_host,
                 use_current_placement_group=use_current_placement_group,
                 **resources,
             )
-            self.adapter = StaticAdapter(settings, static)
+            self.workers = FixedWorkers(settings, static)
 
     def start(
         self,
@@ -474,7 +451,7 @@ class RayExecutor:
         Raises:
             TimeoutError: The cluster did not offer the resources in time.
         """
-        self.adapter.start(executable_cls, executable_args, executable_kwargs, extra_env_vars)
+        self.workers.start(executable_cls, executable_args, executable_kwargs, extra_env_vars)
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], Any]] | None = None) -> list[Any]:
         """Call a function on all workers with their objects of ``executable_cls``.
@@ -490,7 +467,7 @@ class RayExecutor:
             RuntimeError: A worker has died.
             Exception: The exception of a worker.
         """
-        return self.adapter.execute(fn, callbacks)
+        return self.workers.execute(fn, callbacks)
 
     def run(
         self,
@@ -514,7 +491,7 @@ class RayExecutor:
             RuntimeError: A worker has died.
             Exception: The exception of a worker.
         """
-        return self.adapter.run(fn, args, kwargs, callbacks)
+        return self.workers.run(fn, args, kwargs, callbacks)
 
     def run_remote(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: dict[str, Any] | None = None
@@ -532,7 +509,7 @@ class RayExecutor:
         Raises:
             NotImplementedError: The job is elastic.
         """
-        return self.adapter.run_remote(fn, args, kwargs)
+        return self.workers.run_remote(fn, args, kwargs)
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """Call a function on rank 0 with its object of ``executable_cls``.
@@ -546,8 +523,8 @@ class RayExecutor:
         Raises:
             NotImplementedError: The job is elastic.
         """
-        return self.adapter.execute_single(fn)
+        return self.workers.execute_single(fn)
 
     def shutdown(self) -> None:
         """End the workers and give their resources back."""
-        self.adapter.shutdown()
+        self.workers.shutdown()

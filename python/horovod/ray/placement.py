@@ -10,19 +10,17 @@ from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from ray.util.placement_group import remove_placement_group as remove_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from horovod.ray.worker import BaseHorovodWorker
+from horovod.ray.actor import RankActor
 
 
-def create_placement_group(
-    resources_per_bundle: dict[str, float], num_bundles: int, pg_timeout: float, pg_strategy: str
-) -> PlacementGroup:
+def reserve(resources_per_bundle: dict[str, float], num_bundles: int, timeout: float, strategy: str) -> PlacementGroup:
     """Reserve resources, and wait for them.
 
     Args:
         resources_per_bundle: Resources of each bundle.
         num_bundles: Number of bundles.
-        pg_timeout: Longest wait in seconds.
-        pg_strategy: Ray's strategy, such as ``PACK``.
+        timeout: Longest wait in seconds.
+        strategy: Ray's strategy, such as ``PACK``.
 
     Returns:
         The placement group.
@@ -31,18 +29,17 @@ def create_placement_group(
         TimeoutError: The cluster did not offer the resources in time.
     """
     bundles = [dict(resources_per_bundle) for _ in range(num_bundles)]
-    group = placement_group(bundles, strategy=pg_strategy)
-    if not group.wait(timeout_seconds=pg_timeout):
+    group = placement_group(bundles, strategy=strategy)
+    if not group.wait(timeout_seconds=timeout):
         available = ray.available_resources()
         remove_group(group)
         raise TimeoutError(
-            f"Placement group creation timed out after {pg_timeout} s. Make sure that the cluster has enough resources "
-            f"or scales automatically. Available: {available}. Requested ({pg_strategy}): {bundles}"
+            f"the cluster did not offer {bundles} ({strategy}) within {timeout} s; available now: {available}"
         )
     return group
 
 
-class BaseStrategy:
+class Placement:
     """Creates the actors of a job.
 
     Args:
@@ -81,39 +78,39 @@ class BaseStrategy:
             remove_group(self.placement_group)
         self.placement_group = None
 
-    def _reserve(self, num_bundles: int, workers_per_bundle: int, pg_strategy: str) -> None:
+    def _reserve(self, num_bundles: int, workers_per_bundle: int, strategy: str) -> None:
         bundle = {"CPU": float(self.cpus_per_worker * workers_per_bundle)}
         if self.gpus_per_worker:
             bundle["GPU"] = float(self.gpus_per_worker * workers_per_bundle)
         timeout = self.settings.placement_group_timeout_s
-        self.placement_group = create_placement_group(bundle, num_bundles, timeout, pg_strategy)
+        self.placement_group = reserve(bundle, num_bundles, timeout, strategy)
         self._is_own_group = True
 
     def _create(self, bundles: list[int]) -> list[Any]:
         """Create one actor in each of these bundles; -1 is any."""
-        actor = ray.remote(BaseHorovodWorker)
+        actor = ray.remote(RankActor)
         created = []
-        for index, bundle in enumerate(bundles):
+        for bundle in bundles:
             place = PlacementGroupSchedulingStrategy(
                 placement_group=self.placement_group, placement_group_bundle_index=bundle
             )
             options = actor.options(
                 num_cpus=self.cpus_per_worker, num_gpus=self.gpus_per_worker, scheduling_strategy=place
             )
-            created.append(options.remote(index, len(bundles)))
+            created.append(options.remote())
         return created
 
 
-class ColocatedStrategy(BaseStrategy):
+class SpreadPlacement(Placement):
     """The same number of workers on each of some nodes.
 
     Args:
-        settings: See :class:`BaseStrategy`.
+        settings: See :class:`Placement`.
         num_hosts: Number of nodes.
         num_workers_per_host: Workers of each node.
-        cpus_per_worker: See :class:`BaseStrategy`.
-        use_gpu: See :class:`BaseStrategy`.
-        gpus_per_worker: See :class:`BaseStrategy`.
+        cpus_per_worker: See :class:`Placement`.
+        use_gpu: See :class:`Placement`.
+        gpus_per_worker: See :class:`Placement`.
     """
 
     def __init__(
@@ -148,17 +145,17 @@ class ColocatedStrategy(BaseStrategy):
         return self._create([host for host in range(self.num_hosts) for _ in range(self.num_workers_per_host)])
 
 
-class PGStrategy(BaseStrategy):
+class PackedPlacement(Placement):
     """A number of workers on as few nodes as possible, or in the placement group of the caller.
 
     Args:
-        settings: See :class:`BaseStrategy`.
+        settings: See :class:`Placement`.
         num_workers: Number of workers.
-        cpus_per_worker: See :class:`BaseStrategy`.
-        use_gpu: See :class:`BaseStrategy`.
-        gpus_per_worker: See :class:`BaseStrategy`.
+        cpus_per_worker: See :class:`Placement`.
+        use_gpu: See :class:`Placement`.
+        gpus_per_worker: See :class:`Placement`.
         placement_group: The group to use; by default the one that the caller runs in, if it is a task of Ray.
-        force_create_placement_group: Whether the workers get a group of their own in any case.
+        always_reserves: Whether the workers get a group of their own in any case.
     """
 
     def __init__(
@@ -170,11 +167,11 @@ class PGStrategy(BaseStrategy):
         use_gpu: bool,
         gpus_per_worker: int | None,
         placement_group: PlacementGroup | None = None,
-        force_create_placement_group: bool = False,
+        always_reserves: bool = False,
     ) -> None:
         super().__init__(settings, cpus_per_worker, use_gpu, gpus_per_worker)
         self._num_workers = num_workers
-        if not force_create_placement_group:
+        if not always_reserves:
             self.placement_group = placement_group or get_current_placement_group()
 
     @property

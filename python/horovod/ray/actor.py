@@ -12,15 +12,10 @@ from horovod.ray import ray_logger
 from horovod.runner.common.util.env import get_env_rank_and_size
 
 
-class BaseHorovodWorker:
-    """One process of a job. Executors create it as a Ray actor.
+class RankActor:
+    """One process of a job. Executors create it as a Ray actor."""
 
-    Args:
-        world_rank: Accepted for compatibility: :meth:`update_env_vars` sets the rank.
-        world_size: Accepted for compatibility: :meth:`update_env_vars` sets the size.
-    """
-
-    def __init__(self, world_rank: int = 0, world_size: int = 1) -> None:
+    def __init__(self) -> None:
         #: The object of ``executable_cls``, which :meth:`execute` passes to functions.
         self.executable: Any = None
 
@@ -48,21 +43,13 @@ class BaseHorovodWorker:
         """
         return [str(index) for index in ray.get_gpu_ids()]
 
-    def update_env_vars(self, env_vars: dict[str, Any]) -> None:
+    def set_variables(self, env_vars: dict[str, Any]) -> None:
         """Set variables of this process. Secrets come this way: arguments of a call are not logged by Ray.
 
         Args:
             env_vars: Values by name.
         """
         os.environ.update({name: str(value) for name, value in env_vars.items()})
-
-    def env_vars(self) -> dict[str, str]:
-        """Return the variables of this process.
-
-        Returns:
-            Values by name.
-        """
-        return dict(os.environ)
 
     def set_queue(self, queue: Any) -> None:
         """Set where :func:`horovod.ray.ray_logger.log` puts records.
@@ -72,7 +59,7 @@ class BaseHorovodWorker:
         """
         ray_logger.configure(queue)
 
-    def start_executable(
+    def make_executable(
         self,
         executable_cls: type | None = None,
         executable_args: list[Any] | None = None,
@@ -89,7 +76,7 @@ class BaseHorovodWorker:
             self.executable = executable_cls(*(executable_args or []), **(executable_kwargs or {}))
 
     def execute(self, func: Callable[[Any], Any]) -> Any:
-        """Call a function with the object of :meth:`start_executable`.
+        """Call a function with the object of :meth:`make_executable`.
 
         Args:
             func: The function.

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass
-class BaseParams:
+class WorkerResources:
     """Resources of each worker.
 
     Attributes:
@@ -24,14 +24,14 @@ class BaseParams:
 
     def __post_init__(self) -> None:
         if self.gpus_per_worker is not None and not self.use_gpu:
-            raise ValueError("gpus_per_worker is set, but use_gpu is False: use_gpu must be True")
+            raise ValueError("`gpus_per_worker` is set, and `use_gpu` is not")
         if self.gpus_per_worker is not None and self.gpus_per_worker < 1:
-            raise ValueError(f"gpus_per_worker must be >= 1: Got {self.gpus_per_worker}.")
+            raise ValueError(f"`gpus_per_worker` is {self.gpus_per_worker}: a worker has at least 1")
         if self.cpus_per_worker < 0:
-            raise ValueError(f"cpus_per_worker must be >= 0: Got {self.cpus_per_worker}.")
+            raise ValueError(f"`cpus_per_worker` is {self.cpus_per_worker}: it cannot be negative")
 
 
-class Adapter(abc.ABC):
+class Workers(abc.ABC):
     """Starts workers and runs functions on them."""
 
     @abc.abstractmethod

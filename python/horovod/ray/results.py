@@ -18,22 +18,7 @@ from horovod.runner.util.threads import in_thread
 _GRACE = 10.0
 
 
-def nics_to_env_var(nics: Sequence[str] | set[str]) -> dict[str, str]:
-    """Return the variables that restrict a job to interfaces.
-
-    Args:
-        nics: Names of interfaces; the first one is used where only one can be.
-
-    Returns:
-        Values by name.
-    """
-    from horovod.runner.util.network import Interfaces
-
-    names = list(Interfaces(nics))
-    return {"HOROVOD_GLOO_IFACE": names[0], "NCCL_SOCKET_IFNAME": ",".join(names)} if names else {}
-
-
-def map_blocking(fn: Callable[[Any], Any], collection: Sequence[Any]) -> list[Any]:
+def call_all(fn: Callable[[Any], Any], collection: Sequence[Any]) -> list[Any]:
     """Call a function that returns a reference for each item, and wait for all results.
 
     Args:
@@ -92,7 +77,7 @@ def callbacks_called(callbacks: Sequence[Callable[[Any], Any]] | None) -> Iterat
         callbacks: The functions.
 
     Yields:
-        The queue for :meth:`BaseHorovodWorker.set_queue`; ``None`` without callbacks.
+        The queue for :meth:`RankActor.set_queue`; ``None`` without callbacks.
 
     Raises:
         Exception: The exception of a callback.

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from horovod.ray.adapter import Adapter, BaseParams
 from horovod.ray.elastic import ElasticJob
 from horovod.ray.elastic import RayHostDiscovery as RayHostDiscovery
+from horovod.ray.workers import WorkerResources, Workers
 from horovod.runner.elastic.settings import ElasticSettings
 
 
 @dataclass
-class ElasticParams(BaseParams):
+class ElasticSize(WorkerResources):
     """Limits and resources of an elastic job.
 
     Attributes:
@@ -35,12 +35,12 @@ class ElasticParams(BaseParams):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.min_workers < 1:
-            raise ValueError(f"min_workers must be >= 1: Got {self.min_workers}.")
+            raise ValueError(f"`min_workers` is {self.min_workers}: a job has at least 1")
         if self.max_workers is not None and self.max_workers < self.min_workers:
             raise ValueError(f"max_workers is {self.max_workers}, and min_workers is {self.min_workers}.")
 
 
-class ElasticAdapter(Adapter):
+class ElasticWorkers(Workers):
     """Workers that join and leave. Each function is a job of its own, whose workers start with it.
 
     Args:
@@ -48,7 +48,7 @@ class ElasticAdapter(Adapter):
         params: Limits and resources.
     """
 
-    def __init__(self, settings: Any, params: ElasticParams) -> None:
+    def __init__(self, settings: Any, params: ElasticSize) -> None:
         self.settings = settings
         self.params = params
         self._discovery = getattr(settings, "discovery", None)
