@@ -107,8 +107,9 @@ matrix: $(STAMPS)/develop ## A short suite with every version of PyTorch and Ten
 matrix-ends: $(STAMPS)/develop ## The same with the newest and the oldest of each, but those that `make test` runs with
 	$(BIN)/python tests/matrix/matrix.py --ends $(ARGS)
 
-test-engines: $(STAMPS)/engines $(STAMPS)/develop ## Jobs on a Ray cluster and on a Slurm cluster of this machine (installs both; Slurm needs root)
-	$(BIN)/python -m pytest -p no:cacheprovider tests/engines/ray_jobs.py tests/engines/slurm_jobs.py $(ARGS)
+test-engines: $(STAMPS)/engines $(STAMPS)/develop ## Jobs on a Ray and on a Slurm cluster of this machine, and manifests for Kubernetes (installs all; Slurm needs root)
+	$(BIN)/python -m pytest -p no:cacheprovider tests/engines/ray_jobs.py tests/engines/slurm_jobs.py \
+		tests/engines/kubernetes_jobs.py $(ARGS)
 
 torch-suite: $(STAMPS)/suite $(STAMPS)/develop ## PyTorch's own tests of process groups over smddp, beside gloo; ARGS= goes to compare.py
 	$(BIN)/python tests/torch_suite/compare.py $(ARGS)
@@ -195,7 +196,7 @@ $(STAMPS)/suite: constraints.txt | $(STAMPS)/torch
 
 # The engines that start jobs in tests. Where Slurm cannot be installed its tests are skipped.
 $(STAMPS)/engines: constraints.txt | $(STAMPS)/digits
-	$(PIP) ray
+	$(PIP) ray pyyaml kubernetes-validate kubeflow-trainer-api kubeflow-training
 	@if command -v slurmctld >/dev/null && command -v munged >/dev/null; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		echo "installing Slurm"; \

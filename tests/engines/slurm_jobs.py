@@ -20,7 +20,7 @@ from slurm import SlurmCluster, missing
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
-TRAIN = "examples/slurm/train_digits.py"
+TRAIN = "examples/resumable_digits.py"
 
 
 @pytest.fixture(scope="module")

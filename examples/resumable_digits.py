@@ -1,6 +1,6 @@
-"""Trains on handwritten digits under Slurm, and goes on from the newest checkpoint.
+"""Trains on handwritten digits, under Slurm or on Kubernetes, and goes on from the newest checkpoint.
 
-    srun --nodes 2 --ntasks 2 python examples/slurm/train_digits.py --checkpoints checkpoints
+    srun --nodes 2 --ntasks 2 python examples/resumable_digits.py --checkpoints checkpoints
 
 Every rank takes its share of each batch, so the loss curve does not depend on the number of ranks.
 """

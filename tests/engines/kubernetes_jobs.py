@@ -1,0 +1,190 @@
+"""The manifests of examples/kubernetes against the published schemas, and their commands in the environment that each operator sets.
+
+There is no cluster here: processes of this machine take the place of pods, with the variables of the operators' documentation
+(https://www.kubeflow.org/docs/components/trainer, Kubernetes' "Indexed Job for parallel processing").
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support import launchers
+
+#: Packages with the schemas.
+PACKAGES = ("kubernetes_validate", "kubeflow_trainer_api", "kubeflow", "yaml")
+missing = [each for each in PACKAGES if importlib.util.find_spec(each) is None]
+pytestmark = [pytest.mark.timeout(200), pytest.mark.skipif(bool(missing), reason=f"not installed: {missing}")]
+
+ROOT = Path(__file__).resolve().parents[2]
+MANIFESTS = ROOT / "examples" / "kubernetes"
+#: The version of Kubernetes whose schemas are used.
+KUBERNETES = "1.34"
+
+
+def load(name):
+    import yaml
+
+    return [document for document in yaml.safe_load_all((MANIFESTS / name).read_text()) if document]
+
+
+def unknown_keys(value, kind, path):
+    """Keys of a manifest that a model of Kubeflow's or Kubernetes' Python client does not have, and missing ones."""
+    import kubernetes.client.models as core
+    from kubeflow.training import models
+
+    inner = re.fullmatch(r"(?:list\[|dict\(str, )(.*)[\])]", kind)
+    if inner:
+        items = enumerate(value) if isinstance(value, list) else value.items()
+        return [each for key, item in items for each in unknown_keys(item, inner.group(1), f"{path}.{key}")]
+    model = getattr(models, kind, None) or getattr(core, kind, None)
+    if model is None:
+        expected = {"str": str, "int": int, "bool": bool, "object": object, "float": float}[kind]
+        return [] if isinstance(value, expected) else [f"{path}: {value!r} is no {kind}"]
+    names = {key: name for name, key in model.attribute_map.items()}
+    found = [f"{path}.{key}" for key in value if key not in names]
+    for key, item in value.items():
+        if key in names:
+            found += unknown_keys(item, model.openapi_types[names[key]], f"{path}.{key}")
+    return found
+
+
+def test_the_job_has_the_form_of_kubernetes():
+    import kubernetes_validate
+
+    documents = load("job.yaml")
+    assert [each["kind"] for each in documents] == ["Service", "Job"]
+    for document in documents:
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("pytorchjob.yaml", "KubeflowOrgV1PyTorchJob"), ("mpijob.yaml", "KubeflowOrgV1MPIJob")]
+)
+def test_jobs_of_the_training_operator_have_its_form(name, kind):
+    # The fields of MPIJob that the manifest uses are the same in v1, whose models are published, and in v2beta1.
+    (document,) = load(name)
+    assert unknown_keys(document, kind, name) == []
+    document["spec"]["unheard"] = 1
+    assert unknown_keys(document, kind, name) == [f"{name}.spec.unheard"]
+
+
+def test_the_job_of_the_trainer_has_its_form():
+    from kubeflow_trainer_api import models
+
+    (document,) = load("trainjob.yaml")
+    read = models.TrainerV1alpha1TrainJob.from_dict(document)
+    # Fields that are not in the schema would be left out.
+    assert read.to_dict() == document
+
+
+def run_pods(commands, environments):
+    """The outputs of the pods' commands, which run at the same time."""
+    own = {**launchers.clean_environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "python")}
+    own["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{own.get('PATH', '')}"
+    pods = [
+        subprocess.Popen(
+            command, env={**own, **environment}, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for command, environment in zip(commands, environments, strict=True)
+    ]
+    try:
+        outputs = [pod.communicate(timeout=150)[0] for pod in pods]
+    finally:
+        for pod in pods:
+            pod.kill()
+    assert [pod.returncode for pod in pods] == [0] * len(pods), "\n".join(outputs)
+    return outputs
+
+
+def check_training(outputs):
+    """The two ranks train as one process does."""
+    (one,) = run_pods([[sys.executable, "examples/resumable_digits.py", "--epochs", "3"]], [{}])
+    expected = [float(loss) for loss in re.findall(r"^epoch \d+: loss ([0-9.]+)$", one, re.MULTILINE)]
+    found = [float(loss) for loss in re.findall(r"^epoch \d+: loss ([0-9.]+)$", "\n".join(outputs), re.MULTILINE)]
+    assert len(expected) == 3
+    assert found == pytest.approx(expected, abs=2e-5)
+    assert "on 2 ranks" in "\n".join(outputs)
+
+
+def container(document, *path):
+    for key in path:
+        document = document[key]
+    return document["template"]["spec"]["containers"][0]
+
+
+@pytest.fixture
+def secret():
+    return {"SMD_SECRET": secrets.token_hex(16)}
+
+
+def test_an_indexed_job_trains(secret):
+    pod = container(load("job.yaml")[1], "spec")
+    command = [part.replace("--checkpoints /checkpoints", "--epochs 3") for part in pod["command"]]
+    given = {each["name"]: each["value"] for each in pod["env"]}
+    assert given["MASTER_ADDR"] == "digits-0.digits"
+    given |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(launchers.free_port()), **secret}
+    check_training(run_pods([command] * 2, [{**given, "JOB_COMPLETION_INDEX": str(index)} for index in range(2)]))
+
+
+def test_a_job_of_the_training_operator_trains(secret):
+    (document,) = load("pytorchjob.yaml")
+    pods = [container(document, "spec", "pytorchReplicaSpecs", kind) for kind in ("Master", "Worker")]
+    commands = [[*pod["command"][: pod["command"].index("--checkpoints")], "--epochs", "3"] for pod in pods]
+    port = str(launchers.free_port())
+    variables = [
+        {
+            "PYTHONUNBUFFERED": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": rank,
+            "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": rank, "PET_MASTER_ADDR": "localhost",
+            "PET_MASTER_PORT": port, **secret,
+        }
+        for rank in ("0", "1")
+    ]  # fmt: skip
+    check_training(run_pods(commands, variables))
+
+
+def test_a_job_of_the_trainer_trains(secret):
+    (document,) = load("trainjob.yaml")
+    trainer = document["spec"]["trainer"]
+    program, *arguments = trainer["command"]
+    assert program == "torchrun"
+    command = [sys.executable, "-m", "torch.distributed.run", *arguments, "--epochs", "3"]
+    common = {
+        "PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
+        "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(launchers.free_port()), **secret,
+    }  # fmt: skip
+    check_training(run_pods([command] * 2, [{**common, "PET_NODE_RANK": str(rank)} for rank in range(2)]))
+
+
+@launchers.needs("mpirun")
+def test_a_job_of_the_mpi_operator_trains(tmp_path, secret):
+    (document,) = load("mpijob.yaml")
+    command = container(document, "spec", "mpiReplicaSpecs", "Launcher")["command"]
+    hosts = tmp_path / "hostfile"
+    hosts.write_text("localhost slots=2\n")
+    # The operator's variables for Open MPI; the agent that reaches a worker is not needed on one host.
+    variables = {
+        "OMPI_MCA_orte_default_hostfile": str(hosts), "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
+        "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10", "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_orte_tmpdir_base": str(tmp_path), **secret,
+    }  # fmt: skip
+    check_training(run_pods([[*command, "--epochs", "3"]], [variables]))
+
+
+@pytest.mark.parametrize("name", ["Containerfile", "Containerfile.cuda"])
+def test_images_take_what_the_repository_has(name):
+    """There is no container engine here: what is copied exists, and each line is an instruction."""
+    lines = [line for line in (MANIFESTS / name).read_text().splitlines() if line and not line.startswith("#")]
+    assert {line.split()[0] for line in lines} == {"FROM", "RUN", "COPY", "ARG", "WORKDIR"} | (
+        {"ENV"} if name.endswith("cuda") else set()
+    )
+    sources = [line.split()[1] for line in lines if line.startswith("COPY")]
+    # The wheel is built before the image.
+    assert [source for source in sources if not (ROOT / source).exists()] == ["dist/*.whl"]
