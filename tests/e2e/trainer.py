@@ -192,7 +192,8 @@ def rank(work: Path, tasks: list[str], more: dict[str, Any]) -> None:
         examples = STEPS * trainer.args.gradient_accumulation_steps * 4 * smp.dp_size()
         assert trainer.state.epoch == examples / len(Data(task)), (task, trainer.state.epoch)
         if task == "causal":
-            labels = torch.stack([each["labels"] for each in Data(task)])
+            data = Data(task)
+            labels = torch.stack([data[number]["labels"] for number in range(len(data))])
             assert (predicted.label_ids == labels.numpy()).all()
             assert predicted.predictions.shape == (len(labels), LENGTH, WORDS)
         trainer.save_model(str(work / f"{task}-{resume is None}"))
