@@ -92,8 +92,8 @@ def test_executor(cluster):
         # Raylets of one machine are one host to the core.
         assert [word[:2] for word in words] == [("hello", (rank, 2, rank, 2, 0, 1)) for rank in range(2)], words
         assert ray.get(executor.run_remote(places, kwargs={"word": "again"})) == [("again", *word[1:]) for word in words]
-        secret = executor.adapter.settings.key.hex()
-        assert secret not in str(ray.nodes()) and secret not in str(executor.adapter.settings)
+        secret = executor.workers.settings.key.hex()
+        assert secret not in str(ray.nodes()) and secret not in str(executor.workers.settings)
         try:
             executor.run(lambda: 1 // 0)
         except ZeroDivisionError:

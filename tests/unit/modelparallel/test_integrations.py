@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import sys
 import types
 from typing import ClassVar
@@ -13,9 +15,10 @@ torch = pytest.importorskip("torch")
 
 import smdistributed.modelparallel.torch as smp  # noqa: E402
 from smdistributed._common import lifecycle  # noqa: E402
-from smdistributed.modelparallel.exceptions import SMPCheckpointError  # noqa: E402
+from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPUsageError  # noqa: E402
 from smdistributed.modelparallel.test.torch.utils import dump_model, verify  # noqa: E402
-from smdistributed.modelparallel.torch.integrations import accelerate, apex  # noqa: E402
+from smdistributed.modelparallel.torch.integrations import accelerate, apex, enable_trainer  # noqa: E402
+from smdistributed.modelparallel.torch.integrations import trainer as integration  # noqa: E402
 
 
 @pytest.fixture
@@ -124,3 +127,50 @@ def test_results_of_ranks_are_concatenated(job, monkeypatch):
     results[:] = ["a", "b"]
     with pytest.raises(TypeError, match="results to gather are tensors"):
         accelerate._gather_for_metrics(accelerator, smp.DP_GROUP, "a")
+
+
+def test_the_trainer_is_enabled_before_transformers_is_imported(monkeypatch):
+    monkeypatch.setenv("SM_HP_MP_PARAMETERS", '{"microbatches": 4}')
+    monkeypatch.setenv("SM_FRAMEWORK_PARAMS", '{"sagemaker_mpi_num_of_processes_per_host": 2}')
+    utils = types.SimpleNamespace(is_sagemaker_mp_enabled=lambda: False)
+    monkeypatch.setitem(sys.modules, "transformers.utils", utils)
+    with pytest.raises(SMPUsageError, match="before transformers is imported"):
+        enable_trainer({"pipeline_parallel_degree": 2, "microbatches": 2})
+    utils.is_sagemaker_mp_enabled = lambda: True
+    enable_trainer({"ddp": True})
+    # The launcher's values count, and transformers looks for `partitions`.
+    found = json.loads(os.environ["SM_HP_MP_PARAMETERS"])
+    assert found == {"partitions": 2, "microbatches": 4, "ddp": True}
+    framework = json.loads(os.environ["SM_FRAMEWORK_PARAMS"])
+    assert framework == {"sagemaker_mpi_num_of_processes_per_host": 2, "sagemaker_mpi_enabled": True}
+
+
+def test_the_branch_of_transformers_5_gets_an_optimizer_and_evaluates_the_wrapped_model(job, monkeypatch):
+    class Trainer:
+        def __init__(self, model):
+            self.model_wrapped, self.optimizer, self.made = model, None, []
+
+        def _wrap_model(self, model, training=True):
+            return "wrapped again"
+
+        def create_optimizer(self, model):
+            self.optimizer = model
+
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            self.made.append((num_training_steps, self.optimizer))
+
+    monkeypatch.setitem(sys.modules, "transformers.trainer", types.SimpleNamespace(Trainer=Trainer))
+    integration._adapt()
+    integration._adapt()
+    module = torch.nn.Linear(2, 2)
+    trainer = Trainer(module)
+    assert trainer._wrap_model(module, training=False) == "wrapped again"
+    trainer.model_wrapped = model = smp.DistributedModel(module)
+    assert trainer._wrap_model(module, training=False) is model
+    trainer.create_scheduler(3)
+    trainer.optimizer = "the script's"
+    trainer.create_scheduler(4)
+    assert trainer.made == [(3, model), (4, "the script's")]
+    output = smp.StepOutput([torch.ones(1, requires_grad=True) * 2]).detach()
+    assert not output[0].requires_grad
+    assert output.concat().tolist() == [2.0]

@@ -1,0 +1,89 @@
+"""Hugging Face's Trainer, whose branch for model parallelism on SageMaker calls this library.
+
+The branch runs if two variables of SageMaker's launcher are set. It leaves the division of data to accelerate, which
+``integrations/accelerate.py`` adapts.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from smdistributed import _core
+from smdistributed._common import import_hooks
+from smdistributed.modelparallel.exceptions import SMPUsageError
+from smdistributed.modelparallel.torch.state import state
+
+_PARAMETERS, _FRAMEWORK = "SM_HP_MP_PARAMETERS", "SM_FRAMEWORK_PARAMS"
+_ARGUMENTS, _TRAINER = "transformers.training_args", "transformers.trainer"
+
+
+def enable_trainer(config: Mapping[str, Any] | None = None) -> None:
+    """Make the Trainer of transformers train with model parallelism. A script calls it before it imports the Trainer.
+
+    The import of the Trainer calls ``smp.init``. Without CUDA devices, the Trainer trains on CPUs.
+
+    Args:
+        config: Keys of the configuration; those that the launcher gives take precedence.
+
+    Raises:
+        SMPUsageError: transformers was imported before, and has decided that there is no model parallelism.
+
+    Examples:
+        >>> from smdistributed.modelparallel.torch.integrations import enable_trainer
+        >>> enable_trainer({"partitions": 2, "microbatches": 4})
+        >>> from transformers import Trainer, TrainingArguments
+    """
+    parameters = {**(config or {}), **json.loads(os.environ.get(_PARAMETERS) or "{}")}
+    # transformers looks for this key.
+    parameters.setdefault("partitions", parameters.pop("pipeline_parallel_degree", 1))
+    framework = json.loads(os.environ.get(_FRAMEWORK) or "{}")
+    os.environ[_PARAMETERS] = json.dumps(parameters)
+    os.environ[_FRAMEWORK] = json.dumps({**framework, "sagemaker_mpi_enabled": True})
+    utils = sys.modules.get("transformers.utils")
+    if utils is not None and not utils.is_sagemaker_mp_enabled():
+        raise SMPUsageError("`enable_trainer` has to be called before transformers is imported")
+    if hasattr(sys.modules.get(_TRAINER), "Trainer"):
+        _adapt()
+    import_hooks.after_import(_TRAINER, _adapt)
+    if not torch.cuda.is_available():
+        if hasattr(sys.modules.get(_ARGUMENTS), "TrainingArguments"):
+            _allow_cpus()
+        import_hooks.after_import(_ARGUMENTS, _allow_cpus)
+
+
+def _adapt() -> None:
+    """Correct the branch of transformers 5, which makes no optimizer and wraps the model again to evaluate it."""
+    kind: Any = vars(sys.modules[_TRAINER])["Trainer"]
+    create_scheduler, wrap_model = kind.create_scheduler, kind._wrap_model
+    if hasattr(create_scheduler, "__wrapped__"):
+        return
+
+    @functools.wraps(create_scheduler)
+    def create_both(self: Any, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self.optimizer is None:
+            self.create_optimizer(state.require_model())
+        return create_scheduler(self, num_training_steps, optimizer)
+
+    @functools.wraps(wrap_model)
+    def wrap_once(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        is_wrapped = state.model is not None and self.model_wrapped is state.model
+        return state.model if is_wrapped else wrap_model(self, model, *args, **kwargs)
+
+    kind.create_scheduler, kind._wrap_model = create_both, wrap_once
+
+
+def _allow_cpus() -> None:
+    # The Trainer's branch has no other device than those of CUDA.
+    sys.modules[_ARGUMENTS].TrainingArguments._setup_devices = property(_use_cpu)
+
+
+def _use_cpu(arguments: Any) -> torch.device:
+    arguments.distributed_state, arguments._n_gpu, arguments.local_rank = None, 1, _core.local_rank()
+    return torch.device("cpu")
