@@ -255,7 +255,9 @@ impl Session {
         );
     }
 
-    fn alone(launch: Launch, monitor: Arc<Monitor>, timeout: Duration, met: bool) -> Self {
+    fn alone(mut launch: Launch, monitor: Arc<Monitor>, timeout: Duration, met: bool) -> Self {
+        // Launchers that do not say it leave it to the rendezvous, which a single process does not need.
+        launch.local.get_or_insert((0, 1));
         let id = getrandom::u64().unwrap_or_else(|_| u64::from(std::process::id())) >> 1;
         Self {
             launch,

@@ -448,3 +448,13 @@ def describe_slowly():
     for _ in range(100):
         time.sleep(0.02)
         _core.barrier()
+
+
+@pytest.mark.parametrize(("rank", "size"), [("RANK", "WORLD_SIZE"), ("HOROVOD_RANK", "HOROVOD_SIZE")])
+def test_a_single_rank_needs_no_place_on_its_host(rank, size):
+    """An operator that starts one process for each pod gives it no local rank."""
+    code = "from smdistributed import _core as c; c.init(); print(c.rank(), c.size(), c.local_rank(), c.local_size())"
+    place = {rank: "0", size: "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    environment = {**launchers.clean_environment(), **place}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("0 1 0 1\n", 0), done.stderr
