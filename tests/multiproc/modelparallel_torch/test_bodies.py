@@ -48,6 +48,10 @@ EQUAL = {
     "an attribute that another module's forward has set": _program(
         2, {"a": "Last"}, {"begin": 0, "a": 0}, ["h = net.a(h)", "h = net.a(h)"]
     ),
+    "offsets of arguments": _program(2, {"a": "Mode"}, _TWO, ["h = net.a(y + 0.01 * y.storage_offset())"]),
+    "a module returns its argument": _program(
+        2, {"a": "Mode"}, _TWO, ["net.a.eval()", "t1 = net.a(h)", "h = t1 + net.a(y)"]
+    ),
     "versions of arguments": _program(2, {"a": "Mode"}, _TWO, ["y.add_(1)", "h = net.a(y * (1 + x._version + y._version))"]),
     "an argument that tasks hold changes in inference mode": _program(
         2, {"a": "Mode"}, _TWO, ["t1 = net.a(y)", "with torch.inference_mode():\n    y.clamp_(min=0)", "h = net.a(y)"]

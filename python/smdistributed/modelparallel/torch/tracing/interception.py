@@ -193,7 +193,10 @@ def _noted(original: Callable[..., Any], pipeline: Pipeline) -> Callable[..., An
             )
         path = f"{pipeline.paths.get(id(self), type(self).__name__)}.{name}"
         tensor = value[0] if value and isinstance(value[0], torch.Tensor) else None
-        if tensor is not None and type(tensor) is not RemoteTensor and recording.is_located(tensor):
+        if type(tensor) is RemoteTensor or id(tensor) in pipeline.located:
+            # A tensor on a partition, or a buffer of the model.
+            tensor = None
+        if tensor is not None and recording.is_located(tensor):
             # The tensor itself has the numbers from before the change.
             raise SMPUsageError(
                 f"`{path}` is set to a tensor that was changed in place with numbers of a partition: pass the tensor "
@@ -201,7 +204,7 @@ def _noted(original: Callable[..., Any], pipeline: Pipeline) -> Callable[..., An
             )
         with state.changing(self, name):
             original(self, name, *value)
-        if tensor is not None and type(tensor) is not RemoteTensor:
+        if tensor is not None:
             recording.copy_on_write.hold_attribute(tensor, path, recording.tasks)
 
     return change
