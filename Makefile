@@ -28,7 +28,7 @@ WORKERS ?= 2
 # Images of containers set this. Each of some thousand processes of the tests would then compile our sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-hosts example-tch test check bench bench-faults fuzz test-rust test-loom test-asan test-tsan test-miri test-python test-install test-trainer matrix matrix-ends format generated develop wheel release \
+.PHONY: help demo demo-hosts example-tch test test-more test-all check bench bench-faults fuzz test-rust test-loom test-asan test-tsan test-miri test-python test-install test-trainer matrix matrix-ends format generated develop wheel release \
 	clean docs torch-suite test-engines build-release build-tests packages-test packages-demo
 
 help: ## Show this list
@@ -51,6 +51,12 @@ test: ## Run the tests of Rust and Python, but those that have a target of their
 	$(BOTH) build-tests packages-test
 	@$(MAKE) --no-print-directory develop
 	@$(MAKE) --no-print-directory test-rust test-loom test-python
+
+test-more: ## Run those tests of Python that take long and that `make test` leaves out: those marked `more`
+	@$(MAKE) --no-print-directory test-python ARGS='-m more $(ARGS)'
+
+test-all: test ## Run the tests of `make test`, then those of `make test-more`
+	@$(MAKE) --no-print-directory test-more
 
 test-rust: ## Run the tests of the Rust crates
 	$(CARGO_TEST) --locked $(CRATES)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +25,10 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 
 #: Where the workers of pytest-xdist find the folder of their locks.
 _LOCKS = "PYTEST_LOCKS_OF_WORKERS"
+#: How many tests were left out because they are marked `more`.
+_LEFT_OUT = pytest.StashKey[int]()
+#: What a test takes at most on two cores, beside another one, unless it is marked `more`.
+_LONG_SECONDS = 30.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,8 +36,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--patience", type=float, default=1.0, help="multiply the time limits of tests by this")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Multiplies the tests' own time limits; those of their jobs follow in the harness."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Multiplies the tests' own time limits, those of their jobs follow in the harness; and leaves out those that are marked `more`."""
+    _leave_out_more(config, items)
     for item in items:
         marker = item.get_closest_marker("timeout")
         if marker and forks.patience != 1.0:
@@ -44,6 +52,42 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory(prefix="smd-locks-")
         config.add_cleanup(folder.cleanup)
         os.environ[_LOCKS] = folder.name
+
+
+def _leave_out_more(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects tests that are marked `more`, unless `-m` or `-k` chooses tests or a test is named by `file::test`."""
+    chosen = config.getoption("markexpr") or config.getoption("keyword") or any("::" in each for each in config.args)
+    left_out = [] if chosen else [item for item in items if item.get_closest_marker("more")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("more")]
+    config.stash[_LEFT_OUT] = len(left_out)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left_out"] = len(left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Takes from a worker of pytest-xdist how many tests it has left out; all workers collect the same ones."""
+    node.config.stash[_LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Says which tests were left out, and which ones take long without the mark that leaves them out."""
+    if left_out := config.stash.get(_LEFT_OUT, 0):
+        terminalreporter.write_line(f"left out: {left_out} tests that are marked `more`; `make test-more` runs them")
+    seconds: Counter[str] = Counter()
+    for report in itertools.chain(*terminalreporter.stats.values()):
+        # Among these are warnings, and tests that were deselected.
+        if isinstance(report, pytest.TestReport) and "more" not in report.keywords:
+            seconds[report.nodeid] += report.duration
+    for name, spent in seconds.most_common():
+        if spent <= _LONG_SECONDS:
+            break
+        terminalreporter.write_line(
+            f"long: {name} took {spent:.0f} s, more than {_LONG_SECONDS:.0f}: make it cheaper, or mark it `more` if a "
+            "test of its kind remains (docs/contributing/testing.md)"
+        )
 
 
 def _has_devices() -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support import hosts, run_ranks, start_ranks
+from support import hosts, more, run_ranks, start_ranks
 from support.forks import Forked
 from support.hosts import ByHand, Hosts, address
 
@@ -99,7 +99,7 @@ def _try_to_join(variables, *arguments, on=()):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="another user's processes can be started by root only")
-@pytest.mark.parametrize("launcher", ["raw", "torchrun"])
+@pytest.mark.parametrize("launcher", ["raw", more("torchrun")])
 def test_another_user_of_the_host_is_given_nothing(launcher, tmp_path):
     with start_ranks(meet_late, 2, str(tmp_path), launcher=launcher, timeout=110) as job:
         job.wait_for("joining")

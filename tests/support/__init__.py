@@ -1,7 +1,7 @@
 """The one harness for tests that need several processes; see `run_ranks`."""
 
 from support.forks import Forked
-from support.launchers import missing, needs
+from support.launchers import missing, more, needs
 from support.ranks import HarnessBrokenError, Job, Outcome, RankOutcome, RanksFailedError, run_ranks, start_ranks
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "RankOutcome",
     "RanksFailedError",
     "missing",
+    "more",
     "needs",
     "run_ranks",
     "start_ranks",

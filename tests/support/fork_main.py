@@ -21,8 +21,17 @@ from typing import NoReturn
 
 from support import rank_main
 
-#: Modules of a framework that `import torch` leaves out and nearly every rank imports: they take 1.2 s of processor time.
-_ALSO = {"torch": ("torch._dynamo",)}
+#: What the import of a module leaves out and nearly every rank imports: 1.2 s of processor time with PyTorch, 5 s with transformers,
+#: which imports the modules of its models when they are first used.
+_ALSO = {
+    "torch": ("torch._dynamo",),
+    "transformers": (
+        "torch._dynamo",
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.gpt2.modeling_gpt2",
+        "transformers.models.llama.modeling_llama",
+    ),
+}
 #: Of `linux/prctl.h`: the signal that a process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
 

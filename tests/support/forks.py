@@ -45,6 +45,7 @@ _MAIN = Path(__file__).with_name("fork_main.py")
 @dataclass(frozen=True)
 class Forked:
     """A launcher: `Forked("torch")` forks ranks that have imported `torch`, and sets the variables that torch's own scripts have.
+    Ranks that make models of Hugging Face's are of `Forked("transformers")`.
 
     For bodies that do not set what the framework reads while it is imported, and need no launcher of ours around them.
     """

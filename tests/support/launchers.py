@@ -12,8 +12,10 @@ import shutil
 import socket
 import sys
 import tempfile
+from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from support.forks import Forked
 from support.hosts import ByHand, Hosts, Torchrun
@@ -48,6 +50,11 @@ def needs(launcher: str) -> pytest.MarkDecorator:
     """Skips a test, with the reason, where `launcher` is missing."""
     reason = missing(launcher)
     return pytest.mark.skipif(reason is not None, reason=reason or "")
+
+
+def more(*values: Any, **options: Any) -> ParameterSet:
+    """A row of `pytest.mark.parametrize` that `make test-more` runs, and `make test` leaves out."""
+    return pytest.param(*values, marks=pytest.mark.more, **options)
 
 
 def command(launcher: str | Hosts, n: int, options: list[str]) -> list[str]:

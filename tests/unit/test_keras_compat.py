@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from support import more
+
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 
 # What a script of today sees of the things that have adapters. Prints it, without addresses.
@@ -101,7 +103,7 @@ def _run(script, *arguments, **variables):
     return done.stdout
 
 
-@pytest.mark.parametrize("keras", ["keras", "tf_keras"])
+@pytest.mark.parametrize("keras", ["keras", more("tf_keras")])
 def test_a_script_of_today_sees_no_difference(keras, tmp_path):
     if importlib.util.find_spec(keras) is None:
         pytest.skip(f"{keras} is not installed")
@@ -113,6 +115,7 @@ def test_a_script_of_today_sees_no_difference(keras, tmp_path):
     assert with_adapters.count("\n") > 20
 
 
+@pytest.mark.more
 def test_the_switch():
     assert _run(OLD, SMD_KERAS_COMPAT="1") == "0\n"
     assert _run(OLD, SMD_KERAS_COMPAT="0") == "6\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support import hosts, run_ranks, start_ranks
+from support import hosts, more, run_ranks, start_ranks
 
 pytestmark = [
     pytest.mark.skipif(hosts.missing_network() is not None, reason=hosts.missing_network() or ""),
@@ -62,7 +62,7 @@ def suite(names):
 @needs_mpi
 @pytest.mark.parametrize(
     ("n", "options", "names"),
-    [(4, [], ["reductions", "movements", "messages", "groups"]), (3, BY_NODE, ["reductions", "handles"])],
+    [(4, [], ["reductions", "movements", "messages", "groups"]), more(3, BY_NODE, ["reductions", "handles"])],
     ids=["two a host", "ranks in turn"],
 )
 def test_collectives_give_what_they_give_on_one_host(two, n, options, names):
@@ -124,7 +124,7 @@ def trained_on_one():
     return run_ranks(training, 4, timeout=100)
 
 
-@pytest.mark.parametrize("way", [pytest.param("mpirun", marks=needs_mpi), "torchrun"])
+@pytest.mark.parametrize("way", [pytest.param("mpirun", marks=needs_mpi), more("torchrun")])
 def test_training_gives_what_it_gives_on_one_host(two, trained_on_one, way):
     launcher = two if way == "mpirun" else two.torchrun()
     on_two = run_ranks(training, 4, launcher=launcher, timeout=100)

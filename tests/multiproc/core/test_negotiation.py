@@ -21,7 +21,7 @@ import pytest
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from support import Forked, run_ranks, start_ranks
+from support import Forked, more, run_ranks, start_ranks
 from support.rank_main import announce
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
@@ -187,7 +187,7 @@ def both(runs):
     return disagreements(runs)
 
 
-@pytest.mark.parametrize(("size", "runs"), [(2, 100), (4, 30)])
+@pytest.mark.parametrize(("size", "runs"), [(2, 40), more(4, 30)])
 def test_any_order_and_disagreements(size, runs):
     seconds = longest(run_ranks(both, size, runs, launcher=Forked("tensorflow"), env=ENV, timeout=170))
     print(seconds)

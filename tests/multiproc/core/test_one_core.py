@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from support import run_ranks
+from support import more, run_ranks
 
 
 def one_session(first):
@@ -42,7 +42,7 @@ def one_session(first):
     return [python, from_torch, from_tf]
 
 
-@pytest.mark.parametrize("first", ["torch", "tensorflow"])
+@pytest.mark.parametrize("first", [more("torch"), "tensorflow"])
 def test_one_session(first):
     for name in ("torch", "tensorflow"):
         if importlib.util.find_spec(name) is None:

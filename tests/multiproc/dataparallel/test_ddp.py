@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support import Forked, run_ranks
+from support import Forked, more, run_ranks
 
 ROWS = 6  # of each rank's share of the batch
 
@@ -163,7 +163,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, more(4)])
 def test_gradients_equal_those_of_the_whole_batch(size):
     run_ranks(_equality_body, size, list(MODELS), OPTIONS if size == 2 else OPTIONS[:1], launcher=Forked("torch"))
 

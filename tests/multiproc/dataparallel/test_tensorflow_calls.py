@@ -180,6 +180,7 @@ def test_calls_from_everywhere():
     run_ranks(calls, 2, launcher=Forked("tensorflow"), env=_ENV, timeout=180)
 
 
+@pytest.mark.more
 @pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed")
 def test_the_example(tmp_path):
     run_ranks(DIGITS, 2, "--epochs", "3", "--out", tmp_path, env=_ENV, timeout=180)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from support import Forked, run_ranks
+from support import Forked, more, run_ranks
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
@@ -124,8 +124,7 @@ def guides(folder):
     return results, one_process(size) if rank == 0 else None
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("keras", ["keras", "tf_keras"])
+@pytest.mark.parametrize(("keras", "size"), [("keras", 2), more("keras", 4), more("tf_keras", 2), more("tf_keras", 4)])
 def test_the_guides_scripts(keras, size, tmp_path):
     import numpy as np
 

@@ -338,6 +338,7 @@ def test_keras_3(tmp_path):
     run_ranks(both, 2, str(tmp_path), "keras", launcher=Forked("tensorflow"), env=_ENV, timeout=170)
 
 
+@pytest.mark.more
 def test_tf_keras(tmp_path):
     if importlib.util.find_spec("tf_keras") is None:
         pytest.skip("tf_keras is not installed")

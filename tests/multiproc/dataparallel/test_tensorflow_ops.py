@@ -9,7 +9,7 @@ import importlib.util
 
 import pytest
 
-from support import Forked, run_ranks
+from support import Forked, more, run_ranks
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 
@@ -388,7 +388,7 @@ def everything():
     return compared
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, more(4)])
 def test_every_operation(size):
     compared = run_ranks(everything, size, launcher=Forked("tensorflow"), timeout=110, env=ENVIRONMENT)
     traced = (len(TYPES), len(NUMBERS)) if size == 2 else (len(TRACED), len(TRACED))

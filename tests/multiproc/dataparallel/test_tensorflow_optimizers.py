@@ -334,6 +334,7 @@ def legacy_keras():
     assert type(view).from_config(view.get_config()).get_config() == view.get_config()
 
 
+@pytest.mark.more
 def test_tf_keras():
     run_ranks(legacy_keras, 2, launcher=Forked("tensorflow"), env=_ENV | {"TF_USE_LEGACY_KERAS": "1"}, timeout=170)
 
@@ -458,5 +459,6 @@ def four(folder):
     assert logs == {"loss": 1.5}
 
 
+@pytest.mark.more
 def test_four_ranks(tmp_path):
     run_ranks(four, 4, str(tmp_path), launcher=Forked("tensorflow"), env=_ENV, timeout=170)

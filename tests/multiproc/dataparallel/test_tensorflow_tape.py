@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from support import Forked, run_ranks, start_ranks
+from support import Forked, more, run_ranks, start_ranks
 from support.rank_main import announce
 from support.tf_env import ENV
 
@@ -482,7 +482,7 @@ _ON_TWO = (
 )
 
 
-@pytest.mark.parametrize(("n", "keras", "checks"), [(2, "keras", _ON_TWO), (4, "tf_keras", _ON_EVERY_NUMBER)])
+@pytest.mark.parametrize(("n", "keras", "checks"), [(2, "keras", _ON_TWO), more(4, "tf_keras", _ON_EVERY_NUMBER)])
 def test_gradients(n, keras, checks):
     env = ENV | {"TF_USE_LEGACY_KERAS": str(int(keras == "tf_keras"))}
     run_ranks(tape, n, keras, checks, launcher=Forked("tensorflow"), env=env, timeout=170)

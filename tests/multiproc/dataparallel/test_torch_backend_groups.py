@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from support import Forked, run_ranks
+from support import Forked, more, run_ranks
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -198,7 +198,7 @@ def _link(number):
         return ""
 
 
-@pytest.mark.parametrize(("how", "launcher"), [("env", "smdrun"), ("env", "torchrun"), ("file", "raw")])
+@pytest.mark.parametrize(("how", "launcher"), [("env", "smdrun"), more("env", "torchrun"), ("file", "raw")])
 def test_a_job_begins_anew_as_often_as_it_likes(how, launcher, tmp_path):
     assert run_ranks(_again, 2, how, str(tmp_path / "store"), launcher=launcher) == [([], [])] * 2
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support import Forked, run_ranks
+from support import Forked, more, run_ranks
 
 SIZES = [0, 1, 7, 1000, 65_537]
 
@@ -124,7 +124,7 @@ def reductions():
             dist.all_reduce(torch.zeros(3, dtype=dtype), getattr(dist.ReduceOp, op))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, more(4)])
 def test_reductions(ranks):
     run_ranks(reductions, ranks, launcher=Forked("torch"), timeout=110)
 

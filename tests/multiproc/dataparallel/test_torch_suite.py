@@ -28,6 +28,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.more
 def test_what_passes_over_gloo_passes_over_smddp():
     arguments = ["--world-sizes", "2", "-k", " or ".join(NAMES)]
     done = subprocess.run([sys.executable, str(COMPARE), *arguments], capture_output=True, text=True, timeout=110)

@@ -249,6 +249,7 @@ TORCHRUN = """
 """
 
 
+@pytest.mark.more
 @pytest.mark.timeout(240)
 def test_torchrun_starts_all_anew(tmp_path):
     pytest.importorskip("torch")

@@ -17,7 +17,7 @@ import pytest
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from support import Forked, run_ranks
+from support import Forked, more, run_ranks
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 
@@ -414,7 +414,7 @@ def everything():
 
 
 @pytest.mark.timeout(420)
-@pytest.mark.parametrize("legacy", ["0", "1"], ids=["keras3", "tf_keras"])
+@pytest.mark.parametrize("legacy", ["0", more("1")], ids=["keras3", "tf_keras"])
 def test_training(legacy):
     if legacy == "1" and importlib.util.find_spec("tf_keras") is None:
         pytest.skip("tf_keras is not installed")

@@ -7,10 +7,11 @@ import importlib.util
 import pytest
 
 from parity import horovod_operations as table
+from support import more
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize(("framework", "size"), [("torch", 3), ("torch", 4), ("tensorflow", 2), ("graph", 3)])
+@pytest.mark.parametrize(("framework", "size"), [("torch", 3), more("torch", 4), ("tensorflow", 2), more("graph", 3)])
 def test_a_sample(framework, size):
     module = "torch" if framework == "torch" else "tensorflow"
     if importlib.util.find_spec(module) is None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support import Forked, run_ranks
+from support import Forked, more, run_ranks
 from support.horovod_ranks import ENV, another_world, raises, standard_error, start
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
@@ -224,6 +224,6 @@ def all_parts():
 
 
 @pytest.mark.timeout(220)
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, more(4)])
 def test_process_sets_and_worlds(size):
     run_ranks(all_parts, size, launcher=Forked("torch"), env=ENV, timeout=200)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support import Forked, run_ranks
+from support import Forked, more, run_ranks
 from support.tf_env import ENV
 
 pytestmark = [
@@ -158,15 +158,20 @@ def _adds_epsilon():
     return tuple(map(int, version[:2])) < (3, 13)
 
 
-@pytest.mark.parametrize("keras", ["keras", "tf_keras"])
-def test_models_learn_as_in_one_process(keras, tmp_path):
+@pytest.mark.parametrize(
+    ("keras", "names"),
+    [
+        pytest.param("keras", ("regression", "words"), id="keras"),
+        more("keras", ("classes", "several"), id="keras, other models"),
+        more("tf_keras", ("regression", "classes", "words", "several"), id="tf_keras"),
+    ],
+)
+def test_models_learn_as_in_one_process(keras, names, tmp_path):
     older = keras == "tf_keras"
     env, launcher = ({**ENV, "TF_USE_LEGACY_KERAS": "1"}, "smdrun") if older else (ENV, Forked("tensorflow"))
-    names = ("regression", "classes", "words", "several")
     for differences in run_ranks(_everything, 2, str(tmp_path), names, launcher=launcher, env=env, timeout=280):
-        words = differences.pop(names.index("words"))
-        assert max(differences) < 1e-12, differences
-        assert words < (1e-12 if older or not _adds_epsilon() else 1e-7)
+        for name, difference in zip(names, differences, strict=True):
+            assert difference < (1e-7 if name == "words" and not older and _adds_epsilon() else 1e-12), name
 
 
 def _shortest(folder):
@@ -180,7 +185,7 @@ def _shortest(folder):
     return stepped, keras_fits.compare("classes", Path(folder))
 
 
-@pytest.mark.parametrize("keras", ["keras", "tf_keras"])
+@pytest.mark.parametrize("keras", [more("keras"), "tf_keras"])
 def test_the_shortest_training(keras, tmp_path):
     """A step and `fit`: for `make matrix`, which tries many versions."""
     env = {**ENV, "TF_USE_LEGACY_KERAS": str(int(keras == "tf_keras"))}
@@ -206,15 +211,13 @@ def test_what_is_wrong_is_an_error_on_every_rank():
         assert (found["batch"][0] == "SMPMismatchError") == of_others, found["batch"]
 
 
-def _replicas():
+def _replicas(name, key):
     from support import keras_fits
 
-    return [
-        keras_fits.compare_replicas(*case)
-        for case in (("words", "ddp"), ("regression", "ddp"), ("regression", "horovod"))
-    ]
+    return keras_fits.compare_replicas(name, key)
 
 
-def test_replicas_learn_as_one_process():
-    for differences in run_ranks(_replicas, 4, launcher=Forked("tensorflow"), env=ENV, timeout=280):
-        assert max(differences) < (1e-7 if _adds_epsilon() else 1e-9), differences
+@pytest.mark.parametrize(("name", "key"), [("words", "ddp"), more("regression", "ddp"), more("regression", "horovod")])
+def test_replicas_learn_as_one_process(name, key):
+    for difference in run_ranks(_replicas, 4, name, key, launcher=Forked("tensorflow"), env=ENV, timeout=280):
+        assert difference < (1e-7 if _adds_epsilon() else 1e-9)

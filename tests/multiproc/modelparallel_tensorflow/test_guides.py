@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from support import Forked, missing, run_ranks
+from support import Forked, missing, more, run_ranks
 from support.tf_env import ENV
 
 pytestmark = [
@@ -155,15 +155,16 @@ PARAMETERS = {
 CASES = [
     ("automatic", 4, Forked("tensorflow"), "keras"),
     ("manual", 4, Forked("tensorflow"), "keras"),
-    ("manual", 4, "mpirun", "tf_keras"),
     ("hybrid", 2, "smdrun", "keras"),
 ]
 
 
 @pytest.mark.parametrize(
     ("name", "size", "launcher", "keras"),
-    CASES,
-    ids=["-".join(map(str, (name, size, keras))) for name, size, _, keras in CASES],
+    [
+        *(pytest.param(*case, id="-".join(map(str, (*case[:2], case[3])))) for case in CASES),
+        more("manual", 4, "mpirun", "tf_keras", id="manual-4-tf_keras"),
+    ],
 )
 def test_the_guides_scripts(name, size, launcher, keras, tmp_path):
     check(name, size, launcher, keras, tmp_path)

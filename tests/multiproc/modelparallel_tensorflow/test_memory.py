@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support import Forked, run_ranks
+from support import Forked, more, run_ranks
 from support.tf_env import ENV
 
 pytestmark = [
@@ -190,7 +190,7 @@ def _born():
     return peaks
 
 
-@pytest.mark.parametrize("keras", ["keras", "tf_keras"])
+@pytest.mark.parametrize("keras", ["keras", more("tf_keras")])
 def test_no_rank_has_the_whole_model_while_it_is_built(keras):
     older = keras == "tf_keras"
     env, launcher = ({**ENV, "TF_USE_LEGACY_KERAS": "1"}, "smdrun") if older else (ENV, Forked("tensorflow"))

@@ -346,6 +346,7 @@ def _keras_2(folder):
     return _optimizers(folder), [compare(name, "float64", 2, *case) for name, *case in cases]
 
 
+@pytest.mark.more
 def test_keras_2(tmp_path):
     """States of its optimizers, and models of the table, which learn as in one process."""
     ranks = run_ranks(_keras_2, 2, str(tmp_path), env={**ENV, "TF_USE_LEGACY_KERAS": "1"}, timeout=170)

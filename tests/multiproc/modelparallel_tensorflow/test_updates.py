@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from support import Forked, run_ranks
+from support import Forked, more, run_ranks
 from support.tf_env import ENV
 
 pytestmark = [
@@ -97,7 +97,7 @@ def _scaled():
     return older, found
 
 
-@pytest.mark.parametrize("keras", ["keras", "tf_keras"])
+@pytest.mark.parametrize("keras", ["keras", more("tf_keras")])
 def test_an_update_is_skipped_on_all_partitions_or_on_none(keras):
     older = keras == "tf_keras"
     env, launcher = ({**ENV, "TF_USE_LEGACY_KERAS": "1"}, "smdrun") if older else (ENV, Forked("tensorflow"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support import run_ranks
+from support import Forked, more, run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -41,7 +41,7 @@ def _examples_body(root):
 @pytest.mark.timeout(300)
 def test_the_examples_run():
     pytest.importorskip("sklearn")
-    found = run_ranks(_examples_body, 4, str(ROOT), timeout=290)
+    found = run_ranks(_examples_body, 4, str(ROOT), launcher=Forked("torch"), timeout=290)
     # Ranks of a pipeline see one loss, and replicas the same test.
     assert found[0] == found[1], found
     automatic, manual, _, gpt = found[0]
@@ -66,6 +66,7 @@ def _tensor_parallel_body(root):
     return found
 
 
+@pytest.mark.more
 @pytest.mark.timeout(200)
 def test_the_example_of_tensor_parallelism_learns():
     for both in run_ranks(_tensor_parallel_body, 4, str(ROOT), timeout=190):
@@ -87,11 +88,11 @@ def _sharded_body(root, words):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [more("fp32"), "bf16"])
 def test_a_sharded_llama_learns(precision):
     pytest.importorskip("transformers")
     words = f"--degree 2 --layers 2 --width 64 --length 32 --steps 30 --precision {precision}"
-    for loss, own, whole in run_ranks(_sharded_body, 2, str(ROOT), words, timeout=190):
+    for loss, own, whole in run_ranks(_sharded_body, 2, str(ROOT), words, launcher=Forked("transformers"), timeout=190):
         assert loss < 4.0, "nats for each of 256 bytes, which begin at 5.5"
         assert own <= 0.54 * whole
 
@@ -105,6 +106,7 @@ def _memory_body(root):
     return memory.measure(4, 24, 640)
 
 
+@pytest.mark.more
 @pytest.mark.timeout(300)
 def test_a_rank_never_holds_the_whole_model():
     found = run_ranks(_memory_body, 4, str(ROOT), timeout=290)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from support import missing, start_ranks
+from support import missing, more, start_ranks
 from support.modelparallel_scripts import AUTOMATIC, GUIDE, MANUAL, NOTEBOOK
 
 HAND = {"partitions": 2, "microbatches": 4, "auto_partition": False, "default_partition": 0}
@@ -27,7 +27,11 @@ SCRIPTS = {
     "notebook": (NOTEBOOK, RESNET, (18, 9)),
 }
 #: `tests/e2e/modelparallel_guides.py` runs the others.
-CASES = [("guide, automatic", 2, "torchrun"), ("guide, manual", 4, "smdrun"), ("notebook", 4, "mpirun")]
+CASES = [
+    ("guide, automatic", 2, "torchrun"),
+    more("guide, manual", 4, "smdrun"),
+    more("notebook", 4, "mpirun"),
+]
 
 
 @pytest.mark.timeout(300)

@@ -40,7 +40,7 @@ def _check(found, tolerance, partitions):
 def test_families_equal_one_process_and_stay_in_the_pipeline():
     pytest.importorskip("transformers")
     for found in run_ranks(
-        _families_body, 2, FAMILIES, "float64", 2, launcher=Forked("torch"), env=STRICT, timeout=290
+        _families_body, 2, FAMILIES, "float64", 2, launcher=Forked("transformers"), env=STRICT, timeout=290
     ):
         _check(found, 1e-10, 2)
 
@@ -49,7 +49,9 @@ def test_families_equal_one_process_and_stay_in_the_pipeline():
 def test_grouped_products_of_experts():
     pytest.importorskip("transformers")
     names = ["mixtral", "gpt-oss"]
-    for found in run_ranks(_families_body, 3, names, "float32", 3, launcher=Forked("torch"), env=STRICT, timeout=190):
+    for found in run_ranks(
+        _families_body, 3, names, "float32", 3, launcher=Forked("transformers"), env=STRICT, timeout=190
+    ):
         _check(found, 1e-5, 3)
 
 
@@ -64,7 +66,7 @@ def _unwritten_body():
 @pytest.mark.timeout(200)
 def test_no_result_is_of_memory_that_nothing_was_written_to():
     pytest.importorskip("transformers")
-    for found in run_ranks(_unwritten_body, 2, launcher=Forked("torch"), env=STRICT, timeout=190):
+    for found in run_ranks(_unwritten_body, 2, launcher=Forked("transformers"), env=STRICT, timeout=190):
         _check(found, 1e-10, 2)
 
 
@@ -107,7 +109,7 @@ def _options_body():
 @pytest.mark.timeout(200)
 def test_hidden_states_attentions_and_gradient_checkpointing():
     pytest.importorskip("transformers")
-    for found in run_ranks(_options_body, 2, launcher=Forked("torch"), env=STRICT, timeout=190):
+    for found in run_ranks(_options_body, 2, launcher=Forked("transformers"), env=STRICT, timeout=190):
         assert [row["difference"] <= 1e-10 for row in found] == [True] * 3, found
 
 
@@ -159,7 +161,7 @@ def _cache_body():
 def test_a_model_that_trains_makes_a_cache_only_if_it_is_asked_for():
     pytest.importorskip("transformers")
     for asked, caches, containers, warned in run_ranks(
-        _cache_body, 2, launcher=Forked("torch"), env=STRICT, timeout=140
+        _cache_body, 2, launcher=Forked("transformers"), env=STRICT, timeout=140
     ):
         assert asked["difference"] <= 1e-10
         assert caches == [None] * 4
@@ -197,5 +199,5 @@ def _dropout_body(probability):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("probability", "draws"), [(0.0, []), (0.5, ["cpu"])])
 def test_attention_draws_random_numbers_only_with_dropout(probability, draws):
-    for found in run_ranks(_dropout_body, 2, probability, launcher=Forked("torch"), timeout=110):
+    for found in run_ranks(_dropout_body, 2, probability, launcher=Forked("transformers"), timeout=110):
         assert found == [draws, draws]

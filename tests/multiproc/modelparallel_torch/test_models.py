@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from support import Forked, run_ranks
+from support import Forked, more, run_ranks
 
 
 def _table_body(dtype, partitions, rows, names=None):
@@ -16,20 +16,22 @@ def _table_body(dtype, partitions, rows, names=None):
     return len(run_table(getattr(torch, dtype), partitions, rows, names, steps=2))
 
 
-ROWS = {
-    1: [(4, "interleaved", False)],
-    2: [(1, "interleaved", False), (4, "simple", False), (4, "zero_bubble", False), (4, "interleaved", True)],
-    3: [(4, "interleaved", False), (4, "interleaved", True)],
-    4: [(8, "interleaved", False), (4, "zero_bubble", False)],
-}
+ROWS = [
+    pytest.param(1, [(4, "interleaved", False)], id="1"),
+    pytest.param(2, [(4, "simple", False), (4, "interleaved", True)], id="2"),
+    more(2, [(1, "interleaved", False), (4, "zero_bubble", False)], id="2, other schedules"),
+    pytest.param(3, [(4, "interleaved", False)], id="3"),
+    more(3, [(4, "interleaved", True)], id="3, looped"),
+    more(4, [(8, "interleaved", False), (4, "zero_bubble", False)], id="4"),
+]
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("partitions", list(ROWS))
-def test_pipelines_equal_one_process(partitions):
+@pytest.mark.parametrize(("partitions", "rows"), ROWS)
+def test_pipelines_equal_one_process(partitions, rows):
     pytest.importorskip("transformers")
     found = run_ranks(
-        _table_body, partitions, "float64", partitions, ROWS[partitions], launcher=Forked("torch"), timeout=290
+        _table_body, partitions, "float64", partitions, rows, launcher=Forked("transformers"), timeout=290
     )
     assert found == [16] * partitions
 
@@ -38,6 +40,6 @@ def test_pipelines_equal_one_process(partitions):
 def test_pipelines_equal_one_process_in_float32():
     names = ["mlp", "resnet18", "tied", "batch_norm"]
     found = run_ranks(
-        _table_body, 2, "float32", 2, [(8, "zero_bubble_2", False)], names, launcher=Forked("torch"), timeout=290
+        _table_body, 2, "float32", 2, [(8, "zero_bubble_2", False)], names, launcher=Forked("transformers"), timeout=290
     )
     assert found == [4, 4]

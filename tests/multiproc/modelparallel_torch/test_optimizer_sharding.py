@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from support import Forked, run_ranks
+from support import Forked, more, run_ranks
 
 CONFIG = {
     "microbatches": 2,
@@ -131,7 +131,7 @@ def _equality_body(ranks):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, more(4)])
 def test_sharded_states_train_as_one_process(ranks):
     run_ranks(_equality_body, ranks, ranks, launcher=Forked("torch"), timeout=100)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support import Forked, run_ranks
+from support import Forked, more, run_ranks
 from support.ranks import RanksFailedError
 
 
@@ -12,11 +12,11 @@ def _equality_body(cases):
     import smdistributed.modelparallel.torch as smp
     from support.tensor_parallel import compare_sharded
 
-    for layout, more in cases:
+    for layout, settings in cases:
         try:
-            compare_sharded(*layout, **more)
+            compare_sharded(*layout, **settings)
         except Exception as error:
-            raise AssertionError(f"{layout}, {more}") from error
+            raise AssertionError(f"{layout}, {settings}") from error
         smp.shutdown()
 
 
@@ -43,7 +43,7 @@ CASES = {
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [more(name) if name == "four" else name for name in CASES])
 def test_equal_to_one_process(name):
     ranks, cases = CASES[name]
     run_ranks(_equality_body, ranks, cases, launcher=Forked("torch"), timeout=140)

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from support import Forked, run_ranks
+from support import Forked, more, run_ranks
 
 CONFIG = {"microbatches": 2, "ddp": True, "sdp_param_persistence_threshold": 0, "sdp_gradient_clipping": 0.05}
 
@@ -161,10 +161,10 @@ def _equality_body(ranks):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, more(4)])
 def test_sharded_training_is_that_of_one_process(ranks):
     pytest.importorskip("transformers")
-    run_ranks(_equality_body, ranks, ranks, launcher=Forked("torch"), timeout=280)
+    run_ranks(_equality_body, ranks, ranks, launcher=Forked("transformers"), timeout=280)
 
 
 def _storages(torch, tensors):
@@ -198,10 +198,10 @@ def _memory_body(degree):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [2, more(4)])
 def test_a_rank_keeps_its_share(degree):
     pytest.importorskip("transformers")
-    for found, whole in run_ranks(_memory_body, degree, degree, launcher=Forked("torch"), timeout=100):
+    for found, whole in run_ranks(_memory_body, degree, degree, launcher=Forked("transformers"), timeout=100):
         assert all(each <= 1.08 * whole / degree for each in found), (found, whole)
 
 
@@ -302,7 +302,7 @@ def _same(torch, one, other, where):
 
 @pytest.mark.timeout(240)
 def test_sharded_training_is_resumed_bit_for_bit(tmp_path):
-    run_ranks(_resume_body, 4, str(tmp_path), launcher=Forked("torch"), timeout=220)
+    run_ranks(_resume_body, 4, str(tmp_path), launcher=Forked("transformers"), timeout=220)
 
 
 def _refusals_body():
@@ -334,4 +334,4 @@ def _refusals_body():
 
 
 def test_what_does_not_go_with_shards_is_refused():
-    run_ranks(_refusals_body, 2, launcher=Forked("torch"), timeout=50)
+    run_ranks(_refusals_body, 2, launcher=Forked("transformers"), timeout=50)

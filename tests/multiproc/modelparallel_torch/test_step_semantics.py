@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support import Forked, run_ranks
+from support import Forked, more, run_ranks
 
 FORKED = Forked("torch")
 
@@ -375,7 +375,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["interleaved", more("zero_bubble")])
 def test_bodies_equal_one_process(schedule):
     run_ranks(_run, 2, CASES, 2, schedule, launcher=FORKED)
 

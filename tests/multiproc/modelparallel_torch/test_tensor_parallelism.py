@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from support import Forked, run_ranks
+from support import Forked, more, run_ranks
 
-LAYOUTS = [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)]
+LAYOUTS = [(2, 1, 1), (4, 1, 1), more((2, 2, 1)), (2, 1, 2)]
 
 
 def _body(names, layout, variants):

@@ -231,13 +231,14 @@ def _encoder_body(layout, variants):
 def test_encoders_equal_one_process():
     pytest.importorskip("transformers")
     modes = [(False, "memory"), (False, "speed"), (True, "speed")]
-    run_ranks(_encoder_body, 2, (2, 1, 1), modes, launcher=Forked("torch"), timeout=190)
+    run_ranks(_encoder_body, 2, (2, 1, 1), modes, launcher=Forked("transformers"), timeout=190)
 
 
+@pytest.mark.more
 @pytest.mark.timeout(200)
 def test_encoders_on_partitions():
     pytest.importorskip("transformers")
-    run_ranks(_encoder_body, 4, (2, 2, 1), [(False, "memory")], launcher=Forked("torch"), timeout=190)
+    run_ranks(_encoder_body, 4, (2, 2, 1), [(False, "memory")], launcher=Forked("transformers"), timeout=190)
 
 
 def _other_kinds():
@@ -314,7 +315,7 @@ def _others_body():
 @pytest.mark.timeout(200)
 def test_linear_layers_of_other_models_equal_one_process():
     pytest.importorskip("transformers")
-    run_ranks(_others_body, 2, launcher=Forked("torch"), timeout=190)
+    run_ranks(_others_body, 2, launcher=Forked("transformers"), timeout=190)
 
 
 def _created_body():
@@ -349,7 +350,7 @@ def _created_body():
 @pytest.mark.timeout(150)
 def test_models_are_created_in_slices():
     pytest.importorskip("transformers")
-    for rank in run_ranks(_created_body, 4, launcher=Forked("torch"), timeout=140):
+    for rank in run_ranks(_created_body, 4, launcher=Forked("transformers"), timeout=140):
         for loss, deviation, held in rank:
             assert 3.0 < loss < 5.0
             assert 0.015 < deviation < 0.025, "as the configuration's `initializer_range`"
@@ -362,17 +363,17 @@ NAMES = ["gpt2", "llama", "llama3", "mistral", "qwen2", "gptj", "gptneo", "gptne
 @pytest.mark.timeout(200)
 def test_causal_models_equal_one_process():
     pytest.importorskip("transformers")
-    run_ranks(_body, 2, NAMES, (2, 1, 1), [(False, "speed")], launcher=Forked("torch"), timeout=190)
+    run_ranks(_body, 2, NAMES, (2, 1, 1), [(False, "speed")], launcher=Forked("transformers"), timeout=190)
 
 
 @pytest.mark.timeout(200)
 def test_causal_models_in_other_modes():
     pytest.importorskip("transformers")
     modes = [(False, "memory"), (True, "memory")]
-    run_ranks(_body, 2, ["gpt2", "llama"], (2, 1, 1), modes, launcher=Forked("torch"), timeout=190)
+    run_ranks(_body, 2, ["gpt2", "llama"], (2, 1, 1), modes, launcher=Forked("transformers"), timeout=190)
 
 
 @pytest.mark.timeout(200)
 def test_causal_models_on_partitions():
     pytest.importorskip("transformers")
-    run_ranks(_body, 4, ["gpt2", "llama"], (2, 2, 1), [(False, "memory")], launcher=Forked("torch"), timeout=190)
+    run_ranks(_body, 4, ["gpt2", "llama"], (2, 2, 1), [(False, "memory")], launcher=Forked("transformers"), timeout=190)
