@@ -17,6 +17,7 @@ _COMMANDS = (
     "",
     "plan",
     "report",
+    "top",
     "checkpoint",
     "checkpoint inspect",
     "checkpoint verify",

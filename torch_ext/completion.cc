@@ -5,6 +5,7 @@
 #include <memory>
 #include <utility>
 
+#include "smd/exposed_time.h"
 #include "status.h"
 
 namespace smd::torch_ext {
@@ -19,6 +20,7 @@ Work::Work(TensorOperation operation) : group_(operation.core.group) {
 }
 
 void Work::wait() {
+  const ExposedTime exposed;
   if (pending_) {
     checked([this] { check_device(group_, "wait for an asynchronous operation"); });
     const std::lock_guard lock(mutex_);

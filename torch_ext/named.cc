@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "completion.h"
+#include "smd/exposed_time.h"
 #include "status.h"
 
 namespace smd::torch_ext {
@@ -286,6 +287,7 @@ static Handle join(int64_t named, int64_t current) {
 }  // namespace named
 
 void NamedWork::wait() {
+  const ExposedTime exposed;
   while (!is_completed()) {
     if (!drive()) {
       std::unique_lock lock(mutex_);

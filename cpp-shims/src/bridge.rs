@@ -4,9 +4,9 @@ pub use ffi::*;
 
 use crate::calls::{
     NamedHandle, add_up, check_device, check_interrupt, clear, compare_gradients, copy, fail_next, group_rank,
-    group_ranks, group_size, join_named, monitored_barrier, process_set_group, process_set_ranks, process_set_root,
-    raise_later, rank, run, run_batch, run_together, session_id, size, submit, submit_batch, submit_group_named,
-    submit_named, world_place,
+    group_ranks, group_size, join_named, monitored_barrier, note_exposed, process_set_group, process_set_ranks,
+    process_set_root, raise_later, rank, run, run_batch, run_together, session_id, size, submit, submit_batch,
+    submit_group_named, submit_named, world_place,
 };
 use crate::membership::{Membership, join_all, join_some};
 use crate::plan::{GradientPlan, find_plan, place_for_op, placed_elsewhere_for_op};
@@ -387,6 +387,9 @@ mod ffi {
         /// Lets the host language raise the exception of a signal handler as soon as this thread returns to it, after
         /// an interrupted wait; false if it cannot (`smd_core::world::monitor::raise_later`).
         fn raise_later() -> bool;
+
+        /// Adds to the time in which threads of the script waited (`smd_core::metrics`).
+        fn note_exposed(nanoseconds: u64);
     }
 
     // Steps of a pipeline; see `smd_core::session::step_scope`.

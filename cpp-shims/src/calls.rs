@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 use smd_core::buffer::{DType, Device, ReduceOp, TensorView};
 use smd_core::collectives::{Communicator, Done, MakeOutputs, Overlap, Request};
 use smd_core::device::{add, memory};
+use smd_core::metrics;
 use smd_core::negotiation::{self, Factors, Gradients, Name, NamedRequest};
 use smd_core::session;
 use smd_core::world::monitor;
@@ -51,6 +52,7 @@ pub unsafe fn run(call: &ffi::Call) -> Result<(), Report> {
         let communicator = communicator(call)?;
         // SAFETY: the caller's promise.
         let request = unsafe { request(call, None) }?;
+        let _exposed = metrics::exposed();
         communicator.run_within(&request, timeout(call))
     })
 }
@@ -68,6 +70,10 @@ pub unsafe fn run_together(calls: &[ffi::Call]) -> Result<(), Report> {
         let requests = calls.iter().map(|call| unsafe { request(call, None) }).collect::<Result<Vec<_>>>()?;
         communicator(first)?.run_on_device(&requests, timeout(first), Overlap::Unknown)
     })
+}
+
+pub fn note_exposed(nanoseconds: u64) {
+    metrics::note_exposed(Duration::from_nanos(nanoseconds));
 }
 
 /// # Safety
@@ -303,6 +309,7 @@ pub unsafe fn run_batch(calls: &[ffi::Call]) -> Result<(), Report> {
     guard(|| {
         // SAFETY: the caller's promise.
         let (communicator, requests, timeout) = unsafe { batch(calls) }?;
+        let _exposed = metrics::exposed();
         communicator.run_batch(&requests, timeout)
     })
 }

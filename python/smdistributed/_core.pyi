@@ -120,6 +120,9 @@ def plan_gradients(
     gradients are on a CUDA device; `group` is the id of the group that reduces them, 0 for all ranks.
     """
 
+def note_fallback(reason: str) -> None:
+    """Counts a slower path, by its name in the metrics."""
+
 def timeline_now() -> int:
     """Nanoseconds on the timeline's clock, or 0 if no timeline is written."""
 

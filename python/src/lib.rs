@@ -15,6 +15,7 @@ mod error;
 mod gradients;
 mod launch;
 mod loss_scale;
+mod metrics;
 mod operations;
 mod partition;
 mod pipeline;
@@ -58,6 +59,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(launch::check_parameter_rules, module)?)?;
     module.add_function(wrap_pyfunction!(pipeline::timeline_now, module)?)?;
     module.add_function(wrap_pyfunction!(pipeline::timeline_stage, module)?)?;
+    module.add_function(wrap_pyfunction!(metrics::note_fallback, module)?)?;
     module.add_function(wrap_pyfunction!(shims::shim_sources, module)?)?;
     Ok(())
 }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use pyo3::prelude::*;
+use smd_core::metrics::{self, Fallback};
 use smd_core::partition::DeviceModel;
 use smd_core::pipeline::schedule::{self, Bounds, Schedule};
 use smd_core::pipeline::{Costs, Graph, ProducedTensor, Section, StageGraph, Task};
@@ -140,6 +141,9 @@ pub fn timeline_stage(
     start: u64,
     takes: Vec<u64>,
 ) -> PyResult<()> {
+    if kind == trace::SYNCHRONOUS {
+        metrics::note_fallback(Fallback::SynchronousCall);
+    }
     if start == 0 {
         return Ok(());
     }

@@ -93,6 +93,10 @@ knobs! {
         "Where shims for the installed frameworks and the plug-in for MPI are kept, once built.";
     KERAS_COMPAT = "SMD_KERAS_COMPAT", [], "1",
         "0: leaves out the adapters that let scripts for TensorFlow 2.3 and 2.4 run with today's Keras, such as `optimizer.variables()`.";
+    METRICS = "SMD_METRICS", [], "",
+        "Where counters of this host's ranks are published in Prometheus' text format: a file, which is replaced by rename, or `host:port` for an HTTP endpoint (docs/guides/metrics.md).";
+    METRICS_SECONDS = "SMD_METRICS_SECONDS", [], "5",
+        "Time between two writes of such a file, in seconds.";
     STRICT_PIPELINE = "SMD_STRICT_PIPELINE", [], "0",
         "1: a call inside of a `smp.step` function that leaves the pipeline, so that all ranks wait for one of them, is an error. Without it each such place is a warning.";
     AG_SCRATCH_BUFFER_BYTES = "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", [], "16777216",

@@ -17,6 +17,7 @@
 //! | [`sharding`] | division of sharded parameters and optimizer states |
 //! | [`loss_scale`] | the loss scale of 16-bit training |
 //! | [`checkpoint`] | checkpoints that are complete or absent, whenever a process is killed |
+//! | [`metrics`] | what each rank has done so far, in numbers |
 //! | [`launch`] | `smdrun` |
 
 pub mod buffer;
@@ -30,6 +31,7 @@ pub mod error;
 pub mod launch;
 pub(crate) mod log;
 pub mod loss_scale;
+pub mod metrics;
 pub mod negotiation;
 pub mod partition;
 pub mod pipeline;

@@ -5,6 +5,7 @@
 #include <thread>
 #include <utility>
 
+#include "smd/exposed_time.h"
 #include "status.h"
 
 namespace smd::torch_ext {
@@ -51,6 +52,7 @@ std::exception_ptr DeviceWork::exception() const {
 }
 
 bool DeviceWork::wait(std::chrono::milliseconds timeout) {
+  const ExposedTime exposed;
   synchronize();
   if (timeout == kNoTimeout) return true;
   const auto start = std::chrono::steady_clock::now();

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "completion.h"
+#include "smd/exposed_time.h"
 #include "smd/status.h"
 #include "status.h"
 
@@ -217,6 +218,7 @@ void GroupWork::call_done(const std::string& error, std::int64_t source) noexcep
 }
 
 bool GroupWork::wait(std::chrono::milliseconds timeout) {
+  const ExposedTime exposed;
   const auto start = std::chrono::steady_clock::now();
   std::unique_lock lock(mutex_);
   TORCH_CHECK(pending_calls_ > 0 || done_, "`", title_,

@@ -141,6 +141,7 @@ class PlannedReducer:
             # If other ranks are gone, the next operation reports it.
             self._can_plan = may_pass(error)
             if not self._can_plan:
+                _core.note_fallback("gradients_one_by_one")
                 warn_once(f"gradients are reduced one by one instead of in buckets: {at_execution(error)}")
         self._pending_reducer = None
 

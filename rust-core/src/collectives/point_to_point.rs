@@ -13,6 +13,7 @@ use super::Request;
 use super::communicator::{Done, spoil};
 use crate::buffer::{Device, TensorView};
 use crate::error::{Error, Limit, Result};
+use crate::metrics;
 use crate::transport::{Message, NAP, Tag, Transport, Wait, wait_all};
 use crate::world::Monitor;
 
@@ -186,12 +187,14 @@ impl PointToPointShared {
         match request {
             Request::Send { data, to, tag } => {
                 check(Some(*to), data)?;
+                metrics::note_message(true, data.bytes());
                 // SAFETY: the view's promise holds until the operation completes, and both ways of running it end the
                 // message before they report that.
                 Ok(unsafe { self.transport.post_send(*to, Tag::from(*tag), data.ptr(), data.bytes()) })
             }
             Request::Recv { data, from, tag } => {
                 check(*from, data)?;
+                metrics::note_message(false, data.bytes());
                 // SAFETY: as above.
                 Ok(unsafe { self.transport.post_recv(*from, Tag::from(*tag), data.ptr(), data.bytes()) })
             }

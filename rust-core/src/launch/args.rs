@@ -14,9 +14,10 @@ use crate::error::{Error, Result};
     name = "smdrun",
     version,
     override_usage = "smdrun -n N [OPTIONS] SCRIPT.py [ARGS]...\n       smdrun -n N [OPTIONS] -m MODULE [ARGS]...\n       \
-                      smdrun doctor\n       smdrun plan -p N -m N [OPTIONS]\n       smdrun checkpoint inspect|verify|merge DIR\n       smdrun report TRACE",
+                      smdrun doctor\n       smdrun plan -p N -m N [OPTIONS]\n       smdrun checkpoint inspect|verify|merge DIR\n       smdrun report TRACE\n       smdrun top [PID]",
     after_help = "`smdrun doctor` says what OpenSMD finds on this machine and what to do about each gap; `smdrun plan` shows a\n\
-                  pipeline's schedule, `smdrun report` a timeline's; `smdrun checkpoint` looks at checkpoints.\n\
+                  pipeline's schedule, `smdrun report` a timeline's; `smdrun checkpoint` looks at checkpoints;\n\
+                  `smdrun top` shows what running ranks do.\n\
                   Each rank gets the environment that torchrun sets. Ctrl-C goes to all ranks; a second one ends them.\n\
                   The exit code is that of the rank that failed first, 128 + signal if a signal ended it."
 )]
@@ -41,6 +42,10 @@ pub(super) struct LauncherArgs {
     /// Also writes what each rank prints to DIR/rank.RANK/stdout and DIR/rank.RANK/stderr
     #[arg(long, value_name = "DIR")]
     pub output_dir: Option<PathBuf>,
+
+    /// Ends with a summary: steps, time in communication, exposed time, stalls, and the slowest rank
+    #[arg(long)]
+    pub summary: bool,
 
     /// As `horovodrun` does: lines begin with `[RANK]<stdout>:`
     #[arg(long, hide = true)]
@@ -140,7 +145,7 @@ fn variable(text: &str) -> std::result::Result<(String, String), String> {
     }
 }
 
-fn seconds(text: &str) -> std::result::Result<Duration, String> {
+pub(super) fn seconds(text: &str) -> std::result::Result<Duration, String> {
     match text.parse::<f64>() {
         Ok(seconds) if (0.0..=86_400.0).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
         _ => Err("expected a number of seconds from 0 to 86400".into()),

@@ -30,7 +30,9 @@ mod remote;
 mod report;
 mod signals;
 mod streams;
+mod summary;
 mod supervisor;
+mod top;
 mod training;
 
 use std::collections::BTreeMap;
@@ -57,6 +59,7 @@ pub fn main(argv: Vec<OsString>, python: PathBuf) -> i32 {
         Some("plan") => return subcommand(&argv[2..], plan::show),
         Some("checkpoint") => return subcommand(&argv[2..], checkpoint::run),
         Some("elastic") => return elastic::main(&argv[1..]),
+        Some("top") => return subcommand(&argv[2..], top::run),
         Some("report") => return subcommand(&argv[2..], crate::pipeline::report::show),
         _ => {}
     }
@@ -113,6 +116,8 @@ struct LaunchPlan {
     timestamp: bool,
     /// The file that gets the rank that failed first, and its exit code.
     reason_file: Option<PathBuf>,
+    /// Whether a summary ends the output.
+    summary: bool,
     ssh: Ssh,
 }
 
@@ -209,6 +214,7 @@ fn prepare(args: &args::LauncherArgs, python: PathBuf) -> Result<(LaunchPlan, Ho
         horovod: args.horovod,
         timestamp: args.prefix_timestamp,
         reason_file: args.reason_file.clone(),
+        summary: args.summary,
         ssh: Ssh { port: args.ssh_port, identity: args.ssh_identity_file.clone() },
     };
     Ok((plan, job))

@@ -17,6 +17,7 @@ use super::process::{self, Exit, Input, Process};
 use super::report::{self, RankExit, Tail};
 use super::signals::{self, Signals};
 use super::streams::{self, Streams};
+use super::summary;
 use crate::error::{Error, Result};
 use crate::world::rendezvous::Server;
 
@@ -332,6 +333,11 @@ impl<'a> Supervisor<'a> {
 
     /// The final report and the exit code.
     fn conclude(&mut self) -> Result<i32> {
+        if self.plan.summary {
+            let text =
+                summary::text(&self.server.take_counters(), self.ranks.len(), self.start.elapsed().as_secs_f64());
+            self.say(&text);
+        }
         Ok(match (report::first_failure(&self.ends, &self.tails), self.stopped_by) {
             (Some(first), _) => {
                 let code = first.exit.code();

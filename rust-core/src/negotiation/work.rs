@@ -24,6 +24,7 @@ use super::tune::{self, Tuner};
 use crate::buffer::TensorView;
 use crate::collectives::{Communicator, Done, Kind, PhaseListener, Request};
 use crate::error::{Code, Error, Limit, Result};
+use crate::metrics;
 use crate::transport::{Members, NAP, Transport};
 use crate::world::monitor;
 
@@ -248,7 +249,10 @@ impl Work {
                         done(Ok(Some(last)));
                     }
                 }
-                NegotiationAction::Warn(text) => tracing::warn!("{text}"),
+                NegotiationAction::Warn(text) => {
+                    metrics::note_stall();
+                    tracing::warn!("{text}");
+                }
                 NegotiationAction::Blame(text) => tracing::error!("{text}"),
                 NegotiationAction::Tried(trial) => {
                     if trial.is_last {

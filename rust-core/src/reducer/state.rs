@@ -14,6 +14,7 @@ use super::{Arena, Bucket, BucketPlan, BucketReduction, ParamSpec, ReducerOption
 use crate::buffer::{DType, ReduceOp};
 use crate::collectives::Communicator;
 use crate::error::{Error, Result};
+use crate::metrics;
 use crate::trace;
 
 /// The parts of the state that a new bucket plan replaces.
@@ -155,6 +156,7 @@ impl StepState {
     /// Begins a step; with `held`, a round whose vote is open.
     pub(super) fn open(&mut self, held: bool, vote: Option<Vote>) {
         self.steps += 1;
+        metrics::note_reducer_step();
         self.untold = None;
         if let Some(history) = &mut self.history {
             history.start();

@@ -11,6 +11,7 @@ use sha2::{Digest, Sha256};
 use super::{Control, STATE, Session, SessionState, serve};
 use crate::config;
 use crate::error::{Error, Result};
+use crate::metrics::{self, Fallback};
 use crate::transport::hosts::HostsGroup;
 use crate::transport::mpi::{self, Engine};
 use crate::transport::ports::Carrier;
@@ -86,6 +87,7 @@ impl Session {
             }
             (TransportChoice::Mpi, Err(error)) => Err(error),
             (TransportChoice::Tcp { why, book }, _) => {
+                metrics::note_fallback(Fallback::TcpWithoutMpi);
                 if self.rank() == 0 {
                     tracing::info!(
                         "TCP moves CPU tensors between the {} hosts, since {why}; MPI knows faster networks too, such as \

@@ -34,6 +34,7 @@ use crate::collectives::Communicator;
 use crate::config;
 use crate::device::ending;
 use crate::error::{Error, Limit, Result};
+use crate::metrics::{self, Snapshot};
 use crate::negotiation::timeline;
 use crate::trace;
 use crate::world::env::{self, Launch, Launcher};
@@ -331,6 +332,8 @@ impl Session {
         self.between.get_or_init(|| between);
         let timeout = deadline.saturating_duration_since(Instant::now());
         let first = self.local_rank() == 0;
+        // Before the group exists, so that the publisher finds the counters of all ranks of the host after that.
+        metrics::share(self.id, self.rank(), self.size());
         if first {
             trace::start(self.rank(), first)?;
         }
@@ -338,7 +341,11 @@ impl Session {
         let communicator = self.connect(groups::WORLD, &ranks, timeout)?;
         self.groups.insert(groups::WORLD, communicator);
         self.start_asked_timeline()?;
-        if !first {
+        if first {
+            let here = self.places[self.rank()].host;
+            let pids: Vec<u32> = self.places.iter().filter(|place| place.host == here).map(|place| place.pid).collect();
+            metrics::start(&pids)?;
+        } else {
             trace::start(self.rank(), first)?;
         }
         Ok(())
@@ -373,12 +380,14 @@ impl Session {
             between.flush();
         }
         if let Control::Connected(client) = &self.control {
+            client.report_counters(&Snapshot::of_this_process());
             client.leave();
         }
         // The other ranks learn of the leave before, or soon after, they see this rank's connections close.
         if let Some(between) = self.between.get() {
             between.close();
         }
+        metrics::stop();
         trace::stop();
         timeline::stop();
     }

@@ -16,6 +16,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::Session;
 use crate::error::Result;
+use crate::metrics;
 
 /// How long a failed step is left alone. If all ranks fail alike, each raises its own error in this time.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -63,6 +64,7 @@ impl StepScope {
     /// [`crate::Error::NotInitialized`] without a session.
     pub fn begin() -> Result<Self> {
         let session = Arc::downgrade(&super::current("step")?);
+        metrics::note_pipeline_step();
         Ok(Self { progress: Arc::default(), job: Arc::new(session), patience: PATIENCE })
     }
 

@@ -12,6 +12,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Limit, Result};
+use crate::metrics::Sleeps;
 use crate::world::{Departure, Monitor};
 
 pub mod hosts;
@@ -187,6 +188,7 @@ pub fn wait_all(transport: &dyn Transport, messages: &[Message], wait: &Wait<'_>
     // The peers' cores are not known, so spin only if every process has a core of its own.
     let crowded = transport.members().size() > cores();
     let mut first = 0;
+    let mut sleeps = Sleeps::default();
     let outcome = loop {
         let seen = transport.doorbell();
         transport.progress();
@@ -213,7 +215,7 @@ pub fn wait_all(transport: &dyn Transport, messages: &[Message], wait: &Wait<'_>
             ranks
         };
         match wait.check(missing) {
-            Ok(()) => transport.doze(seen, NAP),
+            Ok(()) => sleeps.sleep(missing, || transport.doze(seen, NAP)),
             Err(error) => break error,
         }
     };

@@ -12,6 +12,7 @@ use crate::collectives::cuda::PendingWork;
 use crate::collectives::window::Window;
 use crate::collectives::{Group, Request, agreement, algorithms, rows};
 use crate::error::{Error, Result};
+use crate::metrics;
 use crate::transport::Wait;
 
 impl GroupState {
@@ -197,6 +198,7 @@ impl GroupState {
             operation: self.operations.fetch_add(1, Ordering::Relaxed),
             in_step: Default::default(),
         };
+        metrics::note_call(call);
         let entered = start.saturating_duration_since(self.made).as_nanos() as u64 + 1;
         self.entered.store(entered, Ordering::Relaxed);
         let outcome = match group.memory.filter(|_| self.unsettled.swap(false, Ordering::Relaxed)) {
@@ -204,6 +206,10 @@ impl GroupState {
             None => operation(&group),
         };
         self.entered.store(0, Ordering::Relaxed);
+        metrics::note_communication(start.elapsed());
+        if let Err(Error::Timeout { .. }) = &outcome {
+            metrics::note_stall();
+        }
         if let Err(error) = &outcome
             && !group.in_step.get()
         {

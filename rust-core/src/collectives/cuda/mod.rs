@@ -39,6 +39,7 @@ use crate::config;
 use crate::device::nccl::{self, Comm, Parent, UniqueId};
 use crate::device::{Context, Event, Priority, Stream, memory};
 use crate::error::{Error, Limit, Result};
+use crate::metrics;
 use crate::transport::{Members, Wait};
 use crate::world::{Monitor, Store, host};
 pub(crate) use completion::PendingWork;
@@ -214,6 +215,13 @@ impl Cuda {
         self.check(|| self.describe(first))?;
         for request in requests {
             self.accept(request)?;
+        }
+        for request in requests {
+            match request {
+                Request::Send { data, .. } => metrics::note_message(true, data.bytes()),
+                Request::Recv { data, .. } => metrics::note_message(false, data.bytes()),
+                _ => Call::describe(request, self.members.me, self.members.size())?.iter().for_each(metrics::note_call),
+            }
         }
         let (device, stream) = place(requests)?;
         let context = Context::primary(device)?;

@@ -63,6 +63,7 @@ pub(super) fn run(args: &ElasticArgs) -> Result<i32> {
         timestamp: args.prefix_timestamp,
         // The report of a job names several workers, so the job has a text of its own.
         reason_file: None,
+        summary: false,
         ssh: Ssh { port: args.ssh_port, identity: args.ssh_identity_file.clone() },
     };
     let secret = environment::random_hex(32)?;

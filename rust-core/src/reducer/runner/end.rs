@@ -10,6 +10,7 @@ use super::Reducer;
 use crate::buffer::{DType, Device, ReduceOp, TensorView};
 use crate::collectives::Request;
 use crate::error::{Error, Result};
+use crate::metrics;
 use crate::reducer::fingerprint::view;
 use crate::reducer::state::{PlannedBuckets, ReducerAction};
 use crate::reducer::{BucketPlan, BucketReduction, ReducerEvent};
@@ -55,6 +56,7 @@ impl Reducer {
             return Err(self.give_up(self.unused_message(&missing, &[])));
         }
         self.request_end();
+        let _exposed = metrics::exposed();
         let state = &mut self.state.lock();
         let mut interrupted = false;
         let (result, layout, order) = loop {

@@ -31,6 +31,7 @@ use std::time::{Duration, Instant};
 use super::mailbox::{Mailbox, Messages};
 use super::{Backoff, Members, NAP, Transport, Wait};
 use crate::error::{Code, Error, Result};
+use crate::metrics::Sleeps;
 use crate::world::{Monitor, Store};
 
 mod arrivals;
@@ -218,6 +219,7 @@ impl SharedMemory {
     pub(crate) fn await_all(&self, wait: &Wait<'_>) -> Result<()> {
         let (arrivals, phase) = (self.arrivals(), self.phase());
         let mut backoff = Backoff::new();
+        let mut sleeps = Sleeps::default();
         loop {
             let Err(seen) = arrivals.look(phase) else { return Ok(()) };
             if backoff.pause(|| self.shares_core()) {
@@ -226,7 +228,7 @@ impl SharedMemory {
             if let Err(error) = wait.check(|| self.missing()) {
                 return arrivals.look(phase).map_err(|_| error);
             }
-            arrivals.event.sleep(seen, NAP);
+            sleeps.sleep(|| self.missing(), || arrivals.event.sleep(seen, NAP));
         }
     }
 

@@ -10,6 +10,7 @@ use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::error::{Error, Result};
+use crate::metrics;
 
 /// The address of a segment for peers: `[pid, descriptor, bytes]`.
 pub(crate) type SegmentAddress = [u64; 3];
@@ -24,6 +25,8 @@ pub(crate) struct SharedSegment {
     bytes: usize,
     /// Held by the creator until its peers have mapped the segment.
     fd: Option<OwnedFd>,
+    /// Whether this process created it, and counts its bytes.
+    is_own: bool,
 }
 
 // SAFETY: the mapping lives as long as the value and may be used from any thread; users of the pointers must
@@ -41,7 +44,8 @@ impl SharedSegment {
         rustix::fs::ftruncate(&fd, bytes as u64).map_err(|error| Error::io(context(), error))?;
         rustix::fs::fcntl_add_seals(&fd, SEALS).map_err(|error| Error::io(context(), error))?;
         let start = map(&fd, bytes).map_err(|error| Error::io(context(), error))?;
-        Ok(Self { start, bytes, fd: Some(fd) })
+        metrics::note_segment(bytes, true);
+        Ok(Self { start, bytes, fd: Some(fd), is_own: true })
     }
 
     /// Maps the segment at `address`, which must have `bytes` bytes.
@@ -68,7 +72,7 @@ impl SharedSegment {
             )));
         }
         let start = map(&file, bytes).map_err(|error| Error::io(context(), error))?;
-        Ok(Self { start, bytes, fd: None })
+        Ok(Self { start, bytes, fd: None, is_own: false })
     }
 
     /// The address for peers.
@@ -93,6 +97,9 @@ impl Drop for SharedSegment {
         // SAFETY: the range is this value's own mapping, and no pointer into it outlives the value. The call can only
         // fail for an invalid range.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) };
+        if self.is_own {
+            metrics::note_segment(self.bytes, false);
+        }
     }
 }
 

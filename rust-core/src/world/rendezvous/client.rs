@@ -16,6 +16,7 @@ use super::message::{
 };
 use super::owner_socket;
 use crate::error::{Error, Limit, Result};
+use crate::metrics::Snapshot;
 use crate::world::{Departure, Monitor, Store, fork, socket};
 
 /// A time limit longer than any job.
@@ -281,6 +282,12 @@ impl Client {
     /// Tells the others that this rank failed.
     pub fn fail(&self, message: &str) {
         let _ = self.send(&ToServer::Fail { message: shorten(message) });
+    }
+
+    /// Sends the counters of this rank to the launcher.
+    pub fn report_counters(&self, snapshot: &Snapshot) {
+        // Without a connection nobody can be told.
+        let _ = self.send(&ToServer::Counters(snapshot.clone()));
     }
 
     /// Says goodbye and closes the connection. Does nothing on a second call.

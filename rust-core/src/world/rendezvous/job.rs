@@ -13,12 +13,13 @@
 //!   Enter --> entered --seat()--> seated --Join--> a member of the session that the seat is in
 //! ```
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::{Duration, Instant};
 
 use super::message::{
     HostsUpdated, Join, MAX_KEY, MAX_VALUE, RankAssignment, RankLocation, ToClient, ToServer, Welcome, shorten,
 };
+use crate::metrics::Snapshot;
 use crate::world::Departure;
 
 /// Id of a connection; never reused.
@@ -100,6 +101,8 @@ pub struct Job {
     gone: Vec<(usize, Departure)>,
     suspects: Vec<SuspectedRank>,
     elastic: Option<Elastic>,
+    /// The counters that ranks sent before they left, by rank.
+    counters: BTreeMap<usize, Snapshot>,
     outbox: Vec<(ConnectionId, ToClient)>,
 }
 
@@ -117,6 +120,7 @@ impl Job {
             gone: Vec::new(),
             suspects: Vec::new(),
             elastic: None,
+            counters: BTreeMap::new(),
             outbox: Vec::new(),
         }
     }
@@ -205,6 +209,11 @@ impl Job {
         std::mem::take(&mut self.outbox)
     }
 
+    /// Returns the counters that ranks have sent since the last call.
+    pub fn take_counters(&mut self) -> BTreeMap<usize, Snapshot> {
+        std::mem::take(&mut self.counters)
+    }
+
     /// Number of connections that have joined and not ended.
     pub fn connected(&self) -> usize {
         self.connections.len()
@@ -252,6 +261,7 @@ impl Job {
                 let ranks = missing.map(|(rank, _)| rank as u32);
                 self.outbox.push((from, ToClient::Missing { ranks: ranks.collect() }));
             }
+            ToServer::Counters(snapshot) => drop(self.counters.insert(rank, snapshot)),
             ToServer::Fail { message } => self.depart(id, rank, Departure::Failed { message: shorten(&message) }),
             ToServer::Goodbye => {
                 self.depart(id, rank, Departure::Left);

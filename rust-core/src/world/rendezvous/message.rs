@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::metrics::Snapshot;
 use crate::world::Departure;
 
 /// Longest key of the store, in bytes.
@@ -99,6 +100,8 @@ pub enum ToServer {
     /// Releases the keys that start with `prefix`; they are removed when as many ranks as `members` have released
     /// them.
     Release { prefix: String, members: u32 },
+    /// The rank's counters, shortly before it leaves; for the launcher.
+    Counters(Snapshot),
 }
 
 /// A message from the server.
@@ -180,6 +183,7 @@ mod tests {
             Just(ToServer::WhoIsMissing),
             Just(ToServer::Goodbye),
             (".{0,40}", any::<u32>()).prop_map(|(prefix, members)| ToServer::Release { prefix, members }),
+            any::<Vec<u64>>().prop_map(|calls| ToServer::Counters(Snapshot { calls, ..Snapshot::default() })),
         ]
     }
 

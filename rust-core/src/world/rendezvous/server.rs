@@ -19,6 +19,7 @@ use super::job::{Disposition, Job, JobEvent};
 use super::message::{self, HostsUpdated, ToServer};
 use super::refusals::Refusals;
 use crate::error::{Error, Result};
+use crate::metrics::Snapshot;
 use crate::world::{fork, socket};
 
 /// Time limit for a connection to authenticate and join.
@@ -70,6 +71,7 @@ struct ServerState {
     connected: Mutex<usize>,
     changed: Condvar,
     events: Mutex<Vec<JobEvent>>,
+    counters: Mutex<BTreeMap<usize, Snapshot>>,
     /// Becomes readable when there are events.
     bell: OwnedFd,
 }
@@ -130,6 +132,7 @@ impl Server {
             connected: Mutex::default(),
             changed: Condvar::new(),
             events: Mutex::default(),
+            counters: Mutex::default(),
             bell: eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC).map_err(|error| io(error.into()))?,
         });
         let server = Loop {
@@ -171,6 +174,11 @@ impl Server {
         // The counter only serves to wake the poller; its value does not matter.
         let _ = rustix::io::read(&self.shared.bell, &mut [0; 8]);
         std::mem::take(&mut *self.shared.events.lock())
+    }
+
+    /// The counters that ranks sent before they left, by rank, since the last call.
+    pub fn take_counters(&self) -> BTreeMap<usize, Snapshot> {
+        std::mem::take(&mut *self.shared.counters.lock())
     }
 
     /// A descriptor that is readable while there may be events.
@@ -520,6 +528,10 @@ impl Loop {
     }
 
     fn publish(&mut self) {
+        let counters = self.job.take_counters();
+        if !counters.is_empty() {
+            self.shared.counters.lock().extend(counters);
+        }
         let events = self.job.take_events();
         if !events.is_empty() {
             self.shared.events.lock().extend(events);

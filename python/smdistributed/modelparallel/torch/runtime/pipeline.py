@@ -307,7 +307,7 @@ class Pipeline:
                     executor.forward(mb, number)
         self._unknown = executor.unknown
         self.transfers.finish()
-        if start:
+        if new:
             _core.timeline_stage("synchronous", new[-1], recording.microbatch, start)
         recording.close_level()
 

@@ -3,6 +3,7 @@
 use super::{HEADER_BYTES, chunks, half_bytes};
 use crate::device::{Context, DeviceBuffer, HostMapped, IpcHandle, PeerMemory};
 use crate::error::{Error, Result};
+use crate::metrics::{self, Fallback};
 use crate::world::host;
 
 /// A store in which each member writes one value for a key and reads those of the others.
@@ -70,6 +71,7 @@ pub(super) fn share(
     write(store, "mapped", &shared.as_ref().map(drop).map_err(String::clone))?;
     for rank in 0..size {
         if let Err(why) = read::<Result<(), String>>(store, "mapped", rank)? {
+            metrics::note_fallback(Fallback::NcclWithoutPeers);
             tracing::info!("small messages between devices go through NCCL too: member {rank}: {why}");
             return Ok(None);
         }

@@ -1,0 +1,193 @@
+"""The counters of ranks: in a file and by HTTP for Prometheus, in `smdrun --summary` and in `smdrun top`."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from support.launchers import clean_environment, free_port
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+
+SMDRUN = [sys.executable, "-m", "smdistributed"]
+STEPS, DELAY = 6, 0.3
+
+#: Rank 1 is slow. Between the first and the second half all ranks wait for the file `go`, if there is a folder for it.
+TRAINING = f"""
+import os, pathlib, time, torch, torch.distributed as dist
+import smdistributed.dataparallel.torch.torch_smddp
+dist.init_process_group("smddp")
+from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel as DDP
+torch.manual_seed(0)
+model = DDP(torch.nn.Linear(64, 64))
+held = os.environ.get("HOLD")
+for step in range({STEPS}):
+    if dist.get_rank() == 1:
+        time.sleep({DELAY})
+    model(torch.ones(2, 64)).sum().backward()
+    if held and step == {STEPS} // 2:
+        dist.barrier()
+        pathlib.Path(held, str(dist.get_rank())).touch()
+        while not pathlib.Path(held, "go").exists():
+            time.sleep(0.01)
+dist.all_reduce(torch.ones(1024))
+dist.destroy_process_group()
+"""
+
+SAMPLE = re.compile(r'([a-z_]+)\{((?:[a-z]+="[^"\\\n]*",?)+)\} (\d+(?:\.\d+)?)')
+
+
+def parsed(text):
+    """The samples by name and labels; each line must be one of Prometheus' text format, under its type."""
+    samples, kinds = {}, {}
+    assert text.endswith("\n")
+    for line in text.splitlines():
+        if line.startswith("# HELP "):
+            assert len(line.split(" ", 3)) == 4
+        elif line.startswith("# TYPE "):
+            _, _, name, kind = line.split(" ")
+            assert name not in kinds
+            assert kind in ("counter", "gauge")
+            assert name.endswith("_total") == (kind == "counter")
+            kinds[name] = kind
+        else:
+            match = SAMPLE.fullmatch(line)
+            assert match, line
+            name, labels, value = match.groups()
+            # The samples of a metric follow its type.
+            assert list(kinds)[-1] == name
+            found = tuple(sorted(re.findall(r'([a-z]+)="([^"]*)"', labels)))
+            assert (name, found) not in samples, "a sample comes twice"
+            samples[name, found] = float(value)
+    return samples
+
+
+def one(samples, name, **labels):
+    wanted = {(label, str(value)) for label, value in labels.items()}
+    found = [value for (known, each), value in samples.items() if known == name and wanted <= set(each)]
+    assert len(found) == 1, (name, labels, found)
+    return found[0]
+
+
+def command(tmp_path, *options):
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING)
+    return [*SMDRUN, "-n", "2", *options, str(script)]
+
+
+def wait_for(condition, process):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.timeout(120)
+def test_the_slow_rank_is_named_and_the_other_one_waits(tmp_path):
+    path = tmp_path / "smd.prom"
+    environment = {**clean_environment(), "SMD_METRICS": str(path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command(tmp_path, "--summary"), env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert [each.name for each in tmp_path.iterdir() if "tmp" in each.name] == []
+    samples = parsed(path.read_text())
+    least = STEPS * DELAY * 0.8
+    for rank in range(2):
+        assert one(samples, "smd_steps_total", rank=rank, size=2, of="reducer") == STEPS
+        assert one(samples, "smd_operations_total", rank=rank, operation="all_reduce") >= STEPS
+        # A bucket with the 64 x 64 weight and the bias, and the tensor of 1024 elements.
+        assert one(samples, "smd_bytes_total", rank=rank, operation="all_reduce") >= STEPS * 4 * 65 * 64 + 4096
+        assert one(samples, "smd_stalls_total", rank=rank) == 0
+        assert one(samples, "smd_fallbacks_total", rank=rank, reason="synchronous_call") == 0
+        assert one(samples, "smd_segment_bytes", rank=rank) > 0
+    assert one(samples, "smd_exposed_seconds_total", rank=0) > least
+    assert one(samples, "smd_communication_seconds_total", rank=0) > least
+    assert one(samples, "smd_waited_seconds_total", rank=0, peer=1) > least
+    assert one(samples, "smd_exposed_seconds_total", rank=1) < least / 2
+
+    assert re.search(rf"^smdrun: rank 0: {STEPS} steps, ", done.stderr, re.MULTILINE), done.stderr
+    slowest = re.search(r"^smdrun: slowest: rank 1; the others waited (\d+\.\d) s for it$", done.stderr, re.MULTILINE)
+    assert slowest, done.stderr
+    assert float(slowest[1]) > least
+
+
+@pytest.mark.timeout(120)
+def test_a_running_job_is_seen_by_http_and_by_top(tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    environment = clean_environment() | {"SMD_METRICS": address, "HOLD": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    job = subprocess.Popen(command(tmp_path), env=environment)
+    try:
+        wait_for(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists(), job)
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            samples = parsed(answer.read().decode())
+        steps = STEPS // 2 + 1
+        assert one(samples, "smd_steps_total", rank=1, of="reducer") == steps
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"http://{address}/other", timeout=10)
+
+        top = [*SMDRUN, "top", "--once", "--interval", "0.2"]
+        mine = subprocess.run([*top, str(job.pid)], env=clean_environment(), capture_output=True, text=True, check=True)
+        title, head, *ranks = mine.stdout.splitlines()
+        assert re.fullmatch(r"job [0-9a-f]+: 2 of 2 ranks on this host", title)
+        assert head.split()[:4] == ["rank", "pid", "steps", "steps/s"]
+        assert [line.split()[0] for line in ranks] == ["0", "1"]
+        assert [line.split()[2] for line in ranks] == [str(steps)] * 2
+        # No rank is in an operation.
+        assert [line.split()[-1] for line in ranks] == ["-", "-"]
+        other = subprocess.run(
+            [*top, "999999999"], env=clean_environment(), capture_output=True, text=True, check=False
+        )
+        assert other.returncode == 2
+        assert "process 999999999 is no rank, and started none, of a job" in other.stderr
+        (tmp_path / "go").touch()
+        assert job.wait(60) == 0
+    finally:
+        job.kill()
+        job.wait()
+
+
+@pytest.mark.timeout(60)
+def test_top_shows_for_whom_a_rank_waits(tmp_path):
+    script = tmp_path / "wait.py"
+    script.write_text(
+        "import os, pathlib, time, torch, torch.distributed as dist\n"
+        "import smdistributed.dataparallel.torch.torch_smddp\n"
+        'dist.init_process_group("smddp")\n'
+        "if dist.get_rank() == 1:\n"
+        '    while not pathlib.Path(os.environ["HOLD"], "go").exists(): time.sleep(0.01)\n'
+        "dist.all_reduce(torch.ones(4))\n"
+    )
+    job = subprocess.Popen([*SMDRUN, "-n", "2", str(script)], env=clean_environment() | {"HOLD": str(tmp_path)})
+    top = [*SMDRUN, "top", "--once", "--interval", "0.2", str(job.pid)]
+
+    def is_shown():
+        shown = subprocess.run(top, env=clean_environment(), capture_output=True, text=True, check=False).stdout
+        return [line.split()[8:] for line in shown.splitlines()[2:]] == [["rank", "1"], ["-"]]
+
+    try:
+        wait_for(is_shown, job)
+        (tmp_path / "go").touch()
+        assert job.wait(30) == 0
+    finally:
+        job.kill()
+        job.wait()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("where", ["no/such/folder/smd.prom", "no.such.host.invalid:9100"])
+def test_a_place_that_cannot_be_used_is_an_error(tmp_path, where):
+    environment = clean_environment() | {"SMD_METRICS": where}
+    done = subprocess.run(command(tmp_path), env=environment, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode != 0
+    assert f"cannot publish metrics at `{where}` (SMD_METRICS)" in done.stderr
+    assert not Path(tmp_path, "no").exists()
