@@ -113,9 +113,9 @@ matrix: $(STAMPS)/develop ## A short suite with every version of PyTorch and Ten
 matrix-ends: $(STAMPS)/develop ## The same with the newest and the oldest of each, but those that `make test` runs with
 	$(BIN)/python tests/matrix/matrix.py --ends $(ARGS)
 
-test-engines: $(STAMPS)/engines $(STAMPS)/develop ## Jobs on a Ray and on a Slurm cluster of this machine, and manifests for Kubernetes (installs all; Slurm needs root)
+test-engines: $(STAMPS)/engines $(STAMPS)/sagemaker $(STAMPS)/mpi $(STAMPS)/develop ## Jobs on Ray, on Slurm and in SageMaker's container, and manifests for Kubernetes (installs all; some need root)
 	$(BIN)/python -m pytest -p no:cacheprovider tests/engines/ray_jobs.py tests/engines/slurm_jobs.py \
-		tests/engines/kubernetes_jobs.py $(ARGS)
+		tests/engines/kubernetes_jobs.py tests/engines/sagemaker_jobs.py $(ARGS)
 
 torch-suite: $(STAMPS)/suite $(STAMPS)/develop ## PyTorch's own tests of process groups over smddp, beside gloo; ARGS= goes to compare.py
 	$(BIN)/python tests/torch_suite/compare.py $(ARGS)
@@ -209,6 +209,18 @@ $(STAMPS)/engines: constraints.txt | $(STAMPS)/digits
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
 			slurm-wlm munge iproute2; } >/dev/null 2>&1 || echo "Slurm could not be installed: its tests are skipped"; \
 	else echo "Slurm is not installed (package slurm-wlm): its tests are skipped"; fi
+	@touch $@
+
+# The toolkit of Amazon's containers pins packages, so it has an environment of its own, which sees that of the tests. It starts
+# `sshd` from a fixed path, so the tests lay Debian's over it; it is not installed, since that would start it.
+$(STAMPS)/sagemaker: tests/engines/sagemaker_constraints.txt | $(STAMPS)/engines
+	$(PYTHON) -m venv build/sagemaker
+	build/sagemaker/bin/python -m pip --disable-pip-version-check install --quiet \
+		-c tests/engines/sagemaker_constraints.txt sagemaker-training mpi4py
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$(build/sagemaker/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
+	@cd build/sagemaker && { apt-get download -qq openssh-server && dpkg -x openssh-server_*.deb openssh; } >/dev/null 2>&1 || \
+		echo "openssh-server could not be downloaded: tests of SageMaker's container are skipped"
 	@touch $@
 
 # mypy reads the types of PyTorch.

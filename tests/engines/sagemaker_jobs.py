@@ -1,0 +1,142 @@
+"""Jobs that the toolkit of Amazon's containers, `sagemaker-training`, starts: ``make test-engines``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import sagemaker
+
+pytestmark = [
+    # The toolkit sleeps 30 s at the end of each job.
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(sagemaker.missing() is not None, reason=sagemaker.missing() or ""),
+]
+
+REPORT = """
+import json, os, sys
+def report(rank, **more):
+    names = ("SM_HOSTS", "SM_CURRENT_HOST", "SM_CHANNEL_TRAIN", "SM_MODEL_DIR", "SM_HP_EPOCHS", "SM_HP_MP_PARAMETERS")
+    told = {name: os.environ.get(name) for name in names}
+    with open(os.path.join(os.environ["SM_MODEL_DIR"], f"rank{rank}.json"), "w") as file:
+        json.dump({"rank": rank, "arguments": sys.argv[1:], "told": told, **more}, file)
+"""
+
+DATA_PARALLEL = """
+import torch
+import smdistributed.dataparallel.torch.distributed as dist
+from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel as DDP
+
+dist.init_process_group()
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = DDP(torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+inputs = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+for _ in range(3):
+    optimizer.zero_grad()
+    model(inputs[rank::size]).square().mean().backward()
+    optimizer.step()
+report(rank, size=size, local=dist.get_local_rank(), weights=model.module.weight.flatten().tolist())
+"""
+
+MODEL_PARALLEL = """
+import torch
+import smdistributed.modelparallel.torch as smp
+
+smp.init()
+torch.manual_seed(0)
+model = smp.DistributedModel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)))
+optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+inputs = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+
+@smp.step
+def train(inputs):
+    loss = model(inputs).square().mean()
+    model.backward(loss)
+    return loss
+
+losses = []
+for _ in range(3):
+    optimizer.zero_grad()
+    losses.append(float(train(inputs).reduce_mean()))
+    optimizer.step()
+report(smp.rank(), size=smp.size(), pp=smp.pp_size(), losses=losses)
+"""
+
+
+def test_smdataparallel():
+    """Its runner calls `mpirun .. smddprun python -m mpi4py train.py`."""
+    import torch
+
+    enabled = {"sagemaker_distributed_dataparallel_enabled": True, "epochs": 3}
+    with sagemaker.Container(REPORT + DATA_PARALLEL, enabled) as container:
+        done = container.train()
+        assert done.returncode == 0, done.stdout
+        assert container.failure() is None
+        results = container.results()
+    assert "smddprun" in done.stdout
+    assert "-m mpi4py train.py --epochs 3" in done.stdout
+    assert [each["rank"] for each in results] == [0, 1]
+    for each in results:
+        assert (each["size"], each["local"], each["arguments"]) == (2, each["rank"], ["--epochs", "3"])
+        assert each["told"]["SM_HOSTS"] == '["algo-1"]'
+        assert each["told"]["SM_CHANNEL_TRAIN"] == "/opt/ml/input/data/train"
+        assert each["told"]["SM_HP_EPOCHS"] == "3"
+    assert results[0]["weights"] == results[1]["weights"]
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(torch.tensor(results[0]["weights"]), model.weight.detach().flatten())
+
+
+def test_modelparallel_through_mpi():
+    """Its runner calls `mpirun .. smddpmprun -i TYPE --allow-bypass python -m mpi4py train.py`."""
+    import torch
+
+    parameters = {"partitions": 2, "microbatches": 2}
+    with sagemaker.Container(REPORT + MODEL_PARALLEL, {"mp_parameters": parameters, "epochs": 3}) as container:
+        done = container.train()
+        assert done.returncode == 0, done.stdout
+        assert container.failure() is None
+        results = container.results()
+    assert "smddpmprun -i ml.c5.xlarge --allow-bypass" in done.stdout
+    assert [(each["rank"], each["size"], each["pp"]) for each in results] == [(0, 2, 2), (1, 2, 2)]
+    assert "partitions" in results[0]["told"]["SM_HP_MP_PARAMETERS"]
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    expected = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss))
+    assert results[0]["losses"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_failure_reaches_sagemaker():
+    """The toolkit reports the error of the script, and the exit code is that of a failure."""
+    script = REPORT + DATA_PARALLEL.replace("for _ in range(3):", "for _ in [1 // (rank - 1)]:")
+    with sagemaker.Container(script, {"sagemaker_distributed_dataparallel_enabled": True}) as container:
+        done = container.train()
+        assert done.returncode != 0
+        failure = container.failure()
+    assert failure is not None
+    assert "ExecuteUserScriptError" in failure
+    assert "ZeroDivisionError" in done.stdout
