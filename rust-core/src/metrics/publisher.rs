@@ -24,12 +24,12 @@ const REQUEST_BYTES: usize = 4096;
 
 /// What `SMD_METRICS` names.
 #[derive(Debug, PartialEq, Eq)]
-enum Target {
+enum Destination {
     File(PathBuf),
     Address(String),
 }
 
-impl Target {
+impl Destination {
     /// `host:port` is an address; whatever else is a path.
     fn parse(text: &str) -> Self {
         match text.rsplit_once(':') {
@@ -39,12 +39,12 @@ impl Target {
     }
 }
 
-struct Publisher {
+struct MetricsPublisher {
     stop: Arc<OwnedFd>,
     thread: JoinHandle<()>,
 }
 
-static PUBLISHER: Mutex<Option<Publisher>> = Mutex::new(None);
+static PUBLISHER: Mutex<Option<MetricsPublisher>> = Mutex::new(None);
 
 /// Starts to publish the counters of the processes `pids`, if `SMD_METRICS` is set. Called on the first rank of each
 /// host, after all of its ranks share their counters.
@@ -60,25 +60,25 @@ pub fn start(pids: &[u32]) -> Result<()> {
     let ended = Arc::new(eventfd(0, EventfdFlags::CLOEXEC).map_err(|error| io(error.into()))?);
     let ended_here = ended.clone();
     let named = std::thread::Builder::new().name("smd-metrics".into());
-    let thread = match Target::parse(&text) {
-        Target::File(path) => {
+    let thread = match Destination::parse(&text) {
+        Destination::File(path) => {
             write(&path, &ranks).map_err(io)?;
             named.spawn(move || keep_current(&path, &ranks, interval, &ended_here))
         }
-        Target::Address(address) => {
+        Destination::Address(address) => {
             let addresses = address.to_socket_addrs().map_err(io)?.collect::<Vec<_>>();
             let listener = TcpListener::bind(&addresses[..]).map_err(io)?;
             listener.set_nonblocking(true).map_err(io)?;
             named.spawn(move || serve(&listener, &ranks, &ended_here))
         }
     };
-    *PUBLISHER.lock() = Some(Publisher { stop: ended, thread: thread.map_err(io)? });
+    *PUBLISHER.lock() = Some(MetricsPublisher { stop: ended, thread: thread.map_err(io)? });
     Ok(())
 }
 
 /// Ends publishing. A file has the last numbers when this returns, and stays.
 pub fn stop() {
-    let Some(Publisher { stop, thread }) = PUBLISHER.lock().take() else { return };
+    let Some(MetricsPublisher { stop, thread }) = PUBLISHER.lock().take() else { return };
     // An event counter takes one more event.
     let _ = rustix::io::write(&stop, &1u64.to_ne_bytes());
     // A thread that panicked publishes nothing any more, but the job continues.
@@ -179,14 +179,14 @@ mod tests {
     #[test]
     fn addresses_are_told_from_paths() {
         for (text, expected) in [
-            ("localhost:9100", Target::Address("localhost:9100".into())),
-            (":9100", Target::Address(":9100".into())),
-            ("/var/lib/node_exporter/smd.prom", Target::File("/var/lib/node_exporter/smd.prom".into())),
-            ("./odd:80", Target::File("./odd:80".into())),
-            ("smd.prom", Target::File("smd.prom".into())),
-            ("host:no-port", Target::File("host:no-port".into())),
+            ("localhost:9100", Destination::Address("localhost:9100".into())),
+            (":9100", Destination::Address(":9100".into())),
+            ("/var/lib/node_exporter/smd.prom", Destination::File("/var/lib/node_exporter/smd.prom".into())),
+            ("./odd:80", Destination::File("./odd:80".into())),
+            ("smd.prom", Destination::File("smd.prom".into())),
+            ("host:no-port", Destination::File("host:no-port".into())),
         ] {
-            assert_eq!(Target::parse(text), expected, "{text}");
+            assert_eq!(Destination::parse(text), expected, "{text}");
         }
     }
 }
