@@ -202,7 +202,7 @@ $(STAMPS)/suite: constraints.txt | $(STAMPS)/torch
 
 # The engines that start jobs in tests. Where Slurm cannot be installed its tests are skipped.
 $(STAMPS)/engines: constraints.txt | $(STAMPS)/digits
-	$(PIP) ray pyyaml kubernetes-validate kubeflow-trainer-api kubeflow-training
+	$(PIP) 'ray[train]' pyyaml kubernetes-validate kubeflow-trainer-api kubeflow-training
 	@if command -v slurmctld >/dev/null && command -v munged >/dev/null; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		echo "installing Slurm"; \

@@ -202,3 +202,66 @@ def test_an_elastic_job_of_the_executor(cluster):
     failed = next(line for line in output.splitlines() if line.startswith("FAILED"))
     assert "the elastic job has ended with a failure" in failed
     assert "no such thing" in failed
+
+
+def test_ray_train_over_smddp(cluster):
+    body = """
+        import json
+        import ray.train.torch
+        from ray.train import RunConfig, ScalingConfig
+        from ray.train.torch import TorchTrainer
+        from smdistributed.integrations.ray import SmdConfig
+
+        def train(config):
+            import torch
+            import torch.distributed as dist
+            context = ray.train.get_context()
+            torch.manual_seed(0)
+            model = ray.train.torch.prepare_model(torch.nn.Linear(8, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"])
+            inputs = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+            rank, size = context.get_world_rank(), context.get_world_size()
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(inputs[rank::size]).square().mean().backward()
+                optimizer.step()
+            weight = model.module.weight.detach().flatten()
+            all_of_them = [torch.empty_like(weight) for _ in range(size)]
+            dist.all_gather(all_of_them, weight)
+            results = {
+                "backend": dist.get_backend(), "rank": dist.get_rank(), "size": size,
+                "has_secret": len(os.environ["SMD_SECRET"]) == 64,
+                "equal": all(torch.equal(each, weight) for each in all_of_them), "weight": weight.tolist(),
+            }
+            with open(f"{config['out']}/result{rank}.json", "w") as file:
+                json.dump(results, file)
+            ray.train.report({"rank": rank})
+
+        ray.init()
+        trainer = TorchTrainer(
+            train, train_loop_config={"lr": 0.1, "out": os.environ["STORAGE"]}, torch_config=SmdConfig(timeout_s=120),
+            scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
+            run_config=RunConfig(name="smd", storage_path=os.environ["STORAGE"]),
+        )
+        trainer.fit()
+    """
+    cluster.environment["STORAGE"] = str(cluster.folder)
+    cluster.run(script(cluster, "train", body), timeout=400)
+    results = [json.loads((cluster.folder / f"result{rank}.json").read_text()) for rank in range(2)]
+    for rank, each in enumerate(results):
+        assert (each["backend"], each["rank"], each["size"]) == ("smddp", rank, 2)
+        assert each["has_secret"]
+        assert each["equal"]
+    result = results[0]
+
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(torch.tensor(result["weight"]), model.weight.detach().flatten())

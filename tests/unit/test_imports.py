@@ -86,6 +86,8 @@ def _public_modules():
             parts = parts[:-1] if parts[-1] == "__init__" else parts
             # `horovod.ray` needs Ray, which `make test-engines` installs.
             needs_ray = parts[:2] == ("horovod", "ray") and importlib.util.find_spec("ray") is None
+            # This one needs Ray and PyTorch.
+            needs_ray = needs_ray or parts == ("smdistributed", "integrations", "ray")
             if not any(part.startswith("_") for part in parts) and not needs_ray:
                 names.append(".".join(parts))
     return names

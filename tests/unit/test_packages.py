@@ -67,6 +67,12 @@ def test_horovod_on_ray_says_what_is_missing():
     assert "ImportError: `horovod.ray` needs Ray, which is not installed: `pip install ray`" in done.stderr
 
 
+def test_the_backend_of_ray_train_says_what_is_missing():
+    done = python("import sys; sys.modules['ray'] = None; import smdistributed.integrations.ray")
+    assert done.returncode == 1
+    assert "ImportError: `smdistributed.integrations.ray` needs Ray Train, which is not installed" in done.stderr
+
+
 @pytest.mark.parametrize("missing", ["keras", "tensorflow"])
 def test_horovod_for_keras_says_what_is_missing(missing, tmp_path):
     # Keras as it is found where TensorFlow is not.

@@ -1,0 +1,1 @@
+"""Backends of this library for other launchers; import the module of the launcher, such as ``ray``."""
