@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from support import more
+
 _spec = importlib.util.spec_from_file_location(
     "kill_tensorflow_saves", Path(__file__).with_name("kill_tensorflow_saves.py")
 )
@@ -19,7 +21,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("form", "sizes"), [("tensorflow", (1, 3)), ("sharded", (3,))])
+@pytest.mark.parametrize(("form", "sizes"), [more("tensorflow", (1, 3)), ("sharded", (3,))])
 def test_the_latest_checkpoint_restores_whenever_savers_are_killed(form, sizes, tmp_path):
     kill_tensorflow_saves.run(str(tmp_path), form, 0, seed=1)
     assert kill_tensorflow_saves.check(str(tmp_path), form, sizes) >= 2

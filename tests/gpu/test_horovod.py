@@ -238,10 +238,12 @@ def everything():
 
 
 def test_operations_streams_errors_and_optimizers():
+    """Asserted on each rank, in `everything`."""
     run_ranks(everything, NUM_RANKS, timeout=220)
 
 
 def test_joins_without_a_current_device():
+    """Asserted on each rank, in `joins_elsewhere`."""
     run_ranks(joins_elsewhere, NUM_RANKS, timeout=60)
 
 
@@ -312,6 +314,7 @@ def tensorflow():
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 def test_tensorflow():
+    """Asserted on each rank, in `tensorflow`."""
     import tensorflow as tf
 
     if not tf.test.is_built_with_cuda():

@@ -246,7 +246,7 @@ def test_activations_wait_in_host_memory():
         assert offloaded < 0.7 * kept, (kept, offloaded)
 
 
-def _random_body():
+def _check_random():
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -275,7 +275,7 @@ def _random_body():
 
 
 def test_random_numbers_of_the_body_are_shared():
-    run_ranks(_random_body, 2, timeout=120)
+    run_ranks(_check_random, 2, timeout=120)
 
 
 def _kill_body(victim):

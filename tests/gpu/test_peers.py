@@ -219,7 +219,7 @@ def test_gradients_of_large_buckets_have_the_bits_of_the_cpu(n):
     assert failed == [[]] * n, "\n".join(line for rank in failed for line in rank)
 
 
-def order_body():
+def check_order():
     torch, dist, rank, size = _start()
     total = size * (size + 1) // 2
     # Sizes that change the number of blocks from call to call, some of them NCCL's, in several streams.
@@ -277,7 +277,7 @@ def order_body():
 
 @several
 def test_calls_in_any_stream_and_graph_keep_their_order(n):
-    run_ranks(order_body, n, env={"SMD_TIMEOUT_SECONDS": "15"}, timeout=90)
+    run_ranks(check_order, n, env={"SMD_TIMEOUT_SECONDS": "15"}, timeout=90)
 
 
 def without_body():

@@ -18,7 +18,7 @@ def _begin():
     torch.set_default_device(torch.device("cuda", torch.cuda.current_device()))
 
 
-def _tensor_parallelism_body(names):
+def _check_tensor_parallelism(names):
     _begin()
     from support.smp.models import models
     from support.tensor_parallel import compare
@@ -39,7 +39,7 @@ def _tensor_parallelism_body(names):
     "names", [["ends", "gpt", "llama", "bert", "mqa"], ["gptj", "alibi", "output", "layer", "stack"]], ids=" ".join
 )
 def test_slices_train_as_one_process(names):
-    run_ranks(_tensor_parallelism_body, NUM_RANKS, names, timeout=260)
+    run_ranks(_check_tensor_parallelism, NUM_RANKS, names, timeout=260)
 
 
 #: Degrees of tensor parallelism and pipeline; the other ranks are replicas.
@@ -77,7 +77,7 @@ def test_shards_train_as_one_process():
     assert min(run_ranks(_sharded_body, NUM_RANKS, timeout=260)) >= 5
 
 
-def _precision_body():
+def _check_precision():
     _begin()
     from support.smp.precision import compare
 
@@ -93,7 +93,7 @@ def _precision_body():
 
 
 def test_an_overflow_of_one_rank_is_skipped_by_all():
-    run_ranks(_precision_body, NUM_RANKS, timeout=200)
+    run_ranks(_check_precision, NUM_RANKS, timeout=200)
 
 
 def _memory_body(settings):

@@ -332,6 +332,7 @@ def differing_steps():
 
 
 def test_eager_steps_that_differ_are_told_to_all():
+    """Asserted on each rank, in `differing_steps`."""
     run_ranks(differing_steps, 2, env=_ENV, timeout=150)
 
 

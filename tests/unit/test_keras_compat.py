@@ -121,6 +121,7 @@ def test_the_switch():
     assert _run(OLD, SMD_KERAS_COMPAT="0") == "6\n"
 
 
+@pytest.mark.more
 @pytest.mark.skipif(importlib.util.find_spec("tf_keras") is None, reason="tf_keras is not installed")
 def test_a_keras_that_is_imported_later():
     assert _run(LATE) == "True\n"

@@ -125,6 +125,7 @@ def ask_tensorflow():
     return sdp.rank()
 
 
+@pytest.mark.more
 def test_forked_children_know_their_rank_in_tensorflow():
     pytest.importorskip("tensorflow")
     assert run_ranks(ask_tensorflow, 2, launcher=Forked("tensorflow")) == [0, 1]

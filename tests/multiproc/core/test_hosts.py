@@ -54,8 +54,10 @@ def suite(names):
     import smdistributed.dataparallel.torch.distributed as dist
     from multiproc.dataparallel import test_torch_collectives as one_host
 
+    bodies = (one_host.reductions, one_host.movements, one_host.messages, one_host.groups, one_host.handles)
+    by_name = {body.__name__: body for body in bodies}
     for name in names:
-        getattr(one_host, name)()
+        by_name[name]()
         dist.destroy_process_group()
 
 
@@ -66,11 +68,13 @@ def suite(names):
     ids=["two a host", "ranks in turn"],
 )
 def test_collectives_give_what_they_give_on_one_host(two, n, options, names):
+    """Asserted on each rank, in `suite`."""
     pytest.importorskip("torch", reason="PyTorch is not installed")
     run_ranks(suite, n, names, launcher=two, options=options, timeout=100)
 
 
 def test_without_mpi_collectives_go_over_tcp(two):
+    """Asserted on each rank, in `suite`."""
     pytest.importorskip("torch", reason="PyTorch is not installed")
     # At the interface that is named first of those that there are.
     env = {"SMD_INTERFACE": "ib0, eth0"}

@@ -307,6 +307,7 @@ def variables_at_once(path):
 
 
 def test_variables_travel_together_in_eager_mode(tmp_path):
+    """Asserted on each rank, in `variables_at_once`."""
     run_ranks(variables_at_once, 2, str(tmp_path / "t.json"), launcher=Forked("tensorflow"), env=ENV, timeout=110)
 
 

@@ -96,7 +96,7 @@ def _assert_same_everywhere(torch, dist, gradients):
             assert torch.equal(other, gradient), f"{name} differs on rank {rank}"
 
 
-def _equality_body(names, options):
+def _check_equality_on_ranks(names, options):
     torch, dist, ddp_class = _start()
     for keywords, set_to_none, use_double in options:
         _check_equality(torch, dist, ddp_class, names, keywords, set_to_none, use_double)
@@ -165,10 +165,12 @@ OPTIONS = [
 
 @pytest.mark.parametrize("size", [1, 2, more(4)])
 def test_gradients_equal_those_of_the_whole_batch(size):
-    run_ranks(_equality_body, size, list(MODELS), OPTIONS if size == 2 else OPTIONS[:1], launcher=Forked("torch"))
+    run_ranks(
+        _check_equality_on_ranks, size, list(MODELS), OPTIONS if size == 2 else OPTIONS[:1], launcher=Forked("torch")
+    )
 
 
-def _large_body():
+def _check_large():
     """Gradients that are made in their slots, with temporaries of the same size in between."""
     torch, dist, ddp_class = _start()
     nn = torch.nn
@@ -202,10 +204,10 @@ def _large_body():
 
 
 def test_gradients_that_the_script_keeps_stay_as_they_are():
-    run_ranks(_large_body, 3, launcher=Forked("torch"))
+    run_ranks(_check_large, 3, launcher=Forked("torch"))
 
 
-def _accumulation_body():
+def _check_accumulation():
     torch, dist, ddp_class = _start()
     rank, size = dist.get_rank(), dist.get_world_size()
     for set_to_none in (True, False):
@@ -249,10 +251,10 @@ def _accumulation_body():
 
 
 def test_no_sync_accumulates_locally_and_then_reduces_the_sum():
-    run_ranks(_accumulation_body, 2, launcher=Forked("torch"))
+    run_ranks(_check_accumulation, 2, launcher=Forked("torch"))
 
 
-def _unused_body():
+def _check_unused():
     torch, dist, ddp_class = _start()
     rank, size = dist.get_rank(), dist.get_world_size()
 
@@ -286,10 +288,10 @@ def _unused_body():
 
 
 def test_unused_parameters_count_as_zero_where_that_is_allowed():
-    run_ranks(_unused_body, 3, launcher=Forked("torch"))
+    run_ranks(_check_unused, 3, launcher=Forked("torch"))
 
 
-def _buffers_body():
+def _check_buffers():
     torch, dist, ddp_class = _start()
     rank = dist.get_rank()
     model = ddp_class(torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4)))
@@ -323,10 +325,10 @@ def _buffers_body():
 
 
 def test_buffers_follow_rank_0():
-    run_ranks(_buffers_body, 2, launcher=Forked("torch"))
+    run_ranks(_check_buffers, 2, launcher=Forked("torch"))
 
 
-def _graphs_body():
+def _check_graphs():
     """Backwards of unusual shape."""
     torch, dist, ddp_class = _start()
     from torch.utils.checkpoint import checkpoint
@@ -415,10 +417,10 @@ def _graphs_body():
 
 
 def test_backwards_of_unusual_shape():
-    run_ranks(_graphs_body, 2, launcher=Forked("torch"))
+    run_ranks(_check_graphs, 2, launcher=Forked("torch"))
 
 
-def _copies_body():
+def _check_copies():
     torch, dist, ddp_class = _start()
     import copy
     import io
@@ -443,7 +445,7 @@ def _copies_body():
 
 
 def test_copies_and_checkpoints():
-    run_ranks(_copies_body, 2, launcher=Forked("torch"))
+    run_ranks(_check_copies, 2, launcher=Forked("torch"))
 
 
 def _timeline_body():

@@ -44,7 +44,7 @@ def _same_on_all(torch, model):
         assert all(torch.equal(copy, copies[0]) for copy in copies)
 
 
-def _hooks_body():
+def _check_hooks():
     import copy
 
     torch, dist, ddp_class = _start()
@@ -97,10 +97,10 @@ def _hooks_body():
 
 
 def test_torchs_own_hooks_work_unchanged():
-    run_ranks(_hooks_body, 2, launcher=Forked("torch"), timeout=100)
+    run_ranks(_check_hooks, 2, launcher=Forked("torch"), timeout=100)
 
 
-def _own_hooks_body():
+def _check_own_hooks():
     import copy
 
     torch, dist, ddp_class = _start()
@@ -194,7 +194,7 @@ def _raising(state, bucket):
 
 
 def test_hooks_see_buckets_and_their_errors_are_told():
-    run_ranks(_own_hooks_body, 2, launcher=Forked("torch"))
+    run_ranks(_check_own_hooks, 2, launcher=Forked("torch"))
 
 
 def _join_body(own_groups):
@@ -243,7 +243,7 @@ def test_ranks_may_run_out_of_inputs(own_groups):
     assert results[0] == results[1] == results[2]
 
 
-def _early_body():
+def _check_early():
     torch, dist, ddp_class = _start()
     rank = dist.get_rank()
     from torch.distributed.algorithms.join import Join
@@ -275,10 +275,10 @@ def _early_body():
 
 
 def test_early_termination_and_other_joinables():
-    run_ranks(_early_body, 2, launcher=Forked("torch"))
+    run_ranks(_check_early, 2, launcher=Forked("torch"))
 
 
-def _without_a_group_body():
+def _check_without_a_group():
     """Torch's own process group is missing: the error has the lines that make one, and with these the hook works."""
     import torch
     from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
@@ -333,4 +333,4 @@ def _without_a_group_body():
 
 
 def test_hooks_without_torchs_process_group_say_how_to_make_one():
-    run_ranks(_without_a_group_body, 2, launcher=Forked("torch"))
+    run_ranks(_check_without_a_group, 2, launcher=Forked("torch"))

@@ -50,7 +50,7 @@ def _is_same_everywhere(torch, tensor):
     return all(torch.equal(copy, copies[0]) for copy in copies)
 
 
-def _arguments_body():
+def _check_arguments():
     import copy
 
     torch, dist, ddp_class = _start()
@@ -228,10 +228,10 @@ def _check_precision(torch, dist, ddp_class):
 
 
 def test_arguments_do_what_they_say():
-    run_ranks(_arguments_body, 2, launcher=Forked("torch"))
+    run_ranks(_check_arguments, 2, launcher=Forked("torch"))
 
 
-def _leftovers_body():
+def _check_leftovers():
     torch, dist, ours = _start()
     rank = dist.get_rank()
 
@@ -291,7 +291,7 @@ def _leftovers_body():
 
 
 def test_gradients_that_no_rank_used_stay_as_they_are():
-    run_ranks(_leftovers_body, 3, launcher=Forked("torch"))
+    run_ranks(_check_leftovers, 3, launcher=Forked("torch"))
 
 
 def _checkpoints_body():
@@ -395,7 +395,7 @@ def test_checkpoints_and_graphs_that_differ():
     run_ranks(_checkpoints_body, 2, launcher=Forked("torch"))
 
 
-def _surroundings_body():
+def _check_surroundings():
     import copy
 
     torch, dist, ddp_class = _start()
@@ -502,10 +502,10 @@ def _surroundings_body():
 
 
 def test_what_stands_around_a_model():
-    run_ranks(_surroundings_body, 2, launcher=Forked("torch"))
+    run_ranks(_check_surroundings, 2, launcher=Forked("torch"))
 
 
-def _optimizers_body():
+def _check_optimizers():
     """Optimizers that step inside backward, as torch's helpers register them."""
     import copy
 
@@ -576,10 +576,10 @@ def _optimizers_body():
 
 
 def test_optimizers_and_hooks_that_need_more_than_gloo():
-    run_ranks(_optimizers_body, 2, launcher=Forked("torch"))
+    run_ranks(_check_optimizers, 2, launcher=Forked("torch"))
 
 
-def _compile_body():
+def _check_compile():
     import copy
 
     torch, dist, ddp_class = _start()
@@ -628,4 +628,4 @@ def _compile_body():
 
 
 def test_compiled_models():
-    run_ranks(_compile_body, 2, launcher=Forked("torch"), timeout=100)
+    run_ranks(_check_compile, 2, launcher=Forked("torch"), timeout=100)

@@ -7,7 +7,7 @@ import pytest
 from support import Forked, run_ranks
 
 
-def _modelparallel_body(folder):
+def _check_modelparallel(folder):
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -53,10 +53,10 @@ def _modelparallel_body(folder):
 
 
 def test_smp_trains_and_saves(tmp_path):
-    run_ranks(_modelparallel_body, 2, str(tmp_path), launcher=Forked("torch"), timeout=60)
+    run_ranks(_check_modelparallel, 2, str(tmp_path), launcher=Forked("torch"), timeout=60)
 
 
-def _dataparallel_body():
+def _check_dataparallel():
     import torch
 
     import horovod.torch as hvd
@@ -92,4 +92,4 @@ def _dataparallel_body():
 
 @pytest.mark.timeout(90)
 def test_ddp_and_horovod_train():
-    run_ranks(_dataparallel_body, 2, launcher=Forked("torch"), timeout=60)
+    run_ranks(_check_dataparallel, 2, launcher=Forked("torch"), timeout=60)

@@ -79,6 +79,7 @@ def face():
 
 
 def test_the_face():
+    """Asserted on each rank, in `face`."""
     run_ranks(face, 2, launcher=Forked("tensorflow"), timeout=110)
 
 

@@ -177,6 +177,7 @@ def no_gradients_at_all(tf, sdp):
 
 
 def test_calls_from_everywhere():
+    """Asserted on each rank, in `calls`."""
     run_ranks(calls, 2, launcher=Forked("tensorflow"), env=_ENV, timeout=180)
 
 

@@ -287,6 +287,7 @@ def arguments(keras, sdp):
 
 
 def test_keras_3():
+    """Asserted on each rank, in `keras3`."""
     run_ranks(keras3, 2, launcher=Forked("tensorflow"), env=_ENV, timeout=170)
 
 
@@ -336,6 +337,7 @@ def legacy_keras():
 
 @pytest.mark.more
 def test_tf_keras():
+    """Asserted on each rank, in `legacy_keras`."""
     run_ranks(legacy_keras, 2, launcher=Forked("tensorflow"), env=_ENV | {"TF_USE_LEGACY_KERAS": "1"}, timeout=170)
 
 
@@ -442,6 +444,7 @@ def graphs_of_tf1(folder, every_kind=True):
 
 
 def test_tf1(tmp_path):
+    """Asserted on each rank, in `graphs_of_tf1`."""
     run_ranks(graphs_of_tf1, 2, str(tmp_path), launcher=Forked("tensorflow"), env=_ENV, timeout=170)
 
 
@@ -461,4 +464,5 @@ def four(folder):
 
 @pytest.mark.more
 def test_four_ranks(tmp_path):
+    """Asserted on each rank, in `four`."""
     run_ranks(four, 4, str(tmp_path), launcher=Forked("tensorflow"), env=_ENV, timeout=170)

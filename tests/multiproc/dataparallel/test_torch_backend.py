@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from support import Forked, run_ranks
+from support import Forked, more, run_ranks
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
-LAUNCHED = [("smdrun", "env://"), ("torchrun", "env://"), ("raw", "file"), ("raw", "tcp"), ("raw", "store")]
+LAUNCHED = [("smdrun", "env://"), more("torchrun", "env://"), ("raw", "file"), ("raw", "tcp"), ("raw", "store")]
 
 
 def _init(backend="smddp", **arguments):

@@ -184,7 +184,7 @@ def _waits():
 
 
 def test_ctrl_c_is_a_keyboard_interrupt_in_every_wait():
-    with start_ranks(_waits, 2, launcher="raw") as job:
+    with start_ranks(_waits, 2, launcher=Forked("torch")) as job:
         for at in range(6):
             job.wait_for(f"waits {at}")
             time.sleep(0.2)

@@ -198,7 +198,7 @@ def _link(number):
         return ""
 
 
-@pytest.mark.parametrize(("how", "launcher"), [("env", "smdrun"), more("env", "torchrun"), ("file", "raw")])
+@pytest.mark.parametrize(("how", "launcher"), [more("env", "smdrun"), more("env", "torchrun"), ("file", "raw")])
 def test_a_job_begins_anew_as_often_as_it_likes(how, launcher, tmp_path):
     assert run_ranks(_again, 2, how, str(tmp_path / "store"), launcher=launcher) == [([], [])] * 2
 

@@ -126,6 +126,7 @@ def reductions():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, more(4)])
 def test_reductions(ranks):
+    """Asserted on each rank, in `reductions`."""
     run_ranks(reductions, ranks, launcher=Forked("torch"), timeout=110)
 
 
@@ -182,6 +183,7 @@ def movements():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_movements(ranks):
+    """Asserted on each rank, in `movements`."""
     run_ranks(movements, ranks, launcher=Forked("torch"), timeout=110)
 
 
@@ -262,6 +264,7 @@ def layouts():
 
 
 def test_layouts():
+    """Asserted on each rank, in `layouts`."""
     run_ranks(layouts, 3, launcher=Forked("torch"))
 
 
@@ -328,6 +331,7 @@ def _tick(seen):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_handles(ranks):
+    """Asserted on each rank, in `handles`."""
     run_ranks(handles, ranks, launcher=Forked("torch"))
 
 
@@ -354,6 +358,7 @@ def messages():
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_messages(ranks):
+    """Asserted on each rank, in `messages`."""
     run_ranks(messages, ranks, launcher=Forked("torch"))
 
 
@@ -393,6 +398,7 @@ def groups():
 
 
 def test_groups():
+    """Asserted on each rank, in `groups`."""
     run_ranks(groups, 4, launcher=Forked("torch"))
 
 

@@ -103,7 +103,7 @@ def wait_for_the_dead(how):
 
 @pytest.mark.parametrize("how", ["blocking", "asynchronous", "message"])
 def test_a_dead_rank_is_named_within_5_seconds(how):
-    with start_ranks(wait_for_the_dead, 3, how, launcher="raw") as job:
+    with start_ranks(wait_for_the_dead, 3, how, launcher=Forked("torch")) as job:
         job.wait_for("ready")
         time.sleep(0.3)
         killed = job.kill(1)
@@ -135,7 +135,7 @@ def wait_for_ctrl_c(how):
 
 @pytest.mark.parametrize("how", ["blocking", "asynchronous"])
 def test_ctrl_c_ends_a_wait(how):
-    with start_ranks(wait_for_ctrl_c, 2, how, launcher="raw") as job:
+    with start_ranks(wait_for_ctrl_c, 2, how, launcher=Forked("torch")) as job:
         job.wait_for("ready")
         time.sleep(0.5)
         pressed = job.kill(0, signal.SIGINT)

@@ -233,6 +233,7 @@ def everything():
 
 @pytest.mark.timeout(120)
 def test_training():
+    """Asserted on each rank, in `everything`."""
     run_ranks(everything, 2, launcher=Forked("torch"), env=ENV, timeout=100)
 
 

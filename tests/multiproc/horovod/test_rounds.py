@@ -250,6 +250,7 @@ def everything():
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("size", [2, 3])
 def test_rounds(size):
+    """Asserted on each rank, in `everything`."""
     run_ranks(everything, size, launcher=Forked("torch"), env=ENV, timeout=100)
 
 

@@ -305,6 +305,7 @@ def all_parts():
 
 @pytest.mark.timeout(420)
 def test_training():
+    """Asserted on each rank, in `all_parts`."""
     run_ranks(all_parts, 2, launcher=Forked("tensorflow"), env=ENV, timeout=400)
 
 

@@ -224,6 +224,7 @@ def all_parts():
 
 
 @pytest.mark.timeout(220)
-@pytest.mark.parametrize("size", [2, 3, more(4)])
+@pytest.mark.parametrize("size", [2, more(3), more(4)])
 def test_process_sets_and_worlds(size):
+    """Asserted on each rank, in `all_parts`."""
     run_ranks(all_parts, size, launcher=Forked("torch"), env=ENV, timeout=200)

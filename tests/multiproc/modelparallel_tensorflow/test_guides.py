@@ -153,9 +153,8 @@ PARAMETERS = {
 }
 #: Script, processes, launcher and Keras; all of them are in `tests/e2e/modelparallel_tensorflow_guides.py`.
 CASES = [
-    ("automatic", 4, Forked("tensorflow"), "keras"),
     ("manual", 4, Forked("tensorflow"), "keras"),
-    ("hybrid", 2, "smdrun", "keras"),
+    ("hybrid", 2, Forked("tensorflow"), "keras"),
 ]
 
 
@@ -163,6 +162,7 @@ CASES = [
     ("name", "size", "launcher", "keras"),
     [
         *(pytest.param(*case, id="-".join(map(str, (*case[:2], case[3])))) for case in CASES),
+        more("automatic", 4, "smdrun", "keras", id="automatic-4-keras"),
         more("manual", 4, "mpirun", "tf_keras", id="manual-4-tf_keras"),
     ],
 )

@@ -62,7 +62,7 @@ def _job(**options):
     return saved, train, update
 
 
-def _restores(folder):
+def _check_restores(folder):
     import pathlib
 
     import tensorflow as tf
@@ -126,10 +126,10 @@ def _restores(folder):
 
 
 def test_what_is_restored_before_the_first_step(tmp_path):
-    run_ranks(_restores, 2, str(tmp_path), launcher=Forked("tensorflow"), env=ENV, timeout=170)
+    run_ranks(_check_restores, 2, str(tmp_path), launcher=Forked("tensorflow"), env=ENV, timeout=170)
 
 
-def _ages(folder):
+def _check_deletions(folder):
     """Ranks that think otherwise of the age of checkpoints keep the same."""
     import os
     import time
@@ -162,10 +162,10 @@ def _ages(folder):
 
 
 def test_files_are_deleted_by_one_rank(tmp_path):
-    run_ranks(_ages, 2, str(tmp_path), launcher=Forked("tensorflow"), env=ENV, timeout=170)
+    run_ranks(_check_deletions, 2, str(tmp_path), launcher=Forked("tensorflow"), env=ENV, timeout=170)
 
 
-def _values():
+def _check_values():
     import collections
 
     import tensorflow as tf
@@ -204,4 +204,4 @@ def _values():
 
 
 def test_values_of_steps_and_worlds_of_horovod():
-    run_ranks(_values, 2, launcher=Forked("tensorflow"), env=ENV, timeout=170)
+    run_ranks(_check_values, 2, launcher=Forked("tensorflow"), env=ENV, timeout=170)

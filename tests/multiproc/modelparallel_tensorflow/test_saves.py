@@ -318,6 +318,7 @@ def _check_optimizers(ranks, ways, refusals):
             assert text in said, refused
 
 
+@pytest.mark.more
 def test_states_of_optimizers_are_whole(tmp_path):
     ways = {
         "built after",

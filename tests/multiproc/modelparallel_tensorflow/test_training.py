@@ -18,8 +18,12 @@ pytestmark = [
 ]
 
 #: A sample of the table of `tests/e2e/modelparallel_tensorflow.py`: model, microbatches, schedule, way to gradients.
-SAMPLE = [("attention", 2, "zero_bubble", "tape"), ("two_outputs", 4, "interleaved", "get")]
-OTHERS = [("residual", 4, "simple", "get"), ("words", 2, "interleaved", "tape")]
+SAMPLE = [("two_outputs", 4, "interleaved", "get")]
+OTHERS = [
+    ("attention", 2, "zero_bubble", "tape"),
+    ("residual", 4, "simple", "get"),
+    ("words", 2, "interleaved", "tape"),
+]
 
 
 def _models(cases):

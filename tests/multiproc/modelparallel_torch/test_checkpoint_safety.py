@@ -96,7 +96,7 @@ def _name(kind, tag):
     return f"{tag}_partial" if kind == "partial" else tag
 
 
-def _refusals(folder):
+def _check_refusals(folder):
     smp, model, optimizer = _job(8)
     is_first = smp.rank() == 0
     root = Path(folder, "root")
@@ -148,7 +148,7 @@ def _refusals(folder):
 
 
 def test_only_checkpoints_are_replaced_and_names_lie_in_the_folder(tmp_path):
-    run_ranks(_refusals, 2, str(tmp_path), launcher=Forked("torch"), timeout=150)
+    run_ranks(_check_refusals, 2, str(tmp_path), launcher=Forked("torch"), timeout=150)
 
 
 def _full_disk(folder, full):
@@ -313,7 +313,7 @@ def test_what_does_not_fit_is_the_same_error_when_the_model_is_divided(tmp_path)
         assert words in texts[0], (kind, texts)
 
 
-def _state_that_does_not_fit():
+def _check_state_that_does_not_fit():
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -333,10 +333,10 @@ def _state_that_does_not_fit():
 
 
 def test_a_state_that_does_not_fit_one_replica_is_the_same_error_on_all_ranks_in_each_step():
-    run_ranks(_state_that_does_not_fit, 4, launcher=Forked("torch"), timeout=100)
+    run_ranks(_check_state_that_does_not_fit, 4, launcher=Forked("torch"), timeout=100)
 
 
-def _whole_again():
+def _check_whole_again():
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -359,7 +359,7 @@ def _whole_again():
 
 
 def test_a_model_that_is_whole_again_is_not_divided_by_a_step():
-    run_ranks(_whole_again, 2, launcher=Forked("torch"), timeout=60)
+    run_ranks(_check_whole_again, 2, launcher=Forked("torch"), timeout=60)
 
 
 def _contents(folder):

@@ -8,7 +8,7 @@ import pytest
 from support import Forked, run_ranks
 
 
-def _offloading_body():
+def _check_offloading():
     import copy
     from types import SimpleNamespace
 
@@ -107,4 +107,4 @@ def _offloading_body():
 
 @pytest.mark.timeout(120)
 def test_activations_wait_elsewhere():
-    run_ranks(_offloading_body, 2, launcher=Forked("torch"), timeout=110)
+    run_ranks(_check_offloading, 2, launcher=Forked("torch"), timeout=110)

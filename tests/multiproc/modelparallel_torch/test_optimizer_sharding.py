@@ -116,7 +116,7 @@ def _check_memory(torch, smp, model, optimizer):
     assert all(each.untyped_storage().data_ptr() in storages for _, each in model.virtual_named_parameters())
 
 
-def _equality_body(ranks):
+def _check_equality(ranks):
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -133,7 +133,7 @@ def _equality_body(ranks):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("ranks", [2, more(4)])
 def test_sharded_states_train_as_one_process(ranks):
-    run_ranks(_equality_body, ranks, ranks, launcher=Forked("torch"), timeout=100)
+    run_ranks(_check_equality, ranks, ranks, launcher=Forked("torch"), timeout=100)
 
 
 def _half(torch, smp, config, numbers, load=None):
@@ -156,7 +156,7 @@ def _half(torch, smp, config, numbers, load=None):
     return started, history
 
 
-def _resume_body(folder):
+def _check_resume(folder):
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -215,10 +215,10 @@ def _same(torch, one, other, where=""):
 
 @pytest.mark.timeout(120)
 def test_sharded_states_with_master_weights_are_resumed_bit_for_bit(tmp_path):
-    run_ranks(_resume_body, 4, str(tmp_path), launcher=Forked("torch"), timeout=100)
+    run_ranks(_check_resume, 4, str(tmp_path), launcher=Forked("torch"), timeout=100)
 
 
-def _refusals_body():
+def _check_refusals():
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -246,4 +246,4 @@ def _refusals_body():
 
 
 def test_what_does_not_go_with_sharded_states_is_refused():
-    run_ranks(_refusals_body, 2, launcher=Forked("torch"), timeout=50)
+    run_ranks(_check_refusals, 2, launcher=Forked("torch"), timeout=50)

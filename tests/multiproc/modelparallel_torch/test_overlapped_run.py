@@ -9,7 +9,7 @@ from support import Forked, run_ranks
 FORKED = Forked("torch")
 
 
-def _train(partitions, schedule, ends_alike):
+def _check_training(partitions, schedule, ends_alike):
     """Five steps; with ``ends_alike`` false, a microbatch of the fourth step calls a layer twice."""
     import torch
     from torch import nn
@@ -94,15 +94,15 @@ def _train(partitions, schedule, ends_alike):
 @pytest.mark.parametrize("partitions", [2, 4])
 @pytest.mark.parametrize("schedule", ["interleaved", "simple", "zero_bubble"])
 def test_microbatches_run_beside_the_recording_as_in_one_process(partitions, schedule):
-    run_ranks(_train, partitions, partitions, schedule, True, launcher=FORKED)
+    run_ranks(_check_training, partitions, partitions, schedule, True, launcher=FORKED)
 
 
 @pytest.mark.timeout(120)
 def test_a_microbatch_that_is_not_as_expected_runs_as_in_one_process():
-    run_ranks(_train, 2, 2, "interleaved", False, launcher=FORKED)
+    run_ranks(_check_training, 2, 2, "interleaved", False, launcher=FORKED)
 
 
-def _fail():
+def _check_failure():
     import torch
     from torch import nn
 
@@ -133,4 +133,4 @@ def _fail():
 
 @pytest.mark.timeout(120)
 def test_a_body_that_raises_leaves_a_pipeline_that_works():
-    run_ranks(_fail, 2, launcher=FORKED)
+    run_ranks(_check_failure, 2, launcher=FORKED)

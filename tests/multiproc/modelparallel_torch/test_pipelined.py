@@ -155,7 +155,7 @@ def _experts(torch, nn):
     return Experts
 
 
-def _routing_body(auto):
+def _check_routing(auto):
     import torch
     from torch import nn
 
@@ -184,12 +184,12 @@ def _routing_body(auto):
 
 
 def test_modules_that_route_by_numbers_stay_in_the_pipeline():
-    for found in run_ranks(_routing_body, 2, False, launcher=Forked("torch"), env=STRICT, timeout=100):
+    for found in run_ranks(_check_routing, 2, False, launcher=Forked("torch"), env=STRICT, timeout=100):
         assert found["difference"] <= 1e-12
 
 
 def test_the_partition_keeps_modules_that_route_by_numbers_whole():
-    run_ranks(_routing_body, 1, True, launcher=Forked("torch"), timeout=100)
+    run_ranks(_check_routing, 1, True, launcher=Forked("torch"), timeout=100)
 
 
 def _surprise_body():
@@ -225,7 +225,7 @@ def test_a_module_that_differs_from_what_was_observed_is_an_error_on_all_ranks()
     assert "rank 1: " in text
 
 
-def _leaves_body(strict):
+def _check_leaves(strict):
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp
@@ -254,16 +254,16 @@ def _leaves_body(strict):
 
 
 def test_what_leaves_the_pipeline_is_told_once_and_counted():
-    for found in run_ranks(_leaves_body, 2, False, launcher=Forked("torch"), timeout=100):
+    for found in run_ranks(_check_leaves, 2, False, launcher=Forked("torch"), timeout=100):
         assert found["difference"] <= 1e-12
         assert list(found["synchronous"].values()) == [8]
 
 
 def test_what_leaves_the_pipeline_is_an_error_where_that_is_asked_for():
-    run_ranks(_leaves_body, 2, True, launcher=Forked("torch"), env=STRICT, timeout=100)
+    run_ranks(_check_leaves, 2, True, launcher=Forked("torch"), env=STRICT, timeout=100)
 
 
-def _own_error_body():
+def _check_own_error():
     import torch
     from torch import nn
 
@@ -284,7 +284,7 @@ def _own_error_body():
 
 
 def test_an_error_of_a_module_is_raised_on_all_ranks():
-    run_ranks(_own_error_body, 2, launcher=Forked("torch"), env=STRICT, timeout=100)
+    run_ranks(_check_own_error, 2, launcher=Forked("torch"), env=STRICT, timeout=100)
 
 
 def _hooks_body():

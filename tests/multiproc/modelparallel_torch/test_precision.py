@@ -8,7 +8,7 @@ import pytest
 from support import Forked, run_ranks
 
 
-def _equality_body():
+def _check_equality():
     from support.smp.precision import compare
 
     compare(
@@ -23,10 +23,10 @@ def _equality_body():
 
 
 def test_overflows_on_one_rank_are_skipped_by_all_and_the_training_is_that_of_one_process():
-    run_ranks(_equality_body, 4, launcher=Forked("torch"), timeout=100)
+    run_ranks(_check_equality, 4, launcher=Forked("torch"), timeout=100)
 
 
-def _exact_body():
+def _check_exact():
     """One rank, so nothing is rounded in another order: bit for bit."""
     import torch
 
@@ -72,10 +72,10 @@ def _exact_body():
 
 
 def test_one_rank_trains_as_plain_pytorch_bit_for_bit():
-    run_ranks(_exact_body, 1, launcher=Forked("torch"), timeout=60)
+    run_ranks(_check_exact, 1, launcher=Forked("torch"), timeout=60)
 
 
-def _resume_body(folder):
+def _check_resume(folder):
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -148,4 +148,4 @@ def _same(torch, one, other, where):
 
 
 def test_master_weights_and_scale_are_resumed_bit_for_bit(tmp_path):
-    run_ranks(_resume_body, 4, str(tmp_path), launcher=Forked("torch"), timeout=100)
+    run_ranks(_check_resume, 4, str(tmp_path), launcher=Forked("torch"), timeout=100)

@@ -7,7 +7,7 @@ import pytest
 from support import Forked, run_ranks
 
 
-def _choices_body(partitions, seeds_differ):
+def _check_choices(partitions, seeds_differ):
     """Layers that are left out and spans that are masked by choices of Python, NumPy and PyTorch, without random modules."""
     import random
 
@@ -79,7 +79,7 @@ def _choices_body(partitions, seeds_differ):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("partitions", "seeds_differ"), [(2, False), (3, True)])
 def test_choices_are_those_of_one_process(partitions, seeds_differ):
-    run_ranks(_choices_body, partitions, partitions, seeds_differ, launcher=Forked("torch"), timeout=100)
+    run_ranks(_check_choices, partitions, partitions, seeds_differ, launcher=Forked("torch"), timeout=100)
 
 
 class _Spread:
@@ -121,7 +121,7 @@ class _Spread:
         return model.c(x) + random.random() * 0
 
 
-def _seeds_body(schedule):
+def _check_seeds(schedule):
     import random
 
     import torch
@@ -191,7 +191,7 @@ def _seeds_body(schedule):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("schedule", ["interleaved", "simple"])
 def test_seeds_around_calls_count(schedule):
-    run_ranks(_seeds_body, 2, schedule, launcher=Forked("torch"), timeout=100)
+    run_ranks(_check_seeds, 2, schedule, launcher=Forked("torch"), timeout=100)
 
 
 def _fresh_body():

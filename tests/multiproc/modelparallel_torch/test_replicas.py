@@ -207,7 +207,7 @@ def _there_and_back_body(torch, smp):
     smp.shutdown()
 
 
-def _body():
+def _check_models():
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -222,4 +222,4 @@ def _body():
 
 @pytest.mark.timeout(200)
 def test_replicas_and_differing_microbatches():
-    run_ranks(_body, 4, launcher=Forked("torch"), timeout=180)
+    run_ranks(_check_models, 4, launcher=Forked("torch"), timeout=180)

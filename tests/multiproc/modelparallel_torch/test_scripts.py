@@ -299,7 +299,7 @@ def _spread_body(torch, smp):
     smp.shutdown()
 
 
-def _body(folder):
+def _check_models(folder):
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -314,4 +314,4 @@ def _body(folder):
 @pytest.mark.timeout(200)
 def test_what_published_scripts_do(tmp_path):
     pytest.importorskip("safetensors")
-    run_ranks(_body, 2, str(tmp_path), launcher=Forked("torch"), timeout=180)
+    run_ranks(_check_models, 2, str(tmp_path), launcher=Forked("torch"), timeout=180)

@@ -8,7 +8,7 @@ from support import Forked, more, run_ranks
 from support.ranks import RanksFailedError
 
 
-def _equality_body(cases):
+def _check_equality(cases):
     import smdistributed.modelparallel.torch as smp
     from support.tensor_parallel import compare_sharded
 
@@ -46,7 +46,7 @@ CASES = {
 @pytest.mark.parametrize("name", [more(name) if name == "four" else name for name in CASES])
 def test_equal_to_one_process(name):
     ranks, cases = CASES[name]
-    run_ranks(_equality_body, ranks, cases, launcher=Forked("torch"), timeout=140)
+    run_ranks(_check_equality, ranks, cases, launcher=Forked("torch"), timeout=140)
 
 
 def _settings(tp, pp, **more):
@@ -122,7 +122,7 @@ def test_checkpoints_load_at_other_layouts(tmp_path):
     run_ranks(_checkpoints_body, 4, str(tmp_path), launcher=Forked("torch"), timeout=140)
 
 
-def _precision_only_body(folder):
+def _check_precision_only(folder):
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -158,10 +158,10 @@ def _precision_only_body(folder):
 
 @pytest.mark.timeout(100)
 def test_only_what_16_bit_training_adds_is_loaded(tmp_path):
-    run_ranks(_precision_only_body, 2, str(tmp_path), launcher=Forked("torch"), timeout=90)
+    run_ranks(_check_precision_only, 2, str(tmp_path), launcher=Forked("torch"), timeout=90)
 
 
-def _half_modules_body():
+def _check_half_modules():
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -189,7 +189,7 @@ def _half_modules_body():
 
 @pytest.mark.timeout(100)
 def test_modules_that_are_divided_have_float16_parameters():
-    run_ranks(_half_modules_body, 2, launcher=Forked("torch"), timeout=90)
+    run_ranks(_check_half_modules, 2, launcher=Forked("torch"), timeout=90)
 
 
 def _killed_body(settings):

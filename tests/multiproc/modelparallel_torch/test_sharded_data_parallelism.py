@@ -140,7 +140,7 @@ def _equality(torch, smp, kind, config, passes=1, checkpointed=False):
     smp.shutdown()
 
 
-def _equality_body(ranks):
+def _check_equality(ranks):
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -164,7 +164,7 @@ def _equality_body(ranks):
 @pytest.mark.parametrize("ranks", [2, more(4)])
 def test_sharded_training_is_that_of_one_process(ranks):
     pytest.importorskip("transformers")
-    run_ranks(_equality_body, ranks, ranks, launcher=Forked("transformers"), timeout=280)
+    run_ranks(_check_equality, ranks, ranks, launcher=Forked("transformers"), timeout=280)
 
 
 def _storages(torch, tensors):
@@ -226,7 +226,7 @@ def _half(torch, smp, config, numbers, load=None):
     return history, model.state_dict(), optimizer.state_dict()
 
 
-def _resume_body(folder):
+def _check_resume(folder):
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -302,10 +302,10 @@ def _same(torch, one, other, where):
 
 @pytest.mark.timeout(240)
 def test_sharded_training_is_resumed_bit_for_bit(tmp_path):
-    run_ranks(_resume_body, 4, str(tmp_path), launcher=Forked("transformers"), timeout=220)
+    run_ranks(_check_resume, 4, str(tmp_path), launcher=Forked("transformers"), timeout=220)
 
 
-def _refusals_body():
+def _check_refusals():
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -334,4 +334,4 @@ def _refusals_body():
 
 
 def test_what_does_not_go_with_shards_is_refused():
-    run_ranks(_refusals_body, 2, launcher=Forked("transformers"), timeout=50)
+    run_ranks(_check_refusals, 2, launcher=Forked("transformers"), timeout=50)

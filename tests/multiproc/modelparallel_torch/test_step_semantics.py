@@ -337,7 +337,7 @@ def _written_buffers(model, backward, x, y):
     return out
 
 
-def _run(cases, partitions, schedule):
+def _check_cases(cases, partitions, schedule):
     import traceback
     import warnings
 
@@ -377,7 +377,7 @@ CASES = [
 
 @pytest.mark.parametrize("schedule", ["interleaved", more("zero_bubble")])
 def test_bodies_equal_one_process(schedule):
-    run_ranks(_run, 2, CASES, 2, schedule, launcher=FORKED)
+    run_ranks(_check_cases, 2, CASES, 2, schedule, launcher=FORKED)
 
 
 def _kept(model, backward, x, y, kept=[]):  # noqa: B006 - kept from one microbatch to the next
@@ -442,10 +442,10 @@ def _refused(name, kind, text):
     smp.shutdown()
 
 
-def _refused_all():
+def _check_refusals():
     for case in REFUSED:
         _refused(*case)
 
 
 def test_what_cannot_be_followed_raises():
-    run_ranks(_refused_all, 2, launcher=FORKED)
+    run_ranks(_check_refusals, 2, launcher=FORKED)

@@ -151,12 +151,13 @@ def _checkpoints_body(folder):
         model.load_state_dict(wrong)
 
 
+@pytest.mark.more
 @pytest.mark.timeout(200)
 def test_checkpoints_load_at_other_degrees(tmp_path):
     run_ranks(_checkpoints_body, 4, str(tmp_path), launcher=Forked("torch"), timeout=190)
 
 
-def _dropout_body():
+def _check_dropout():
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -182,10 +183,10 @@ def _dropout_body():
 
 @pytest.mark.timeout(100)
 def test_dropout_and_recomputation():
-    run_ranks(_dropout_body, 2, launcher=Forked("torch"), timeout=90)
+    run_ranks(_check_dropout, 2, launcher=Forked("torch"), timeout=90)
 
 
-def _seeds_body():
+def _check_seeds():
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -228,7 +229,7 @@ def _seeds_body():
 
 @pytest.mark.timeout(100)
 def test_initial_values_are_slices_of_one_whole():
-    run_ranks(_seeds_body, 2, launcher=Forked("torch"), timeout=90)
+    run_ranks(_check_seeds, 2, launcher=Forked("torch"), timeout=90)
 
 
 def _precision_body():

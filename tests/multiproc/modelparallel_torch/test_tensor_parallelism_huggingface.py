@@ -64,7 +64,7 @@ def _make(config):
         torch.set_default_dtype(before)
 
 
-def _body(names, layout, variants):
+def _check_models(names, layout, variants):
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -162,7 +162,7 @@ def _body(names, layout, variants):
             smp.shutdown()
 
 
-def _encoder_body(layout, variants):
+def _check_encoder(layout, variants):
     import torch
     import transformers
 
@@ -231,14 +231,14 @@ def _encoder_body(layout, variants):
 def test_encoders_equal_one_process():
     pytest.importorskip("transformers")
     modes = [(False, "memory"), (False, "speed"), (True, "speed")]
-    run_ranks(_encoder_body, 2, (2, 1, 1), modes, launcher=Forked("transformers"), timeout=190)
+    run_ranks(_check_encoder, 2, (2, 1, 1), modes, launcher=Forked("transformers"), timeout=190)
 
 
 @pytest.mark.more
 @pytest.mark.timeout(200)
 def test_encoders_on_partitions():
     pytest.importorskip("transformers")
-    run_ranks(_encoder_body, 4, (2, 2, 1), [(False, "memory")], launcher=Forked("transformers"), timeout=190)
+    run_ranks(_check_encoder, 4, (2, 2, 1), [(False, "memory")], launcher=Forked("transformers"), timeout=190)
 
 
 def _other_kinds():
@@ -268,7 +268,7 @@ def _other_kinds():
     }  # fmt: skip
 
 
-def _others_body():
+def _check_others():
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -315,7 +315,7 @@ def _others_body():
 @pytest.mark.timeout(200)
 def test_linear_layers_of_other_models_equal_one_process():
     pytest.importorskip("transformers")
-    run_ranks(_others_body, 2, launcher=Forked("transformers"), timeout=190)
+    run_ranks(_check_others, 2, launcher=Forked("transformers"), timeout=190)
 
 
 def _created_body():
@@ -363,17 +363,25 @@ NAMES = ["gpt2", "llama", "llama3", "mistral", "qwen2", "gptj", "gptneo", "gptne
 @pytest.mark.timeout(200)
 def test_causal_models_equal_one_process():
     pytest.importorskip("transformers")
-    run_ranks(_body, 2, NAMES, (2, 1, 1), [(False, "speed")], launcher=Forked("transformers"), timeout=190)
+    run_ranks(_check_models, 2, NAMES, (2, 1, 1), [(False, "speed")], launcher=Forked("transformers"), timeout=190)
 
 
 @pytest.mark.timeout(200)
 def test_causal_models_in_other_modes():
     pytest.importorskip("transformers")
     modes = [(False, "memory"), (True, "memory")]
-    run_ranks(_body, 2, ["gpt2", "llama"], (2, 1, 1), modes, launcher=Forked("transformers"), timeout=190)
+    run_ranks(_check_models, 2, ["gpt2", "llama"], (2, 1, 1), modes, launcher=Forked("transformers"), timeout=190)
 
 
 @pytest.mark.timeout(200)
 def test_causal_models_on_partitions():
     pytest.importorskip("transformers")
-    run_ranks(_body, 4, ["gpt2", "llama"], (2, 2, 1), [(False, "memory")], launcher=Forked("transformers"), timeout=190)
+    run_ranks(
+        _check_models,
+        4,
+        ["gpt2", "llama"],
+        (2, 2, 1),
+        [(False, "memory")],
+        launcher=Forked("transformers"),
+        timeout=190,
+    )
