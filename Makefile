@@ -29,7 +29,7 @@ WORKERS ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo demo-hosts example-tch test test-more test-all check bench bench-faults fuzz test-rust test-loom test-asan test-tsan test-miri test-python test-install test-trainer matrix matrix-ends format generated develop wheel release \
-	clean docs torch-suite test-engines build-release build-tests packages-test packages-demo
+	clean docs torch-suite test-engines build-release build-tests packages-test packages-demo packages-docs
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -165,6 +165,9 @@ shim-%: $(STAMPS)/develop
 packages-test: $(STAMPS)/torch $(STAMPS)/suite $(STAMPS)/tensorflow $(STAMPS)/digits $(STAMPS)/mpi
 
 packages-demo: $(STAMPS)/torch $(STAMPS)/demo
+
+# Before `make -j2 check docs`, so that pip changes nothing in .venv while `check` runs.
+packages-docs: $(STAMPS)/docs
 
 $(STAMPS)/venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "OpenSMD needs Python 3.10 or newer: make PYTHON=...")'

@@ -209,6 +209,7 @@ def test_states_of_pytorch():
     assert (first["padded"], second["padded"]) == ((1, [9]), (1, [9])), "fewer are left than there are ranks"
 
 
+@pytest.mark.more
 @pytest.mark.timeout(240)
 def test_states_of_tensorflow_and_keras():
     pytest.importorskip("tensorflow")

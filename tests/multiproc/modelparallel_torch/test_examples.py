@@ -38,6 +38,7 @@ def _examples_body(root):
     return found
 
 
+@pytest.mark.more
 @pytest.mark.timeout(300)
 def test_the_examples_run():
     pytest.importorskip("sklearn")
