@@ -29,7 +29,7 @@ WORKERS ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo demo-hosts example-tch test test-more test-all check bench bench-faults fuzz test-rust test-loom test-asan test-tsan test-miri test-python test-install test-trainer matrix matrix-ends format generated develop wheel release \
-	clean docs torch-suite test-engines build-release build-tests packages-test packages-demo packages-docs
+	clean docs torch-suite test-engines test-clients build-release build-tests packages-test packages-demo packages-docs
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -116,6 +116,9 @@ matrix-ends: $(STAMPS)/develop ## The same with the newest and the oldest of eac
 test-engines: $(STAMPS)/engines $(STAMPS)/sagemaker $(STAMPS)/mpi $(STAMPS)/develop ## Jobs on Ray, on Slurm and in SageMaker's container, and manifests for Kubernetes (installs all; some need root)
 	$(BIN)/python -m pytest -p no:cacheprovider tests/engines/ray_jobs.py tests/engines/slurm_jobs.py \
 		tests/engines/kubernetes_jobs.py tests/engines/sagemaker_jobs.py $(ARGS)
+
+test-clients: $(STAMPS)/clients $(STAMPS)/develop ## accelerate, transformers, Lightning and parts of torch.distributed train over smddp (installs them into build/)
+	$(BIN)/python -m pytest -p no:cacheprovider tests/engines/client_jobs.py $(ARGS)
 
 torch-suite: $(STAMPS)/suite $(STAMPS)/develop ## PyTorch's own tests of process groups over smddp, beside gloo; ARGS= goes to compare.py
 	$(BIN)/python tests/torch_suite/compare.py $(ARGS)
@@ -224,6 +227,11 @@ $(STAMPS)/sagemaker: tests/engines/sagemaker_constraints.txt | $(STAMPS)/engines
 		"$$(build/sagemaker/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
 	@cd build/sagemaker && { apt-get download -qq openssh-server && dpkg -x openssh-server_*.deb openssh; } >/dev/null 2>&1 || \
 		echo "openssh-server could not be downloaded: tests of SageMaker's container are skipped"
+	@touch $@
+
+# Without their dependencies: PyTorch and transformers are there.
+$(STAMPS)/clients: tests/engines/client_requirements.txt | $(STAMPS)/digits
+	$(PIP) --upgrade --no-deps --target build/clients -r tests/engines/client_requirements.txt
 	@touch $@
 
 # mypy reads the types of PyTorch.

@@ -1,0 +1,267 @@
+"""Client libraries over the backend ``smddp``, each with two ranks and compared with one process: ``make test-clients``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from support.launchers import clean_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Where `make test-clients` puts the libraries.
+CLIENTS = ROOT / "build" / "clients"
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not (CLIENTS / "accelerate").exists(), reason="`make test-clients` installs the libraries"),
+]
+
+COMMON = """
+import json, os, sys
+import torch
+rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+def write(**results):
+    with open(os.path.join(os.environ["WORK"], f"rank{rank}.{size}.json"), "w") as file:
+        json.dump(results, file)
+def make_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+def weights(model):
+    return [float(number) for parameter in model.parameters() for number in parameter.detach().flatten()]
+inputs = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+targets = inputs.sum(1, keepdim=True)
+"""
+
+
+def run(tmp_path, script, *, ranks=2):
+    """Runs the script as each rank; returns what they wrote, by rank."""
+    path = tmp_path / "client.py"
+    path.write_text(COMMON + textwrap.dedent(script))
+    environment = {
+        **clean_environment(),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), str(CLIENTS)]),
+        "WORK": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+        "USE_TF": "0",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+    }
+    words = [sys.executable, "-m", "smdistributed", "-n", str(ranks)] if ranks > 1 else [sys.executable]
+    done = subprocess.run(
+        [*words, str(path)], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads((tmp_path / f"rank{rank}.{ranks}.json").read_text()) for rank in range(ranks)]
+
+
+def both(tmp_path, script):
+    """The results of two ranks, which must be equal, and of one process."""
+    two = run(tmp_path, script)
+    assert two[0]["weights"] == two[1]["weights"]
+    (one,) = run(tmp_path, script, ranks=1)
+    assert two[0]["weights"] == pytest.approx(one["weights"], abs=2e-6)
+    return two, one
+
+
+ACCELERATE = """
+import accelerate
+if size > 1:
+    import smdistributed.dataparallel.torch.torch_smddp
+    from accelerate import InitProcessGroupKwargs
+    handlers = [InitProcessGroupKwargs(backend="smddp")]
+else:
+    handlers = []
+accelerator = accelerate.Accelerator(cpu=True, kwargs_handlers=handlers)
+model = make_model()
+data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=8 // size)
+model, optimizer, data = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+for _ in range(2):
+    for x, y in data:
+        optimizer.zero_grad()
+        accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+seen = accelerator.gather(torch.tensor([accelerator.process_index]))
+backend = torch.distributed.get_backend() if size > 1 else None
+write(weights=weights(accelerator.unwrap_model(model)), backend=backend, seen=seen.tolist())
+accelerator.end_training()
+"""
+
+
+def test_accelerate(tmp_path):
+    two, one = both(tmp_path, ACCELERATE)
+    assert [each["backend"] for each in two] == ["smddp", "smddp"]
+    assert [each["seen"] for each in two] == [[0, 1]] * 2
+    assert one["seen"] == [0]
+
+
+def test_trainer_of_transformers(tmp_path):
+    script = """
+        if size > 1:
+            import smdistributed.dataparallel.torch.torch_smddp
+        from transformers import Trainer, TrainingArguments
+
+        class Regression(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = make_model()
+            def forward(self, x, labels=None):
+                output = self.layers(x)
+                return {"loss": torch.nn.functional.mse_loss(output, labels), "logits": output}
+
+        more = {"ddp_backend": "smddp"} if size > 1 else {}
+        arguments = TrainingArguments(
+            output_dir=os.path.join(os.environ["WORK"], "out"), use_cpu=True, per_device_train_batch_size=8 // size,
+            num_train_epochs=2, learning_rate=0.1, lr_scheduler_type="constant", optim="sgd", report_to=[], seed=3,
+            save_strategy="no", max_grad_norm=0.0, **more,
+        )
+        data = [{"x": x, "labels": y} for x, y in zip(inputs, targets)]
+        trainer = Trainer(model=Regression(), args=arguments, train_dataset=data)
+        trainer._get_train_sampler = lambda *a, **k: torch.utils.data.SequentialSampler(data)
+        trainer.train()
+        backend = torch.distributed.get_backend() if size > 1 else None
+        write(weights=weights(trainer.model), backend=backend, steps=trainer.state.global_step)
+    """
+    two, one = both(tmp_path, script)
+    assert [each["backend"] for each in two] == ["smddp", "smddp"]
+    assert two[0]["steps"] == one["steps"] == 4
+
+
+LIGHTNING = """
+import lightning
+if size > 1:
+    import smdistributed.dataparallel.torch.torch_smddp
+from lightning.pytorch.strategies import DDPStrategy
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = make_model()
+    def training_step(self, batch, number):
+        x, y = batch
+        return torch.nn.functional.mse_loss(self.layers(x), y)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+strategy = DDPStrategy(process_group_backend="smddp") if size > 1 else "auto"
+data = torch.utils.data.TensorDataset(inputs, targets)
+sampler = torch.utils.data.DistributedSampler(data, size, rank, shuffle=False)
+loader = torch.utils.data.DataLoader(data, batch_size=8 // size, sampler=sampler)
+trainer = lightning.Trainer(
+    max_epochs=2, accelerator="cpu", devices=size, strategy=strategy, logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+)
+module = Module()
+trainer.fit(module, loader)
+write(weights=weights(module), backend=torch.distributed.get_backend() if size > 1 else None)
+"""
+
+
+def test_lightning(tmp_path):
+    two, _ = both(tmp_path, LIGHTNING)
+    assert [each["backend"] for each in two] == ["smddp", "smddp"]
+
+
+def test_distributed_checkpoint(tmp_path):
+    script = """
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict, StateDictOptions
+        folder = os.path.join(os.environ["WORK"], "checkpoint")
+        full = StateDictOptions(full_state_dict=True)
+        if size > 1:
+            import smdistributed.dataparallel.torch.torch_smddp
+            dist.init_process_group("smddp")
+            mesh = init_device_mesh("cpu", (size,))
+            model = fully_shard(make_model(), mesh=mesh)
+            before = [number for each in get_model_state_dict(model, options=full).values() for number in each.flatten().tolist()]
+            dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+            other = fully_shard(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)), mesh=mesh)
+            state = get_model_state_dict(other)
+            dcp.load(state, checkpoint_id=folder)
+            set_model_state_dict(other, state)
+            loaded = [parameter.full_tensor() for parameter in other.parameters()]
+            write(weights=[float(number) for each in loaded for number in each.detach().flatten()], shards=len(
+                [name for name in os.listdir(folder) if name.endswith(".distcp")]))
+            dist.destroy_process_group()
+        else:
+            # One process reads what the two have written.
+            model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+            state = model.state_dict()
+            dcp.load(state, checkpoint_id=folder)
+            model.load_state_dict(state)
+            assert weights(model) == weights(make_model())
+            write(weights=weights(model))
+    """
+    two, _ = both(tmp_path, script)
+    assert [each["shards"] for each in two] == [2, 2]
+
+
+def test_zero_redundancy_optimizer(tmp_path):
+    script = """
+        import torch.distributed as dist
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+        model = make_model()
+        if size > 1:
+            import smdistributed.dataparallel.torch.torch_smddp
+            dist.init_process_group("smddp")
+            wrapped = torch.nn.parallel.DistributedDataParallel(model)
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam, lr=0.01)
+        else:
+            wrapped, optimizer = model, torch.optim.Adam(model.parameters(), lr=0.01)
+        for _ in range(4):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(wrapped(inputs[rank::size]), targets[rank::size]).backward()
+            optimizer.step()
+        states = sum(len(each) for each in (optimizer.optim if size > 1 else optimizer).state.values())
+        write(weights=weights(model), states=states)
+    """
+    two, one = both(tmp_path, script)
+    # Each rank has a part of the states.
+    assert sum(each["states"] for each in two) == one["states"]
+    assert all(each["states"] for each in two)
+
+
+def test_sparse_all_to_all_with_gradients(tmp_path):
+    """As TorchRec divides embeddings: each rank looks rows of its table up for the other one, numbers of rows differ."""
+    script = """
+        import torch.distributed as dist
+        from torch.distributed.nn.functional import all_to_all_single
+        import smdistributed.dataparallel.torch.torch_smddp
+        if size > 1:
+            dist.init_process_group("smddp")
+        torch.manual_seed(0)
+        full = torch.randn(10, 4)
+        bags = {0: [0, 7, 7, 2], 1: [9, 1, 3, 8, 5, 0]}
+        if size > 1:
+            table = torch.nn.Parameter(full[rank * 5 : rank * 5 + 5].clone())
+            wanted = [torch.tensor([row - 5 * to for row in bags[rank] if row // 5 == to]) for to in range(size)]
+            sends = torch.tensor([len(each) for each in wanted])
+            receives = torch.empty_like(sends)
+            dist.all_to_all_single(receives, sends)
+            asked = torch.empty(int(receives.sum()), dtype=torch.int64)
+            dist.all_to_all_single(asked, torch.cat(wanted), receives.tolist(), sends.tolist())
+            rows = torch.empty(len(bags[rank]), 4)
+            rows = all_to_all_single(rows, table[asked], sends.tolist(), receives.tolist())
+            loss = rows.square().sum() * (rank + 1)
+            loss.backward()
+            both_parts = [torch.empty(5, 4) for _ in range(size)]
+            dist.all_gather(both_parts, table.grad)
+            gradient = torch.cat(both_parts)
+            dist.destroy_process_group()
+        else:
+            table = torch.nn.Parameter(full)
+            sum((table[torch.tensor(bag)].square().sum() * (each + 1) for each, bag in bags.items())).backward()
+            gradient = table.grad
+        write(weights=gradient.flatten().tolist())
+    """
+    both(tmp_path, script)
