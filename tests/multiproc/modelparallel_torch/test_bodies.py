@@ -138,6 +138,16 @@ EQUAL = {
         ["h = net.a(h) + keep.total", "keep.total.add_(h.detach().mean())"],
         prepare=["keep.total = torch.zeros(())"],
     ),
+    "a call changes a piece of the batch, and autograd has saved another one": _program(
+        2, {"a": "Writer"}, {"begin": 1, "a": 0}, ["t1 = torch.vmap(lambda row: row * 2)(h)", "h = net.a(x)"]
+    ),
+    "the body gives a piece of the batch its own storage again": _program(
+        2, {"a": "Mode"}, _TWO, ["h = net.a(y)"], forward=["x.t().set_(x)"]
+    ),
+    "a parameter changes in place, and a later stage of its partition uses it": _program(
+        2, {"a": "Mode"}, _TWO, ["with torch.no_grad():\n    net.begin.weight.mul_(0.9)", "h = F.linear(net.begin(net.a(h)), net.begin.weight)"],
+        dtype="float32",
+    ),
 }  # fmt: skip
 #: What raises, and the text.
 REFUSED = {
@@ -194,6 +204,10 @@ REFUSED = {
             ["with torch.no_grad():\n    net.a.linear.weight.mul_(0.9)", "h = net.a(h)", "h = h * (1 + h.sum().item() * 0.01)"],
         ),
         "`mul_` changes the parameter `a.linear.weight` in place, and the `smp.step` function asks for numbers",
+    ),
+    "a parameter changes in place, and another partition uses it": (
+        _program(2, {"a": "Mode"}, _TWO, ["with torch.no_grad():\n    net.begin.weight.mul_(0.9)", "h = F.linear(net.a(h), net.begin.weight)"]),
+        "uses the parameter `begin.weight` of partition 0 after the `smp.step` function has changed it",
     ),
     "the version of a tensor on a partition": (
         _program(2, {"a": "Mode"}, _TWO, ["h = net.a(h) * h._version"]),

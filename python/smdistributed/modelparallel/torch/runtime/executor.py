@@ -162,8 +162,10 @@ class Executor:
                 tensors = mb.arrived.pop((producer, number))
             for value, tensor in zip(values, tensors, strict=True):
                 home, wants_gradient = graph.values[value].home, graph.values[value].meta.requires_grad
-                if home is not None and not wants_gradient and graph.stages[producer].rank == self._rank:
-                    # Buffers change in place, and stages that write to them run in the order of the body.
+                is_own = wants_gradient and value not in graph.without_graph
+                if home is not None and not is_own and graph.stages[producer].rank == self._rank:
+                    # Buffers, and parameters without gradient mode, change in place: they stay leaves of the graph.
+                    # Stages that write to them run in the order of the body.
                     env[value] = self._parameters[home]
                     continue
                 leaf = tensor.detach()

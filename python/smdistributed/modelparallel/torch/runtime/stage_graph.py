@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from smdistributed import _core
+from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch.partitioning import cost_model
 from smdistributed.modelparallel.torch.tracing.state_order import touched_modules, writes_parameter
 from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
@@ -77,6 +78,7 @@ class StageGraph:
         added = self._core.extend([_row(task) for task in new], early)
         self._look()
         for task in new:
+            self._check_parameters(task)
             self.values += task.outputs
             if task.writes and writes_parameter(task):
                 self._writers[len(self._tasks)] = any(
@@ -93,6 +95,19 @@ class StageGraph:
             self.written.update(source.storage_key for source, _ in task.writes if isinstance(source, Value))
             self.written.update(task.overwritten)
         return added
+
+    def _check_parameters(self, task: Task) -> None:
+        """Refuse a task that would lose the gradient of a parameter which the body has changed in place.
+
+        Raises:
+            SMPUsageError: The parameter is on another partition.
+        """
+        for value in task.inputs if task.context.grad else ():
+            if value.rank != task.rank and value.index in self.without_graph and value.home != value.parameter:
+                raise SMPUsageError(
+                    f"`{task.name}` on partition {task.rank} uses the parameter `{value.home}` of partition "
+                    f"{value.rank} after the `smp.step` function has changed it in place: change it between steps"
+                )
 
     def adopt(self, task: int, outputs: Sequence[Value]) -> int:
         """Add the outputs of a task whose output spec was unknown; return its stage."""

@@ -103,8 +103,11 @@ class CopyOnWriteTensors:
         saved = self._saved([tensor], microbatch)
         if not saved or tensor.is_inference():
             return
-        torch.autograd.graph.increment_version(tensor)
-        _check_versions(saved, [tensor], name)
+        # The task writes to a copy. A counter that stays incremented would invalidate what autograd has saved of other
+        # slices of the batch.
+        with torch.autograd._unsafe_preserve_version_counter(tensor):
+            torch.autograd.graph.increment_version(tensor)
+            _check_versions(saved, [tensor], name)
 
     def call(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Any], microbatch: int) -> Any:
         """Call a function of replicated tensors, which may write to them.

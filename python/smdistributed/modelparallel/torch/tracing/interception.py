@@ -167,6 +167,20 @@ def _recorded_vmap(original: Callable[..., Any]) -> Callable[..., Any]:
     return vmap
 
 
+def _recorded_set(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap ``Tensor.set_``, the only method that PyTorch does not pass to function modes."""
+
+    @functools.wraps(original)
+    def set_(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        recording = active.recording
+        if recording is None:
+            return original(self, *args, **kwargs)
+        result: torch.Tensor = recording.operation(original, (self, *args), kwargs)
+        return result
+
+    return set_
+
+
 def _noted(original: Callable[..., Any], pipeline: Pipeline) -> Callable[..., Any]:
     state = pipeline.module_state
 
@@ -264,6 +278,7 @@ def intercepted(pipeline: Pipeline) -> Iterator[None]:
         replaced.append((owner, "__call__", original, _recorded(original, pipeline, hooks)))
     vmap = torch._functorch.apis.vmap_impl
     replaced.append((torch._functorch.apis, "vmap_impl", vmap, _recorded_vmap(vmap)))
+    replaced.append((torch.Tensor, "set_", torch.Tensor.set_, _recorded_set(torch.Tensor.set_)))
     for name in ("__setattr__", "__delattr__"):
         original = vars(nn.Module)[name]
         replaced.append((nn.Module, name, original, _noted(original, pipeline)))
