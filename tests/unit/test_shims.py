@@ -99,7 +99,7 @@ def test_a_shim_is_built_once_and_says_so(cache, compiler, capsys):
 
 def test_a_prebuilt_shim_needs_no_cache_and_no_compiler(cache, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    path = shims.PREBUILT / FRAMEWORK.key / FRAMEWORK.library
+    path = shims.PREBUILT / FRAMEWORK.prebuilt_key / FRAMEWORK.library
     path.parent.mkdir(parents=True)
     path.write_text("library")
     assert shims.ensure(FRAMEWORK) == path
@@ -129,6 +129,75 @@ def test_the_key_changes_with_what_the_shim_depends_on(monkeypatch):
 def test_builds_of_one_version_share_a_shim():
     keys = {replace(FRAMEWORK, version=version).key for version in ("9.9", "9.9+cpu", "9.9+cu130")}
     assert keys == {FRAMEWORK.key}
+
+
+def _prebuilt_for(version):
+    path = shims.PREBUILT / replace(FRAMEWORK, version=version).prebuilt_key / FRAMEWORK.library
+    path.parent.mkdir(parents=True)
+    path.write_text(f"prebuilt for {version}")
+    return path
+
+
+@pytest.mark.parametrize("version", ["9.9.0", "9.9.1", "9.9.12+cpu", "9.9.1+cu130", "9.9.1.post2"])
+def test_a_prebuilt_shim_serves_all_patch_releases(cache, monkeypatch, version):
+    path = _prebuilt_for("9.9.0")
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert shims.ensure(replace(FRAMEWORK, version=version)) == path
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"version": "9.10.0"},
+        {"version": "9.8.1"},
+        {"version": "10.9.0"},
+        {"version": "9.9.1a0+git1234"},
+        {"version": "9.9.0.dev20260101"},
+        {"version": "9.9.0rc1"},
+        {"version": "9.9.1+mine"},
+        {"version": "9.9.1", "compile_flags": ("-D_GLIBCXX_USE_CXX11_ABI=0",)},
+        {"version": "9.9.1", "name": "tensorflow", "folder": "tf_ops"},
+    ],
+    ids=lambda other: "-".join(map(str, other.values())),
+)
+def test_a_prebuilt_shim_serves_nothing_else(cache, compiler, other):
+    compiler()
+    _prebuilt_for("9.9.0")
+    assert shims.ensure(replace(FRAMEWORK, **other)).is_relative_to(cache)
+
+
+def _load_failing(path):
+    if Path(path).is_relative_to(shims.PREBUILT):
+        raise OSError("undefined symbol: gone")
+    return Path(path).read_text()
+
+
+def test_a_patch_release_that_broke_the_abi_gets_a_shim_of_its_own(cache, compiler, capsys):
+    compiler()
+    _prebuilt_for("9.9.0")
+    framework = replace(FRAMEWORK, version="9.9.1")
+    assert shims._load(framework, _load_failing) == "library"
+    assert "prebuilt shim for PyTorch 9.9 does not load with 9.9.1 here" in capsys.readouterr().err
+    assert (cache / framework.key / framework.library).is_file()
+    assert framework.key != replace(FRAMEWORK, version="9.9.0").key, "what is built here is for the exact version"
+
+
+def test_a_broken_abi_without_a_compiler_names_the_ways_out(cache, monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    _prebuilt_for("9.9.0")
+    with pytest.raises(shims.ShimError) as caught:
+        shims._load(replace(FRAMEWORK, version="9.9.1"), _load_failing)
+    text = str(caught.value)
+    for part in ("does not load with 9.9.1", "undefined symbol: gone", "another patch release of PyTorch 9.9", "g++"):
+        assert part in text
+
+
+def test_gcc_is_given_memory_and_other_compilers_are_not(tmp_path):
+    for text, count in [("g++ 12\nCopyright (C) Free Software Foundation, Inc.", 2), ("clang version 19", 0)]:
+        compiler = tmp_path / "compiler"
+        compiler.write_text(f"#!/bin/sh\necho '{text}'\n")
+        compiler.chmod(0o755)
+        assert len(shims._memory_flags([str(compiler)])) == count
 
 
 def test_another_version_builds_again(cache, compiler):
@@ -259,7 +328,7 @@ def test_a_user_without_a_home_can_use_what_is_prebuilt(tmp_path, monkeypatch):
     monkeypatch.delenv("SMD_CACHE_DIR", raising=False)
     monkeypatch.setattr(shims, "PREBUILT", tmp_path)
     monkeypatch.setattr(shims._core, "cache_folder", None)
-    path = tmp_path / FRAMEWORK.key / FRAMEWORK.library
+    path = tmp_path / FRAMEWORK.prebuilt_key / FRAMEWORK.library
     path.parent.mkdir(parents=True)
     path.write_text("library")
     assert shims.ensure(FRAMEWORK) == path
@@ -404,6 +473,6 @@ def test_the_command_builds_into_the_package(cache, compiler, monkeypatch, capsy
     monkeypatch.setitem(shims.FRAMEWORKS, "torch", lambda: FRAMEWORK)
     monkeypatch.setattr(sys, "argv", ["shims", "torch", "--into", str(tmp_path / "prebuilt")])
     shims.main()
-    path = tmp_path / "prebuilt" / FRAMEWORK.key / FRAMEWORK.library
+    path = tmp_path / "prebuilt" / FRAMEWORK.prebuilt_key / FRAMEWORK.library
     assert capsys.readouterr().out.strip() == str(path)
     assert shims.ensure(FRAMEWORK) == path

@@ -2,7 +2,8 @@
 
 A shim depends on the framework's version and on nothing else of the machine, so the package carries the sources and
 
-1. uses a prebuilt shim if the package holds one for the installed version,
+1. uses a prebuilt shim if the package holds one for the installed minor version. Patch releases keep the ABI. If the
+   library does not load all the same, a warning says so, and step 2 or 3 follows,
 2. otherwise uses the one in the user's cache,
 3. otherwise builds it there: once, under a file lock, so that the ranks of a job do not build it side by side. If it
    does not compile, the ranks that waited, or have started meanwhile, get the same error instead of trying in turn.
@@ -53,6 +54,9 @@ _NEWER_STANDARD = "c++20"
 # The compilers' messages about that.
 _WANTED_STANDARD = re.compile(r"#error C\+\+(\d\d) or later")
 
+# Until it has allocated this much, GCC does not collect garbage. A shim's largest unit needs 2 GB in all.
+_COMPILER_HEAP_KIB = 1 << 20
+
 # Messages of the compiler, the assembler and the linker about a full disk.
 _NO_SPACE = os.strerror(errno.ENOSPC)
 
@@ -94,11 +98,38 @@ class Framework:
 
     @property
     def key(self) -> str:
-        """Name of the shim's folder: changes with everything that the shim depends on.
+        """Name of the shim's folder in the cache: changes with everything that the shim depends on.
 
         Builds of one version for CPUs and for CUDA (``2.11.0+cpu``, ``2.11.0+cu130``) share a shim: it includes no
         header of CUDA and links to none of its libraries, and the other headers are the same.
         """
+        return self._key_of(self.release)
+
+    @property
+    def prebuilt_key(self) -> str:
+        """Name of the folder of a prebuilt shim, which serves all patch releases of a minor version.
+
+        A version that is not a release, such as ``2.11.0a0+git1234``, has a key of its own.
+        """
+        return self._key_of(self.minor if self.is_release else self.release)
+
+    @property
+    def release(self) -> str:
+        """The version without the device that it was built for."""
+        # Builds of one release for different devices have the same headers; other local builds may not.
+        return re.sub(r"\+(cpu|cu\d+|rocm[\d.]+|xpu)$", "", self.version)
+
+    @property
+    def is_release(self) -> bool:
+        """Whether the version is a final one, whose patch releases keep the ABI."""
+        return re.fullmatch(r"\d+\.\d+(\.\d+)?(\.post\d+)?", self.release) is not None
+
+    @property
+    def minor(self) -> str:
+        """Major and minor number."""
+        return ".".join(self.release.split(".")[:2])
+
+    def _key_of(self, release: str) -> str:
         digest = hashlib.sha256()
         # The key depends on compile flags, but not on the folder in which the framework is installed.
         switches = [flag for flag in self.compile_flags if not flag.startswith(("-I", "-isystem", "/"))]
@@ -106,8 +137,6 @@ class Framework:
         for part in (platform.machine(), *switches, *sources):
             digest.update(part.encode())
             digest.update(b"\0")
-        # Builds of one release for different devices have the same headers; other local builds may not.
-        release = re.sub(r"\+(cpu|cu\d+|rocm[\d.]+|xpu)$", "", self.version)
         return f"{self.name}-{release}-core-{_core.__version__}-{digest.hexdigest()[:12]}"
 
     def sources(self) -> dict[str, str]:
@@ -243,7 +272,7 @@ def ensure(framework: Framework) -> Path:
     Raises:
         ShimError: There is no compiler, the compiler fails, or the cache cannot be written.
     """
-    prebuilt = PREBUILT / framework.key / framework.library
+    prebuilt = PREBUILT / framework.prebuilt_key / framework.library
     return prebuilt if prebuilt.is_file() else _ensure_cached(framework)
 
 
@@ -339,9 +368,20 @@ def _load(framework: Framework, load: Callable[[str], Any]) -> Any:
         # Each framework has its own exception class for errors of the dynamic linker.
         if PREBUILT not in path.parents:
             raise
-        # Most likely, it was built on a newer system than this one.
-        _say(f"the prebuilt {framework.title} shim does not load here: {error}")
-        return load(str(_ensure_cached(framework)))
+        # It was built on a newer system, or this patch release of the framework broke the ABI.
+        _say(
+            f"the prebuilt shim for {framework.title} {framework.minor} does not load with {framework.version} here, "
+            f"so another one is built: {error}"
+        )
+        try:
+            other = _ensure_cached(framework)
+        except ShimError as failure:
+            raise ShimError(
+                f"the prebuilt shim for {framework.title} {framework.minor} does not load with {framework.version} "
+                f"({error}), and no other can be built; another patch release of {framework.title} {framework.minor} "
+                f"may load it: {failure}"
+            ) from failure
+        return load(str(other))
 
 
 def _missing(module: str, title: str) -> ImportError:
@@ -427,7 +467,8 @@ def _compile_units(
     """Compile unit i to ``i.o``, all in parallel; return the errors."""
     # Shims include their headers by the path within their own folder.
     includes = ["-I.", "-Iinclude", f"-I{framework.folder}"]
-    flags = [f"-std={standard}", "-O2", "-fPIC", "-fvisibility=hidden", *includes, *framework.compile_flags]
+    flags = [f"-std={standard}", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", *includes, *framework.compile_flags]
+    flags += _memory_flags(compiler)
     compilations = [
         subprocess.Popen(
             [*compiler, *flags, "-c", unit, "-o", f"{index}.o"],
@@ -441,6 +482,14 @@ def _compile_units(
     outputs = [process.communicate()[0] for process in compilations]
     failures = (_failure(framework, process, output) for process, output in zip(compilations, outputs, strict=True))
     return next((failure for failure in failures if failure is not None), None)
+
+
+def _memory_flags(compiler: list[str]) -> list[str]:
+    """Flags with which GCC frees memory less often: less time for more memory."""
+    asked = subprocess.run([*compiler, "--version"], check=False, capture_output=True, text=True)
+    if "Free Software Foundation" not in asked.stdout:
+        return []
+    return ["--param=ggc-min-expand=1000", f"--param=ggc-min-heapsize={_COMPILER_HEAP_KIB}"]
 
 
 def _failure(
@@ -526,7 +575,7 @@ def main() -> None:
         parser.error(f"frameworks are {', '.join(sorted(FRAMEWORKS))}")
     for name in arguments.frameworks:
         framework = FRAMEWORKS[name]()
-        path = arguments.into / framework.key / framework.library
+        path = arguments.into / framework.prebuilt_key / framework.library
         path.parent.mkdir(parents=True, exist_ok=True)
         _build(framework, path)
         # Printed for the release's check, which runs without a framework that could compute the key.
