@@ -73,7 +73,7 @@ pub unsafe fn run_together(calls: &[ffi::Call]) -> Result<(), Report> {
 }
 
 pub fn note_exposed(nanoseconds: u64) {
-    metrics::note_exposed(Duration::from_nanos(nanoseconds));
+    guard_or((), || metrics::note_exposed(Duration::from_nanos(nanoseconds)));
 }
 
 /// # Safety

@@ -141,6 +141,13 @@ EQUAL = {
     "a call changes a piece of the batch, and autograd has saved another one": _program(
         2, {"a": "Writer"}, {"begin": 1, "a": 0}, ["t1 = torch.vmap(lambda row: row * 2)(h)", "h = net.a(x)"]
     ),
+    "ranks that take different costs for a call run one plan": _program(
+        2,
+        {"a": "Masked", "c": "Last"},
+        _TWO | {"c": 1},
+        ["model.backward(h.mean())", "h = net.begin(h.detach())", "h = net.c(y)"],
+        forward=["random.seed(3)", "f1 = h * random.random()", "h = torch.tanh(h)", "h = h * 1.5", "h = h * 2", "net.eval()", "h = net.a(h)"],
+    ),
     "the body gives a piece of the batch its own storage again": _program(
         2, {"a": "Mode"}, _TWO, ["h = net.a(y)"], forward=["x.t().set_(x)"]
     ),

@@ -486,11 +486,15 @@ class Pipeline:
         if program is None:
             if len(self._plans) > _LIMIT:
                 self._plans.clear()
-            schedule = self._schedule if has_backward else "_only_forward"
-            with errors.translated(CLASSES):
-                program = part[0].stage_graph.plan(self.rank, self.size, len(part), schedule, *self._bounds)
-            self._plans[key] = program
             graph = part[0].stage_graph
+            schedule = self._schedule if has_backward else "_only_forward"
+            # Costs may differ between ranks, because attributes of modules have their tensors on one partition only.
+            # The programs of all ranks therefore come from the first rank's costs: sends and receives match.
+            with errors.translated(CLASSES):
+                programs = self.transfers.programs_of_first_rank(
+                    lambda rank: graph.plan(rank, self.size, len(part), schedule, *self._bounds)
+                )
+            program = self._plans[key] = programs[self.rank]
             self.transfers.open(graph.edges(range(len(graph.stages))))
         return program
 

@@ -7,13 +7,19 @@ order, so with one for both directions, two ranks that send to each other first 
 
 from __future__ import annotations
 
+import json
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from smdistributed.dataparallel.torch import distributed as dist
+from smdistributed.modelparallel.exceptions import SMPError
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta
+
+if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch.runtime.program_run import Action
 
 
 class Transfers:
@@ -94,6 +100,35 @@ class Transfers:
         """Broadcast ``tensor`` of ``source`` to all ranks of the pipeline, in place."""
         if tensor.numel():
             dist.broadcast(tensor, self._members[source], self._group)
+
+    def programs_of_first_rank(self, plan: Callable[[int], list[Action]]) -> list[list[Action]]:
+        """Return the programs of all ranks of the pipeline, as its first rank plans them.
+
+        Args:
+            plan: Returns a rank's program, or raises an error, which every rank then gets.
+        """
+        text = ""
+        ranks = range(len(self._members))
+        if self._place == 0:
+            try:
+                text = json.dumps([plan(rank) for rank in ranks])
+            except Exception:
+                self._broadcast_text("")
+                raise
+        text = self._broadcast_text(text)
+        if not text:
+            plan(self._place)
+            raise SMPError("the first rank of the pipeline cannot plan this step: see its error")
+        return [[(kind, *numbers) for kind, *numbers in program] for program in json.loads(text)]
+
+    def _broadcast_text(self, text: str) -> str:
+        data = text.encode()
+        sizes = self.compare([len(data)])
+        content = torch.zeros(sizes[0][0], dtype=torch.uint8, device="cpu")
+        if self._place == 0 and data:
+            content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self.broadcast(content, 0)
+        return bytes(content.numpy()).decode()
 
     def compare(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of all ranks of the pipeline, in their order."""
