@@ -105,7 +105,7 @@ class CopyOnWriteTensors:
             return
         # The task writes to a copy. A counter that stays incremented would invalidate what autograd has saved of other
         # slices of the batch.
-        with torch.autograd._unsafe_preserve_version_counter(tensor):
+        with torch._C.DisableTorchFunction(), torch.autograd._unsafe_preserve_version_counter(tensor):
             torch.autograd.graph.increment_version(tensor)
             _check_versions(saved, [tensor], name)
 
