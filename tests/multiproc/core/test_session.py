@@ -277,7 +277,7 @@ def leave_at_different_times():
     lifecycle.init()
     rank = _core.rank()
     if rank == 0:
-        return []  # leaves first, although it serves the rendezvous where nobody else does
+        return []  # rank 0 leaves first; where no launcher serves the rendezvous, rank 0 does
     group = _core.new_group([1, 2])
     for _ in range(20):
         time.sleep(0.02)

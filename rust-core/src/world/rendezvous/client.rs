@@ -286,7 +286,7 @@ impl Client {
 
     /// Sends the counters of this rank to the launcher.
     pub fn report_counters(&self, snapshot: &Snapshot) {
-        // Without a connection nobody can be told.
+        // If the connection is lost, the launcher has no counters of this rank; the job does not depend on them.
         let _ = self.send(&ToServer::Counters(snapshot.clone()));
     }
 

@@ -105,7 +105,10 @@ class Transfers:
         """Return the programs of all ranks of the pipeline, as its first rank plans them.
 
         Args:
-            plan: Returns a rank's program, or raises an error, which every rank then gets.
+            plan: Returns a rank's program.
+
+        Raises:
+            SMPError: The first rank cannot plan. Its own error is that of ``plan``, as on ranks with the same costs.
         """
         text = ""
         ranks = range(len(self._members))
@@ -113,6 +116,7 @@ class Transfers:
             try:
                 text = json.dumps([plan(rank) for rank in ranks])
             except Exception:
+                # The other ranks wait for the programs.
                 self._broadcast_text("")
                 raise
         text = self._broadcast_text(text)
