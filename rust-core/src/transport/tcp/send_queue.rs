@@ -11,7 +11,7 @@ use mio::net::TcpStream;
 
 use crate::transport::ports::{Pool, PortKey};
 use crate::world::fork;
-use crate::world::rendezvous::frame::{HEADER_BYTES, Sealer};
+use crate::world::rendezvous::frame::{HEAD_BYTES, HEADER_BYTES, Sealer};
 
 /// The number of frames that may wait.
 pub(super) const FRAMES: usize = 8;
@@ -101,7 +101,8 @@ impl SendQueue {
         while let Some(frame) = self.frames.front_mut() {
             if !self.sealed {
                 let (header, payload) = frame.split_at_mut(HEADER_BYTES);
-                header.copy_from_slice(&line.sealer.header(payload));
+                let (head, body) = payload.split_at(payload.len().min(HEAD_BYTES));
+                header.copy_from_slice(&line.sealer.header(head, body));
                 self.sealed = true;
             }
             match line.stream.write(&frame[self.written..]) {

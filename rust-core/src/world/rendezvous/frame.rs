@@ -1,9 +1,12 @@
-//! Frames on an authenticated connection: `length u32, sequence u64, HMAC-SHA256 over both and the payload, payload`;
-//! integers little-endian (RDV-2).
+//! Frames on an authenticated connection: `length u32, sequence u64, tag [u8; 32], payload`; integers little-endian
+//! (RDV-2).
+//!
+//! The tag is keyed BLAKE3 over length, sequence, the payload's first [`HEAD_BYTES`] bytes, and the BLAKE3 hash of the
+//! bytes behind them, if there are any. A body that is hashed alone may lie elsewhere than the head, and its blocks
+//! begin with it. BLAKE3 picks the widest vectors that the processor has; with AVX-512 it is 4 to 5 times
+//! as fast as HMAC-SHA256 with the processor's own instructions for that.
 
-use hmac::Mac;
-
-use super::handshake::mac;
+use blake3::Hash;
 
 /// Largest payload. A frame with a larger length is rejected before its payload is read.
 pub const MAX_PAYLOAD: usize = 1 << 20;
@@ -12,6 +15,28 @@ const LENGTH_BYTES: usize = 4;
 const SEQUENCE_END: usize = LENGTH_BYTES + 8;
 /// Bytes of the header before the payload.
 pub const HEADER_BYTES: usize = SEQUENCE_END + 32;
+/// Bytes of a payload's head; the rest is its body.
+pub const HEAD_BYTES: usize = 64;
+
+/// Splits a payload into head and body.
+fn split(payload: &[u8]) -> (&[u8], &[u8]) {
+    payload.split_at(payload.len().min(HEAD_BYTES))
+}
+
+/// The hash of a body; none of an empty one.
+fn body_hash(body: &[u8]) -> Option<Hash> {
+    (!body.is_empty()).then(|| blake3::hash(body))
+}
+
+/// The tag of the frame that begins with `start`: length and sequence.
+fn tag(key: &[u8; 32], start: &[u8], head: &[u8], body: Option<Hash>) -> Hash {
+    let mut hasher = blake3::Hasher::new_keyed(key);
+    hasher.update(start).update(head);
+    if let Some(body) = body {
+        hasher.update(body.as_bytes());
+    }
+    hasher.finalize()
+}
 
 /// Errors of a stream of frames, after which the connection must be closed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -58,21 +83,25 @@ impl Sealer {
     /// If the payload is longer than [`MAX_PAYLOAD`]; senders must check user data before.
     pub fn seal(&mut self, payload: &[u8], out: &mut Vec<u8>) {
         out.reserve(HEADER_BYTES + payload.len());
-        out.extend_from_slice(&self.header(payload));
+        let (head, body) = split(payload);
+        out.extend_from_slice(&self.header(head, body));
         out.extend_from_slice(payload);
     }
 
-    /// The header that makes `payload` the next frame.
+    /// The header that makes `head` and `body` the next frame. The body is empty, or the head has [`HEAD_BYTES`]
+    /// bytes.
     ///
     /// # Panics
     /// As [`Sealer::seal`].
-    pub fn header(&mut self, payload: &[u8]) -> [u8; HEADER_BYTES] {
-        assert!(payload.len() <= MAX_PAYLOAD, "senders limit the size of what they send");
+    pub fn header(&mut self, head: &[u8], body: &[u8]) -> [u8; HEADER_BYTES] {
+        let length = head.len() + body.len();
+        assert!(length <= MAX_PAYLOAD, "senders limit the size of what they send");
+        assert!(head.len() == length.min(HEAD_BYTES), "a head of {} of {length} bytes", head.len());
         let mut header = [0; HEADER_BYTES];
-        header[..LENGTH_BYTES].copy_from_slice(&(payload.len() as u32).to_le_bytes());
+        header[..LENGTH_BYTES].copy_from_slice(&(length as u32).to_le_bytes());
         header[LENGTH_BYTES..SEQUENCE_END].copy_from_slice(&self.sequence.to_le_bytes());
-        let tag = mac(&self.key, &[&header[..SEQUENCE_END], payload]).finalize().into_bytes();
-        header[SEQUENCE_END..].copy_from_slice(&tag);
+        let tag = tag(&self.key, &header[..SEQUENCE_END], head, body_hash(body));
+        header[SEQUENCE_END..].copy_from_slice(tag.as_bytes());
         self.sequence += 1;
         header
     }
@@ -115,9 +144,20 @@ impl Verifier {
     /// # Errors
     /// [`FrameError::NotAuthentic`]; the connection must be closed then.
     pub fn verify(&mut self, header: &[u8], payload: &[u8]) -> Result<(), FrameError> {
-        mac(&self.key, &[&header[..SEQUENCE_END], payload])
-            .verify_slice(&header[SEQUENCE_END..])
-            .map_err(|_| FrameError::NotAuthentic { sequence: self.sequence })?;
+        let (head, body) = split(payload);
+        self.verify_hashed(header, head, body_hash(body))
+    }
+
+    /// As [`Verifier::verify`], for a body whose hash is known.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn verify_hashed(&mut self, header: &[u8], head: &[u8], body: Option<Hash>) -> Result<(), FrameError> {
+        let stated: Option<[u8; 32]> = header[SEQUENCE_END..].try_into().ok();
+        // Hashes are compared in constant time.
+        if stated.map(Hash::from_bytes) != Some(tag(&self.key, &header[..SEQUENCE_END], head, body)) {
+            return Err(FrameError::NotAuthentic { sequence: self.sequence });
+        }
         self.sequence += 1;
         Ok(())
     }
@@ -202,7 +242,7 @@ mod tests {
 
         #[test]
         fn a_changed_byte_is_never_accepted(
-            payload in prop::collection::vec(any::<u8>(), 0..100), at in any::<prop::sample::Index>(), flip in 1u8..,
+            payload in prop::collection::vec(any::<u8>(), 0..200), at in any::<prop::sample::Index>(), flip in 1u8..,
         ) {
             let mut bytes = sealed(std::slice::from_ref(&payload));
             let at = at.index(bytes.len());
@@ -225,6 +265,31 @@ mod tests {
         assert_eq!(opened(&replayed, 1000), Err(FrameError::OutOfOrder { got: 0, expected: 1 }));
         let swapped = [second, first].concat();
         assert_eq!(opened(&swapped, 1000), Err(FrameError::OutOfOrder { got: 1, expected: 0 }));
+    }
+
+    #[test]
+    fn a_flipped_bit_of_a_large_frame_is_refused_wherever_it_is() {
+        let bytes = sealed(&[vec![5; 100_000]]);
+        for at in [LENGTH_BYTES, SEQUENCE_END, HEADER_BYTES, HEADER_BYTES + HEAD_BYTES, 50_000, bytes.len() - 1] {
+            let mut changed = bytes.clone();
+            changed[at] ^= 1;
+            let error = opened(&changed, 4096).unwrap_err();
+            let out_of_order = FrameError::OutOfOrder { got: 1, expected: 0 };
+            assert_eq!(error, if at == LENGTH_BYTES { out_of_order } else { FrameError::NotAuthentic { sequence: 0 } });
+        }
+    }
+
+    #[test]
+    fn bytes_cannot_move_between_head_and_body_or_to_another_direction() {
+        let (head, body) = ([1; HEAD_BYTES], [2; 40]);
+        let header = Sealer::new(KEY).header(&head, &body);
+        let mut verifier = Verifier::new(KEY, MAX_PAYLOAD);
+        // The hash of a body in its place.
+        let mut short = header;
+        short[..LENGTH_BYTES].copy_from_slice(&((HEAD_BYTES + 32) as u32).to_le_bytes());
+        assert!(verifier.verify(&short, &[head.as_slice(), blake3::hash(&body).as_bytes()].concat()).is_err());
+        assert!(Verifier::new([8; 32], MAX_PAYLOAD).verify(&header, &[head.as_slice(), &body].concat()).is_err());
+        assert_eq!(verifier.verify(&header, &[head.as_slice(), &body].concat()), Ok(()));
     }
 
     #[test]

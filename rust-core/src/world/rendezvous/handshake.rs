@@ -15,7 +15,7 @@ use sha2::Sha256;
 use crate::error::{Error, Result};
 
 /// Identifies this protocol and its version, because another program may listen on the port.
-const MAGIC: [u8; 8] = *b"smd-rdv1";
+const MAGIC: [u8; 8] = *b"smd-rdv2";
 /// Bytes of a nonce, a key and a proof.
 const WIDTH: usize = 32;
 

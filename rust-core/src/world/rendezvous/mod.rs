@@ -11,7 +11,7 @@
 //!
 //! - RDV-1: a connection that does not prove the job's secret gets no further than [`handshake`]. Its data is limited
 //!   in size, number and time, and it costs the job only a log line.
-//! - RDV-2: every frame after the handshake carries a sequence number under an HMAC, with a key that is new for each
+//! - RDV-2: every frame after the handshake carries a sequence number under a MAC, with a key that is new for each
 //!   connection and direction. A frame that was changed, replayed, dropped or reordered ends the connection.
 //! - RDV-3: a connection that ends without a goodbye counts as a death. All other members of the session are told in
 //!   the same order, and before any later departure that this one may have caused.
