@@ -113,8 +113,8 @@ matrix: $(STAMPS)/develop ## A short suite with every version of PyTorch and Ten
 matrix-ends: $(STAMPS)/develop ## The same with the newest and the oldest of each, but those that `make test` runs with
 	$(BIN)/python tests/matrix/matrix.py --ends $(ARGS)
 
-test-engines: $(STAMPS)/engines $(STAMPS)/sagemaker $(STAMPS)/mpi $(STAMPS)/develop ## Jobs on Ray, on Slurm and in SageMaker's container, and manifests for Kubernetes (installs all; some need root)
-	$(BIN)/python -m pytest -p no:cacheprovider tests/engines/ray_jobs.py tests/engines/slurm_jobs.py \
+test-engines: $(STAMPS)/engines $(STAMPS)/sagemaker $(STAMPS)/mpi $(STAMPS)/develop ## Jobs on Ray, on Spark, on Slurm and in SageMaker's container, and manifests for Kubernetes (installs all; some need root)
+	$(BIN)/python -m pytest -p no:cacheprovider tests/engines/ray_jobs.py tests/engines/spark_jobs.py tests/engines/slurm_jobs.py \
 		tests/engines/kubernetes_jobs.py tests/engines/sagemaker_jobs.py $(ARGS)
 
 test-clients: $(STAMPS)/clients $(STAMPS)/develop ## accelerate, transformers, Lightning and parts of torch.distributed train over smddp (installs them into build/)
@@ -206,15 +206,21 @@ $(STAMPS)/suite: constraints.txt | $(STAMPS)/torch
 	$(PIP) expecttest hypothesis
 	@touch $@
 
-# The engines that start jobs in tests. Where Slurm cannot be installed its tests are skipped.
+# The engines that start jobs in tests. Where Slurm or Java cannot be installed their tests are skipped.
 $(STAMPS)/engines: constraints.txt | $(STAMPS)/digits
-	$(PIP) 'ray[train]' pyyaml kubernetes-validate kubeflow-trainer-api kubeflow-training
+	$(PIP) 'ray[train]' pyyaml kubernetes-validate kubeflow-trainer-api kubeflow-training pyspark pyarrow pandas
 	@if command -v slurmctld >/dev/null && command -v munged >/dev/null; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		echo "installing Slurm"; \
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
 			slurm-wlm munge iproute2; } >/dev/null 2>&1 || echo "Slurm could not be installed: its tests are skipped"; \
 	else echo "Slurm is not installed (package slurm-wlm): its tests are skipped"; fi
+	@if command -v java >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "installing Java"; \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+			openjdk-17-jre-headless; } >/dev/null 2>&1 || echo "Java could not be installed: tests of Spark are skipped"; \
+	else echo "Java is not installed (package openjdk-17-jre-headless): tests of Spark are skipped"; fi
 	@touch $@
 
 # The toolkit of Amazon's containers pins packages, so it has an environment of its own, which sees that of the tests. It starts

@@ -19,7 +19,6 @@ __version__ = "0.28.1+smd.1"
 
 #: Modules of the original that do not exist here, with the alternative.
 _MISSING = {
-    "spark": "Spark is not supported yet; start the job with `horovodrun`, `horovod.run` or `horovod.ray`",
     "mxnet": "MXNet's last release is of 2022; Horovod 0.28.1 is the last one for it",
 }
 

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from horovod.common.exceptions import HorovodInternalError
+from horovod.runner.places import first_cause
 from horovod.runner.util.threads import in_thread
 
 #: Seconds that other ranks have to fail, too, after the first failure. They name the rank that has died.
@@ -63,9 +63,8 @@ def gather(references: Sequence[Any], hosts: Sequence[str]) -> list[Any]:
     for rank, failure in failures.items():
         if isinstance(failure, RayActorError):
             raise RuntimeError(f"rank {rank} on host {hosts[rank]} has died: {failure}") from failure
-    causes = [failure for failure in failures.values() if not isinstance(failure, HorovodInternalError)]
-    for failure in [*causes, *failures.values()]:
-        raise failure
+    if failures:
+        raise failures[first_cause(failures)]
     return [values[rank] for rank in range(len(references))]
 
 

@@ -14,10 +14,8 @@ from horovod.ray.elastic_workers import ElasticSize, ElasticWorkers
 from horovod.ray.placement import PackedPlacement, Placement, SpreadPlacement
 from horovod.ray.results import call_all, callbacks_called, gather
 from horovod.ray.workers import WorkerResources, Workers
-from horovod.runner.common.util import codec, secret
-from horovod.runner.common.util.hosts import SlotInfo
-from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
-from horovod.runner.http.http_server import RendezvousServer
+from horovod.runner.common.util import secret
+from horovod.runner.places import Places, rank_order
 
 
 @dataclass
@@ -37,70 +35,6 @@ class RaySettings:
     key: bytes = field(default_factory=secret.make_secret_key, repr=False)
     timeout_s: int = 300
     placement_group_timeout_s: int = 100
-
-
-class Places:
-    """Gives workers their places, and serves the store in which ranks meet.
-
-    Args:
-        settings: A :class:`RaySettings`.
-    """
-
-    def __init__(self, settings: Any) -> None:
-        self.settings = settings
-        #: Ranks by host, hosts in the order of their first worker.
-        self.ranks_by_host: dict[str, list[int]] = defaultdict(list)
-        self.rendezvous: RendezvousServer | None = None
-        self._slots: list[SlotInfo] = []
-
-    @property
-    def size(self) -> int:
-        """Number of workers so far."""
-        return sum(map(len, self.ranks_by_host.values()))
-
-    def add(self, hostname: str, rank: int) -> None:
-        """Add a worker. Nodes of Ray with one address are one host.
-
-        Args:
-            hostname: Name of the host.
-            rank: Rank of the worker.
-        """
-        self.ranks_by_host[hostname].append(rank)
-
-    def variables_by_rank(self) -> dict[int, dict[str, str]]:
-        """Assign the places of all workers.
-
-        Returns:
-            Variables of each rank.
-        """
-        across: dict[int, int] = defaultdict(int)
-        self._slots = []
-        for host, ranks in self.ranks_by_host.items():
-            for local_rank, rank in enumerate(sorted(ranks)):
-                slot = SlotInfo(host, rank, local_rank, across[local_rank], self.size, len(ranks))
-                self._slots.append(slot)
-                across[local_rank] += 1
-        for slot in self._slots:
-            slot.cross_size = across[slot.local_rank]
-        return {slot.rank: create_slot_env_vars(slot) for slot in self._slots}
-
-    def start_store(self) -> dict[str, str]:
-        """Start the store.
-
-        Returns:
-            Variables of all workers. They contain the job's secret.
-        """
-        self.rendezvous = RendezvousServer(self.settings.verbose, self.settings.key)
-        port = self.rendezvous.start()
-        self.rendezvous.init(self._slots)
-        variables = create_run_env_vars(ray.util.get_node_ip_address(), self.settings.nics, port)
-        return variables | {secret.HOROVOD_SECRET_KEY: str(codec.dumps_base64(self.rendezvous.key))}
-
-    def shutdown(self) -> None:
-        """Stop the store."""
-        if self.rendezvous is not None:
-            self.rendezvous.stop()
-            self.rendezvous = None
 
 
 @dataclass
@@ -202,9 +136,7 @@ class FixedWorkers(Workers):
         hosts = call_all(lambda worker: worker.hostname.remote(), self.workers)
         nodes = call_all(lambda worker: worker.node_id.remote(), self.workers)
         gpus = call_all(lambda worker: worker.get_gpu_ids.remote(), self.workers)
-        # Ranks of a host follow each other, as collectives over several hosts want it.
-        age = {host: place for place, host in reversed(list(enumerate(hosts)))}
-        order = sorted(range(len(hosts)), key=lambda worker: age[hosts[worker]])
+        order = rank_order(hosts)
         self.workers = [self.workers[worker] for worker in order]
         self._hosts = [hosts[worker] for worker in order]
         meeting = self._places = Places(self.settings)
@@ -213,7 +145,7 @@ class FixedWorkers(Workers):
             meeting.add(hosts[worker], rank)
             visible[nodes[worker]] += gpus[worker]
         places = meeting.variables_by_rank()
-        common = meeting.start_store()
+        common = meeting.start_store(ray.util.get_node_ip_address())
         common |= {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(self.settings.timeout_s), **extra_env_vars}
         variables = []
         for rank, worker in enumerate(order):

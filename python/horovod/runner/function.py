@@ -3,72 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import os
-import socket
-import struct
 import sys
-import threading
 from collections.abc import Callable
-from contextlib import suppress
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 from typing import Any
 
 from horovod.common.util import env
 
-#: A peer that has not proved the secret within this many seconds is disconnected.
-_GREETING_TIME = 10
 
+class Desk:
+    """Serves the function of a job to its processes and collects the results.
 
-class _Desk:
-    """Serves the function of a job to its processes and collects the results. Both sides prove a secret first."""
+    Attributes:
+        results: The function's results by rank.
+        failures: Exceptions of the function by rank, the first one first.
+
+    Args:
+        task: A pickled function with its arguments and keyword arguments.
+    """
 
     def __init__(self, task: bytes) -> None:
-        from horovod.runner.common.util import secret
+        from horovod.runner.util.peers import PeerServer
 
-        self.key = secret.make_secret_key()
         self.results: dict[int, Any] = {}
         self.failures: dict[int, BaseException] = {}
         self._task = task
-        self._closed = threading.Event()
-        self._lock = threading.Lock()
-        self._peers: dict[threading.Thread, socket.socket] = {}
-        self._listener = socket.create_server(("0.0.0.0", 0), backlog=128)
-        self.port = self._listener.getsockname()[1]
-        self._server = threading.Thread(target=self._serve, name="horovod-run", daemon=True)
-        self._server.start()
-
-    def _serve(self) -> None:
-        while not self._closed.is_set():
-            try:
-                peer, _ = self._listener.accept()
-            except OSError:
-                # The socket is closed, the peer has left, or the process is out of file descriptors for the moment.
-                self._closed.wait(0.1)
-                continue
-            thread = threading.Thread(target=self._talk, args=(peer,), daemon=True)
-            with self._lock:
-                self._peers[thread] = peer
-            thread.start()
-
-    def _talk(self, peer: socket.socket) -> None:
-        try:
-            with peer, Connection(os.dup(peer.fileno())) as connection:
-                if self._is_ours(peer, connection):
-                    self._take_result(connection)
-        finally:
-            with self._lock:
-                del self._peers[threading.current_thread()]
-
-    def _is_ours(self, peer: socket.socket, connection: Connection) -> bool:
-        try:
-            _limit_waits(peer, _GREETING_TIME)
-            deliver_challenge(connection, self.key)
-            answer_challenge(connection, self.key)
-            _limit_waits(peer, 0)
-        except Exception:
-            # The client did not prove the secret. Nothing that it sent was unpickled.
-            return False
-        return True
+        self._server = PeerServer(self._take_result, "horovod-run")
+        self.port, self.key = self._server.port, self._server.key
 
     def _take_result(self, connection: Connection) -> None:
         import pickle
@@ -83,32 +44,20 @@ class _Desk:
             # The process ended without a result; its exit code tells.
             return
 
+    def variable(self, host: str | None = None) -> dict[str, str]:
+        """Return the variable by which a process finds this object. It contains the secret.
+
+        Args:
+            host: Address of this host for the process; by default that of the rendezvous.
+
+        Returns:
+            The value by name.
+        """
+        return {"HOROVOD_RUN_DESK": ":".join([*([host] if host else []), str(self.port), self.key.hex()])}
+
     def close(self) -> None:
-        """Nobody comes any more, and who is still here is sent away."""
-        self._closed.set()
-        _end(self._listener)
-        self._server.join()
-        self._listener.close()
-        with self._lock:
-            peers = dict(self._peers)
-            for peer in peers.values():
-                _end(peer)
-        for thread in peers:
-            thread.join()
-
-
-def _limit_waits(peer: socket.socket, seconds: int) -> None:
-    """Limit the time of one read; 0 means no limit.
-
-    Unlike `settimeout` this also holds for a `Connection` of the socket.
-    """
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", seconds, 0))
-
-
-def _end(one: socket.socket) -> None:
-    """Wake threads that wait at a socket."""
-    with suppress(OSError):
-        one.shutdown(socket.SHUT_RDWR)
+        """Serve no more processes, and disconnect those that are here."""
+        self._server.close()
 
 
 def run_function(options: argparse.Namespace, start: Callable[[argparse.Namespace], None]) -> list[Any]:
@@ -131,9 +80,9 @@ def run_function(options: argparse.Namespace, start: Callable[[argparse.Namespac
 
     options.executable = options.executable or sys.executable
     options.command = [options.executable, "-m", "horovod.runner.run_task"]
-    desk = _Desk(pickle.dumps((options.run_func, (), {})))
+    desk = Desk(pickle.dumps((options.run_func, (), {})))
     try:
-        with env(HOROVOD_RUN_DESK=f"{desk.port}:{desk.key.hex()}"):
+        with env(**desk.variable()):
             start(options)
     except RuntimeError as error:
         if desk.failures:

@@ -42,9 +42,9 @@ def main() -> int:
     Returns:
         The exit code.
     """
-    port, key = os.environ.pop("HOROVOD_RUN_DESK").split(":")
+    *named, port, key = os.environ.pop("HOROVOD_RUN_DESK").split(":")
     # The launcher is on the rendezvous's host; without a rendezvous, the processes of `mpirun` are on the same host.
-    host = os.environ.get("SMD_RENDEZVOUS", "127.0.0.1:0").rpartition(":")[0]
+    host = named[0] if named else os.environ.get("SMD_RENDEZVOUS", "127.0.0.1:0").rpartition(":")[0]
     with Client((host, int(port)), authkey=bytes.fromhex(key)) as desk:
         func, args, kwargs = pickle.loads(desk.recv_bytes())
         try:

@@ -1,0 +1,139 @@
+"""Spark applications on a cluster of two executors, all on this machine (``local-cluster``).
+
+with SparkCluster() as cluster:
+    cluster.run("examples/spark/pytorch_digits.py", "--num-proc", "2")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+from support import launchers
+
+ROOT = Path(__file__).resolve().parents[2]
+#: A variable of all processes of an application, by which they are found.
+_MARK = "ENGINE_TEST_SPARK"
+#: Seconds in which the processes of an application end after it.
+_PATIENCE = 60.0
+
+_HEAD = """
+import os, signal, subprocess, sys, threading, time
+import horovod.spark
+from pyspark.sql import SparkSession
+
+def spark(**options):
+    builder = SparkSession.builder.master(os.environ["ENGINE_TEST_MASTER"]).config("spark.ui.enabled", "false")
+    for name, value in options.items():
+        builder = builder.config(name.replace("_", "."), value)
+    session = builder.getOrCreate()
+    session.sparkContext.setLogLevel("ERROR")
+    return session
+"""
+
+
+class SparkCluster:
+    """A folder and an environment for Spark applications, from `with` on until its end."""
+
+    def __init__(self, master: str = "local-cluster[2,1,1024]") -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="spark"))
+        self.environment = {
+            **launchers.clean_environment(),
+            _MARK: str(self.folder),
+            "ENGINE_TEST_MASTER": master,
+            "OMP_NUM_THREADS": "1",
+            "PYSPARK_PYTHON": sys.executable,
+            "SPARK_LOCAL_DIRS": str(self.folder / "local"),
+            "SPARK_HOME": str(self.folder / "home"),
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+        }
+
+    def __enter__(self) -> SparkCluster:
+        import pyspark
+
+        # Workers of a local cluster write below SPARK_HOME.
+        home = self.folder / "home"
+        home.mkdir()
+        for path in Path(pyspark.__file__).parent.iterdir():
+            if path.name != "work":
+                (home / path.name).symlink_to(path)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.check_that_all_have_ended()
+        finally:
+            for pid, _ in self.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def check_that_all_have_ended(self, patience: float = _PATIENCE) -> None:
+        """Waits until no process of an application is left."""
+        deadline = time.monotonic() + patience
+        while self.processes():
+            assert time.monotonic() < deadline, f"processes are left: {self.processes()}"
+            time.sleep(0.2)
+
+    def script(self, name: str, body: str) -> Path:
+        """Writes an application that can call `spark()`."""
+        path = self.folder / f"{name}.py"
+        path.write_text(_HEAD + textwrap.dedent(body))
+        return path
+
+    def start(self, *command: object) -> subprocess.Popen[str]:
+        """Starts an application."""
+        words = [sys.executable, *map(str, command)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(words, cwd=ROOT, env=self.environment, text=True, **pipes)
+
+    def run(self, *command: object, timeout: float = 600.0) -> str:
+        """Runs an application, and returns what it printed."""
+        process = self.start(*command)
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        finally:
+            process.kill()
+            process.wait()
+        assert process.returncode == 0, output
+        return output
+
+    def results(self, script: str, *options: object) -> object:
+        """Runs one of the examples, and returns its results."""
+        out = self.folder / "results.json"
+        out.unlink(missing_ok=True)
+        options = (*options, "--master", self.environment["ENGINE_TEST_MASTER"])
+        self.run(ROOT / "examples" / "spark" / script, *options, "--out", out)
+        return json.loads(out.read_text())
+
+    def processes(self) -> list[tuple[int, str]]:
+        """Ids and commands of the processes of applications."""
+        found = []
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                is_ours = folder.name.isdigit() and f"{_MARK}={self.folder}".encode() in (
+                    folder / "environ"
+                ).read_bytes().split(b"\0")
+                if is_ours and (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    found.append((int(folder.name), (folder / "cmdline").read_text().replace("\0", " ")))
+        return found
+
+    def files_with(self, *secrets: bytes) -> list[str]:
+        """Files below the folder that contain one of the texts."""
+        found = []
+        for path in self.folder.rglob("*"):
+            with contextlib.suppress(OSError):
+                if path.is_file() and not path.is_relative_to(self.folder / "home" / "jars"):
+                    data = path.read_bytes()
+                    found += [str(path) for secret in secrets if secret in data]
+        return found

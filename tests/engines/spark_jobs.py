@@ -1,0 +1,211 @@
+"""Jobs on a Spark cluster of two executors: ``make test-engines``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyspark", reason="PySpark is not installed: `make test-engines` installs it")
+pytest.importorskip("torch", reason="PyTorch is not installed")
+if shutil.which("java") is None:
+    pytest.skip("there is no Java: `make test-engines` installs openjdk-17-jre-headless", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from spark import ROOT, SparkCluster
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture
+def cluster():
+    with SparkCluster() as running:
+        yield running
+
+
+def test_run_trains_as_one_process(cluster):
+    results = cluster.results("run_digits.py", "--epochs", "5")
+    assert [(each["rank"], each["size"]) for each in results] == [(0, 2), (1, 2)]
+    assert results[0]["losses"] == results[1]["losses"]
+    code = (
+        "import json, runpy; train = runpy.run_path('examples/spark/run_digits.py')['train']; "
+        "print(json.dumps(train(5, 60, 0.1)))"
+    )
+    environment = {**cluster.environment, "HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    alone = json.loads(done.stdout.splitlines()[-1])
+    assert results[0]["losses"] == pytest.approx(alone["losses"], abs=1e-4)
+    assert results[0]["accuracy"] == pytest.approx(alone["accuracy"], abs=0.01)
+
+
+def test_run(cluster):
+    body = """
+        from horovod.runner.util import peers
+
+        keys, original = [], peers.PeerServer.__init__
+        def noted(self, *args, **kwargs):
+            original(self, *args, **kwargs)
+            keys.append(self.key.hex())
+        peers.PeerServer.__init__ = noted
+
+        def train(word, fails=None):
+            import torch
+            import horovod.torch as hvd
+            hvd.init()
+            print("greetings", os.environ["EXTRA"])
+            commands = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True).stdout
+            secret = os.environ["_HOROVOD_SECRET_KEY"]
+            if hvd.rank() == fails:
+                raise KeyError("no such thing")
+            total = hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist()
+            place = hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
+            return word, place, total, secret, secret in commands, commands
+
+        try:
+            horovod.spark.run(train, ("early",))
+        except RuntimeError as error:
+            print("FAILED", error)
+        context = spark().sparkContext
+        results = horovod.spark.run(train, ("hello",), start_timeout=200, env={"EXTRA": "more"})
+        assert [each[:3] for each in results] == [
+            ("hello", (rank, 2, rank, 2, 0, 1), [2.0, 2.0]) for rank in range(2)
+        ], results
+        assert not any(each[4] for each in results)
+        assert not any(key in each[5] for each in results for key in keys)
+        print("SECRETS", results[0][3], *keys)
+        for wrong in ({"num_proc": 0}, {"use_mpi": True, "use_gloo": True}):
+            try:
+                horovod.spark.run(train, ("x",), **wrong)
+            except ValueError as error:
+                print("REFUSED", error)
+        try:
+            horovod.spark.run(train, ("x", 1), num_proc=2, env={"EXTRA": "again"})
+        except RuntimeError as error:
+            assert isinstance(error.__cause__, KeyError)
+            print("FAILED", error)
+        try:
+            horovod.spark.run(train, num_proc=3, start_timeout=5)
+        except horovod.runner.common.util.timeout.TimeoutException as error:
+            print("LATE", error)
+        print("ACTIVE", context.statusTracker().getActiveJobsIds())
+        print("READY", flush=True)
+        time.sleep(3)
+        context.stop()
+    """
+    process = cluster.start(cluster.script("run", body))
+    output = ""
+    try:
+        for line in process.stdout:
+            output += line
+            if line.startswith("READY"):
+                secrets = next(line for line in output.splitlines() if line.startswith("SECRETS")).split()[1:]
+                texts = [secret.encode() for secret in secrets] + [bytes.fromhex(key) for key in secrets[1:]]
+                assert cluster.files_with(*texts) == []
+        assert process.wait() == 0, output
+    finally:
+        process.kill()
+        process.wait()
+    assert "[0]<stdout>:greetings more" in output
+    assert "[1]<stdout>:greetings more" in output
+    assert "FAILED there is no active SparkContext" in output
+    assert "FAILED rank 1 on host" in output
+    assert "KeyError('no such thing')" in output
+    assert "LATE timed out after 5 s waiting for Spark tasks to start: 2 of 3 have" in output
+    assert output.count("REFUSED") == 2
+    assert "ACTIVE []" in output
+
+
+@pytest.mark.parametrize("victim", ["process", "executor"])
+def test_a_killed_worker_is_named_by_the_others(cluster, victim):
+    body = f"""
+        def parent(pid):
+            with open(f"/proc/{{pid}}/stat") as file:
+                return int(file.read().rpartition(")")[2].split()[1])
+
+        def train():
+            import torch
+            import horovod.torch as hvd
+            hvd.init()
+            for step in range(100000):
+                if step == 5 and hvd.rank() == 1:
+                    # The process, its Spark task, the daemon of its executor's Python workers, the executor.
+                    pid = os.getpid() if "{victim}" == "process" else parent(parent(parent(os.getpid())))
+                    os.kill(pid, signal.SIGKILL)
+                before = time.monotonic()
+                try:
+                    hvd.allreduce(torch.ones(4), name="x")
+                except hvd.HorovodInternalError as error:
+                    print(f"SURVIVOR after {{time.monotonic() - before:.1f}} s: {{error}}", flush=True)
+                    raise
+
+        session = spark()
+        started = time.monotonic()
+        try:
+            horovod.spark.run(train, num_proc=2, start_timeout=200)
+        except RuntimeError as error:
+            print("CALLER", error)
+        assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and is_rank(pid)]
+        print("GONE")
+        session.stop()
+    """
+    is_rank = """
+def is_rank(pid):
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file, open(f"/proc/{pid}/environ", "rb") as variables:
+            return b"run_task" in file.read() and os.environ["SPARK_HOME"].encode() in variables.read()
+    except OSError:
+        return False
+"""
+    path = cluster.script("kill", body)
+    path.write_text(is_rank + path.read_text())
+    output = cluster.run(path)
+    survivor = next(line for line in output.splitlines() if "SURVIVOR after" in line)
+    assert "rank 1 died" in survivor
+    # An executor's processes end a little after it.
+    assert float(survivor.partition("after ")[2].split()[0]) < 10, output
+    assert "CALLER rank 1 on host" in output
+    assert "has died" in output
+    assert "GONE" in output
+
+
+@pytest.mark.parametrize("how", ["cancel", "kill"])
+def test_a_job_that_is_cancelled_leaves_nothing(cluster, how):
+    body = f"""
+        def train():
+            import torch
+            import horovod.torch as hvd
+            hvd.init()
+            print("TRAINING", flush=True)
+            while True:
+                hvd.allreduce(torch.ones(4), name="x")
+
+        session = spark()
+        def end():
+            time.sleep(20)
+            if "{how}" == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            session.sparkContext.cancelAllJobs()
+        threading.Thread(target=end, daemon=True).start()
+        try:
+            horovod.spark.run(train, num_proc=2, start_timeout=200)
+        except RuntimeError as error:
+            print("CALLER", error)
+        session.stop()
+    """
+    process = cluster.start(cluster.script("cancel", body))
+    output, _ = process.communicate(timeout=300)
+    assert output.count("TRAINING") == 2, output
+    if how == "cancel":
+        assert process.returncode == 0, output
+        assert "CALLER the Spark job has ended: " in output
+        assert "cancelled" in output
+    ended = time.monotonic()
+    cluster.check_that_all_have_ended()
+    assert time.monotonic() - ended < 60
