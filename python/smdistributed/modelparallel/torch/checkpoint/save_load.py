@@ -346,8 +346,13 @@ def resume_from_checkpoint(
                 _core.checkpoint_verify_file(content)
         whole = None
         if model is not None:
-            whole = torch_files.get(root / tag) if other is None else hugging_face.read_safetensors(other, model)
+            if other is None:
+                whole = torch_files.get(root / tag)
+            else:
+                whole = hugging_face.read_safetensors(other, is_deferred=translate_function is None)
             whole = dict(translate_function(whole) if translate_function else whole)
+            if other is not None:
+                whole = hugging_face.with_all_names(whole, model)
         return whole, {} if content is None else read_content(Path(content))
 
     whole, content = raise_on_all_ranks(read, CommGroup.WORLD, what)

@@ -11,7 +11,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPUnsupportedError
 from smdistributed.modelparallel.objects import CommGroup
-from smdistributed.modelparallel.torch.checkpoint import slices
+from smdistributed.modelparallel.torch.checkpoint import deferred, slices
 from smdistributed.modelparallel.torch.communication import gather_on_host, raise_on_all_ranks
 from smdistributed.modelparallel.torch.nn.shard import Shard
 from smdistributed.modelparallel.torch.partitioning.materialize import inside_first
@@ -221,7 +221,7 @@ def load_model(model: DistributedModel, found: Mapping[str, Any], strict: bool, 
         same_partition_load = True
     if not same_partition_load and PARTIAL not in found and found.keys() - model_entries(model).keys():
         # The names may be those of the original modules, which tensor parallelism has replaced.
-        found = state.module_manager.from_own_names(found)
+        found = from_own_names(found)
     if found.pop(PARTIAL, False) and not same_partition_load:
         parts = gather_on_host(lambda: found, CommGroup.MP_GROUP, what=what)
         found = slices.merge(parts, slices.named_shards(model.module))
@@ -235,6 +235,11 @@ def load_model(model: DistributedModel, found: Mapping[str, Any], strict: bool, 
         troubles.append(f"missing {_some(missing)}; not in the model {_some(unexpected)}")
     if troubles:
         raise SMPCheckpointError(f"the state does not fit the model: {'; '.join(troubles)}")
+
+
+def from_own_names(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate a whole state with the names of the original modules; this rank computes only the tensors it holds."""
+    return state.module_manager.from_own_names(deferred.defer_all(found))
 
 
 def _own_shards(model: DistributedModel, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -283,9 +288,9 @@ def _load_local(model: DistributedModel, found: dict[str, Any], strict: bool, sa
         shape = pieces[id(tensor)].shape if id(tensor) in pieces else tensor.shape
         value = slices.cut(name, found[name], shards.get(name), shape)
         if value.shape == tensor.shape:
-            tensor.copy_(value)
+            tensor.copy_(deferred.resolve(value))
         elif id(tensor) in pieces and tuple(value.shape) == pieces[id(tensor)].shape:
-            own = pieces[id(tensor)].cut(value)
+            own = deferred.resolve(pieces[id(tensor)].cut(value))
             tensor[: own.numel()].copy_(own)
         else:
             troubles.append(
@@ -294,7 +299,7 @@ def _load_local(model: DistributedModel, found: dict[str, Any], strict: bool, sa
             )
     for name, module in extras.items():
         if name in found:
-            module.set_extra_state(found[name])
+            module.set_extra_state(deferred.resolve(found[name]))
     for module in inside_first(model.module):
         if model.placement.of(module) == here:
             for hook in module._load_state_dict_post_hooks.values():
