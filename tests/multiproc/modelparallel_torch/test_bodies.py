@@ -151,8 +151,14 @@ EQUAL = {
     "calls write to a piece of the batch that autograd has saved": _program(
         2, {"a": "Writer"}, _TWO, ["with torch.no_grad():\n    t1 = net.a(y)", "h = net.a(y)"]
     ),
-    "the body gives a piece of the batch its own storage again": _program(
-        2, {"a": "Mode"}, _TWO, ["h = net.a(y)"], forward=["x.t().set_(x)"]
+    "a call without gradients changes a tensor of another partition, and one with gradients follows": _program(
+        2, {"a": "Writer", "c": "Writer"}, _TWO | {"a": 1, "c": 0, "begin": 1},
+        ["with torch.no_grad():\n    t1 = net.c(h)", "t2 = net.a(h)", "h = h + t1 + t2"],
+    ),
+    "a module changes its own parameter, which another call has frozen": _program(
+        2, {}, {"begin": 0},
+        ["net.begin.weight.requires_grad_(False)", "h = net.begin(h)", "net.begin.weight.requires_grad_(True)"],
+        forward=["with torch.no_grad():\n    net.begin.weight.mul_(0.9)"],
     ),
     "a parameter changes in place, and a later stage of its partition uses it": _program(
         2, {"a": "Mode"}, _TWO, ["with torch.no_grad():\n    net.begin.weight.mul_(0.9)", "h = F.linear(net.begin(net.a(h)), net.begin.weight)"],
@@ -161,6 +167,28 @@ EQUAL = {
 }  # fmt: skip
 #: What raises, and the text.
 REFUSED = {
+    "a piece of the batch gets another storage": (
+        _program(2, {"a": "Mode"}, _TWO, ["h = net.a(y)"], forward=["x.t().set_(x)"]),
+        "`set_` gives another storage to a tensor",
+    ),
+    "a version of what shares a storage that tasks write to": (
+        _program(2, {"a": "Mode"}, _TWO, ["x[:, h.argmax() % 4] = 2.0", "h = net.a(x * 0.5) * y._version"]),
+        "`_version` of a tensor, inside of a `smp.step` function, whose storage",
+    ),
+    "a write after `model.backward` to what that needs": (
+        _program(
+            2, {"a": "Writer"}, {"begin": 0, "a": 0},
+            ["model.backward(F.mse_loss(net.a(x), y))", "x[:, y.argmax() % 4] = 2.0", "h = net.a(x * 0.5)"],
+        ),
+        "after `model.backward` changes in place a tensor that autograd has saved for the backward of `a`",
+    ),
+    "a module that changes its own parameter, and a body that asks for numbers": (
+        _program(
+            2, {"a": "Mode"}, {"begin": 0, "a": 0}, ["keep.seen.append(F.mse_loss(h, h).item())"],
+            forward=["with torch.no_grad():\n    net.begin.weight.mul_(0.9)"],
+        ),
+        "changes the parameter",
+    ),
     "a write through `.data` to what a module has saved": (
         _program(2, {"a": "Norm"}, _TWO, ["t1 = net.a(h)", "h.data.mul_(2)", "h = h + t1"]),
         "through `.data` to a tensor that autograd has saved for the backward of `a`",

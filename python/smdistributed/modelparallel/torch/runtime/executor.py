@@ -203,7 +203,9 @@ class Executor:
                     for output in task.outputs:
                         is_wanted = self._early or output.index in stage.exports or output.index in retained
                         if output.storage_key in graph.written and is_wanted:
-                            snapshots[output.index] = env[output.index].clone()
+                            # A tensor that the task changed without gradient mode still has its graph.
+                            with torch.enable_grad():
+                                snapshots[output.index] = env[output.index].clone()
         if snapshots:
             env |= snapshots
         for index, retained_tensor in retained.items():

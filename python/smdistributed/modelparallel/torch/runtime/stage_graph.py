@@ -6,10 +6,12 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from torch import nn
+
 from smdistributed import _core
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch.partitioning import cost_model
-from smdistributed.modelparallel.torch.tracing.state_order import touched_modules, writes_parameter
+from smdistributed.modelparallel.torch.tracing.state_order import state_of, touched_modules, writes_parameter
 from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
 
 
@@ -63,6 +65,11 @@ class StageGraph:
         self._touched: list[frozenset[int]] = []
         #: Tasks of the body that write to a parameter or buffer, and whether that requires a gradient.
         self._writers: dict[int, bool] = {}
+        #: Tasks that call a module which writes to parameters or buffers, with the module and their paths in it.
+        self._state_writers: dict[int, tuple[nn.Module, tuple[str, ...]]] = {}
+        #: The same for parameters and buffers that autograd saves, and modules whose parameters other tasks use.
+        self._state_savers: list[tuple[nn.Module, tuple[str, ...]]] = []
+        self._used_modules: set[int] = set()
         self._tasks: list[str] = []
         #: For each task, which inputs get gradients of which outputs, as (inputs, outputs).
         self._gradients: list[list[tuple[list[int], list[int]]]] = []
@@ -86,6 +93,13 @@ class StageGraph:
                 )
             if task.module is not None and task.output_spec is not None and task.output_spec.changes_state:
                 self._stateful.add(len(self._tasks))
+            if task.module is None:
+                self._used_modules.update(value.owner for value in task.inputs if value.owner is not None)
+            elif task.output_spec is not None:
+                if task.output_spec.written_state:
+                    self._state_writers[len(self._tasks)] = task.module, task.output_spec.written_state
+                if task.output_spec.saved_state:
+                    self._state_savers.append((task.module, task.output_spec.saved_state))
             self._touched.append(touched_modules(task))
             self._tasks.append(task.name)
             self._gradients.append(_gradients(task))
@@ -136,7 +150,19 @@ class StageGraph:
         self._live -= self.without_graph
         self._find_state()
 
+    def _writes_saved_state(self) -> set[int]:
+        """Return the tasks that call a module which writes to a parameter or buffer that some backward needs."""
+        if not self._state_writers:
+            return set()
+        saved = {id(tensor) for saver in self._state_savers for _, tensor in state_of(*saver)}
+        return {
+            task
+            for task, writer in self._state_writers.items()
+            if any(id(tensor) in saved or id(owner) in self._used_modules for owner, tensor in state_of(*writer))
+        }
+
     def _find_state(self) -> None:
+        write_saved = self._writes_saved_state()
         stages_of: dict[int, set[int]] = {}
         if self._stateful:
             for number, stage in enumerate(self.stages):
@@ -145,7 +171,10 @@ class StageGraph:
                         stages_of.setdefault(module, set()).add(number)
         for stage in self.stages:
             for task in stage.tasks:
-                is_split = task in self._stateful and any(len(stages_of[part]) > 1 for part in self._touched[task])
+                is_split = task in self._stateful and (
+                    # The next microbatch's forward would write to what this one's backward needs.
+                    task in write_saved or any(len(stages_of[part]) > 1 for part in self._touched[task])
+                )
                 if task in self._writers:
                     # The gradient is computed with the parameter's value before the write.
                     others = sum(other.rank == stage.rank for other in self.stages)
@@ -154,8 +183,8 @@ class StageGraph:
                     self.runs_in_turn = True
                     warnings.warn(
                         f"`{self._tasks[task]}` changes parameters, buffers or attributes that its partition uses "
-                        f"before and "
-                        "after another one computes: microbatches run one after the other, in the order of the body",
+                        "before and after another one computes, or that its backward needs: microbatches run "
+                        "one after the other, in the order of the body",
                         stacklevel=2,
                     )
 

@@ -27,9 +27,10 @@ from torch.nn.modules import module as torch_module
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
+from smdistributed.modelparallel.torch.tracing.buffers import set_buffer
 from smdistributed.modelparallel.torch.tracing.key_value_caches import without_new_cache
 from smdistributed.modelparallel.torch.tracing.recording import active
-from smdistributed.modelparallel.torch.tracing.remote_tensor import RemoteTensor
+from smdistributed.modelparallel.torch.tracing.remote_tensor import RemoteTensor, storage_write
 
 #: Names of a module's tables of hooks that get inputs or outputs of its forward.
 _FORWARD_TABLES = ("_forward_pre_hooks", "_forward_hooks")
@@ -175,6 +176,9 @@ def _recorded_set(original: Callable[..., torch.Tensor]) -> Callable[..., torch.
         recording = active.recording
         if recording is None:
             return original(self, *args, **kwargs)
+        if any(isinstance(each, torch.Tensor) for each in (*args, *kwargs.values())):
+            # Pieces of a batch share a storage on the first rank only, so ranks would differ in what the tensor sees.
+            raise storage_write("set_", "a tensor")
         result: torch.Tensor = recording.operation(original, (self, *args), kwargs)
         return result
 
@@ -191,7 +195,7 @@ def _noted(original: Callable[..., Any], pipeline: Pipeline) -> Callable[..., An
             sets_tensor = recording is not None and value and isinstance(value[0], torch.Tensor)
             is_buffer = sets_tensor and name in self.__dict__.get("_buffers", ()) and id(self) in pipeline.paths
             if recording is not None and is_buffer and recording.is_located(value[0]):
-                recording.set_buffer(self, name, value[0])
+                set_buffer(recording, self, name, value[0])
             else:
                 original(self, name, *value)
             return

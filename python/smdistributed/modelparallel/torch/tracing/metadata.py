@@ -78,6 +78,8 @@ class OutputSpec:
     unversioned: tuple[int, ...] = ()
     #: Paths, relative to the called module, of parameters and buffers that the call writes to.
     written_state: tuple[str, ...] = ()
+    #: Paths of those that autograd saves for the backward.
+    saved_state: tuple[str, ...] = ()
     #: Attributes without tensors that the call changes: path relative to the called module, name.
     plain_attributes: tuple[tuple[str, str], ...] = ()
     #: Whether the result is one tensor of its own, and nothing is changed: so it is of most calls.
@@ -168,7 +170,8 @@ class OutputSpecs:
         self._attributes: list[tuple[str, str, Any]] = []
         self._changes_attributes = False
         #: Paths of parameters and buffers that the current call has written to.
-        self._written_state: tuple[str, ...] = ()
+        #: Fake parameters and buffers of the called module, by their paths in it.
+        self._called_state: dict[str, torch.Tensor] = {}
         #: Attributes without tensors that this or an earlier call of the module has changed.
         self._changed: tuple[tuple[str, str], ...] = ()
         #: The values invented for number arguments, while a call is tried with such to find its result's shape.
@@ -282,7 +285,7 @@ class OutputSpecs:
     ) -> OutputSpec:
         leaves: list[torch.Tensor] = []
         counter = self._counter = Counter()
-        self._attributes, self._changes_attributes, self._written_state, self._changed = [], False, (), ()
+        self._attributes, self._changes_attributes, self._called_state, self._changed = [], False, {}, ()
 
         def tensor(leaf: Any) -> torch.Tensor:
             meta = meta_of(leaf)
@@ -340,7 +343,10 @@ class OutputSpecs:
             unread,
             saved=saved,
             unversioned=unversioned,
-            written_state=self._written_state,
+            written_state=tuple(
+                name for name, state in self._called_state.items() if counter.storage(state) in counter.written
+            ),
+            saved_state=tuple(name for name, state in self._called_state.items() if counter.is_saved(state)),
             plain_attributes=self._changed,
         )
 
@@ -376,11 +382,10 @@ class OutputSpecs:
             with preserved_attributes(module, make_fake) as attributes:
                 result = torch.func.functional_call(caller, tensors, args, kwargs, tie_weights=False)
                 self._look_at_attributes(module, attributes)
-                self._written_state = tuple(
-                    name if caller is module else name.removeprefix("module.")
+                self._called_state = {
+                    name if caller is module else name.removeprefix("module."): tensor
                     for name, tensor in tensors.items()
-                    if self._counter.storage(tensor) in self._counter.written
-                )
+                }
                 return result
 
         return call

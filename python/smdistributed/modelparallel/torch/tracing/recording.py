@@ -16,8 +16,6 @@
   raises when it is used.
 - REC-7: an operation that reads the value of a replicated tensor, such as a size that was computed with tensors, is
   recorded with that number, because signatures do not contain values of tensors.
-- REC-8: where the forward of a spread module replaces a buffer by a tensor of the same shape and dtype, the buffer is
-  written in place. Where it replaces a buffer by a cast of itself, the buffer stays and each microbatch casts it.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ from smdistributed.modelparallel.torch.tracing.digests import chained_digest, di
 from smdistributed.modelparallel.torch.tracing.encoder import Encoder, leave_out
 from smdistributed.modelparallel.torch.tracing.functions import (
     BACKWARDS,
-    CASTS,
     DATA,
     DETACHES,
     GRADIENT,
@@ -65,6 +62,7 @@ from smdistributed.modelparallel.torch.tracing.remote_tensor import (
     InvalidatedValue,
     RemoteTensor,
     TensorMeta,
+    storage_write,
     version_of,
 )
 from smdistributed.modelparallel.torch.tracing.replay import Call, Replay
@@ -128,7 +126,7 @@ class Recording(TorchFunctionMode):
         self._count = 0
         self._levels = 0
         #: Buffers that the body has replaced by casts of themselves: module, name, buffer.
-        self._cast_buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self.cast_buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         #: The calls, for the replay by the next microbatch.
         self.calls: list[Call] = []
         self._replay = Replay(before, self.located, self) if before else None
@@ -140,9 +138,9 @@ class Recording(TorchFunctionMode):
     def __exit__(self, *problem: Any) -> None:
         active.recording = None
         self.pipeline.constants.end_of_body()
-        for module, name, buffer in reversed(self._cast_buffers):
+        for module, name, buffer in reversed(self.cast_buffers):
             module._buffers[name] = buffer
-        self._cast_buffers.clear()
+        self.cast_buffers.clear()
         super().__exit__(*problem)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -221,10 +219,7 @@ class Recording(TorchFunctionMode):
             self.outside_tensors.note_result(result, encoder.leaves)
             return result
         if func in STORAGE_WRITES:
-            raise SMPUsageError(
-                f"`{getattr(func, '__name__', func)}` gives another storage to a tensor on a partition: inside of a "
-                "`smp.step` function, assign the new tensor instead"
-            )
+            raise storage_write(getattr(func, "__name__", str(func)))
         if func in READS:
             self.pipeline.fallbacks.note(
                 "read", f"`{func.__name__}` at {call_site()}", partition_of(encoder.inputs), "the body asks for it"
@@ -395,6 +390,8 @@ class Recording(TorchFunctionMode):
         written = self.storages.written(spec, encoder.leaves, rank) if spec is not None and spec.mutated else {}
         for base in written:
             self.retained.check_write(base)
+            if self.backward_roots:
+                self.storages.check_not_saved(base, task)
         for value in (*task.inputs, *itertools.chain(*written.values())):
             level = max(level, value.level + (value.rank != rank))
         writes_state = any(base.parameter is not None for base in written)
@@ -507,38 +504,6 @@ class Recording(TorchFunctionMode):
             self.pipeline.module_state.put(owner, name, value)
         return result
 
-    def set_buffer(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-        """Handle a divided module's forward that assigns a located tensor to one of the module's buffers (REC-8).
-
-        Raises:
-            SMPUsageError: The tensor has another shape or type than the buffer, or a graph.
-        """
-        buffer = module._buffers[name]
-        assert buffer is not None
-        known, new = (
-            each.value if type(each) is RemoteTensor else self.located[id(each)] for each in (buffer, tensor)
-        )  # fmt: skip
-        is_same_memory = new.storage is known.storage and new.offset == known.offset
-        if is_same_memory and new.meta == known.meta:
-            return
-        producer = next((task for task in reversed(self.tasks) if new in task.outputs), None)
-        if producer is not None and producer.call in CASTS and producer.inputs == [known]:
-            self._cast_buffers.append((module, name, buffer))
-            module._buffers[name] = tensor
-            return
-        path = f"{self.pipeline.paths[id(module)]}.{name}".removeprefix(".")
-        if type(buffer) is RemoteTensor or (new.meta.shape, new.meta.dtype) != (known.meta.shape, known.meta.dtype):
-            raise SMPUsageError(
-                f"the forward of a module that is spread over partitions replaces the buffer `{path}`, {known.meta}, "
-                f"by {new.meta}: give the buffer this form before the first step"
-            )
-        if new.meta.requires_grad:
-            raise SMPUsageError(
-                f"the forward of a module that is spread over partitions sets the buffer `{path}` to a tensor with a "
-                "graph, which the next microbatch cannot go back through: assign `tensor.detach()`"
-            )
-        self.operation(torch.Tensor.copy_, (buffer, tensor), {})
-
     def rebound_to(self, storage: Value) -> list[torch.Tensor]:
         """Return replicated tensors that a write has made views of a located storage, each once."""
         tensors = {id(tensor): tensor for tensor in self._kept if id(tensor) in self.located}
@@ -585,7 +550,16 @@ class Recording(TorchFunctionMode):
             SMPUsageError: The version is that of a tensor on a partition.
         """
         if not self.is_located(tensor):
-            return self.pipeline.from_first_rank(self, version_of(tensor) if func == VERSION else func(tensor))
+            if func != VERSION:
+                return self.pipeline.from_first_rank(self, func(tensor))
+            is_written = self.pipeline.stale_storages.has_storage(tensor)
+            version = self.pipeline.from_first_rank(self, None if is_written else version_of(tensor))
+            if version is None:
+                raise SMPUsageError(
+                    "`_version` of a tensor, inside of a `smp.step` function, whose storage the function changes in "
+                    "place with numbers of a partition: these writes run when the function has returned"
+                )
+            return version
         if func == VERSION:
             raise SMPUsageError(
                 "`_version` of a tensor on a partition, inside of a `smp.step` function: what changes it in place "

@@ -102,6 +102,13 @@ class GraphNode:
         )
 
 
+def storage_write(name: str, what: str = "a tensor on a partition") -> SMPUsageError:
+    """Return the error of a function that replaces the storage of a tensor."""
+    return SMPUsageError(
+        f"`{name}` gives another storage to {what}: inside of a `smp.step` function, assign the new tensor instead"
+    )
+
+
 class RemoteTensor(torch.Tensor):
     """A value of the step that is being recorded; see ``tracing/recording.py``.
 
@@ -135,10 +142,7 @@ class RemoteTensor(torch.Tensor):
 
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise: PyTorch does not pass this method to function modes."""
-        raise SMPUsageError(
-            "`set_` gives another storage to a tensor on a partition: inside of a `smp.step` function, assign the new "
-            "tensor instead"
-        )
+        raise storage_write("set_")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         del tensor_contents

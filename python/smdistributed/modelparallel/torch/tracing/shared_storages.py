@@ -17,6 +17,7 @@ from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch.tracing.copy_on_write import overlap, unversioned_write
 from smdistributed.modelparallel.torch.tracing.metadata import OutputSpec, SharedStorage
 from smdistributed.modelparallel.torch.tracing.remote_tensor import InvalidatedValue, RemoteTensor, TensorMeta
+from smdistributed.modelparallel.torch.tracing.state_order import state_of
 from smdistributed.modelparallel.torch.tracing.tasks import Task, Value, Write
 
 if TYPE_CHECKING:
@@ -82,11 +83,8 @@ class SharedStorages:
 
     def lose_views_of_state(self, task: Task) -> None:
         """Invalidate the body's views of buffers or parameters that a called module writes to."""
-        module: Any = getattr(task.module, "_orig_mod", task.module)
-        for path in task.known_spec.written_state:
-            owner, _, name = path.rpartition(".")
-            part = module.get_submodule(owner)
-            tensor = part._buffers.get(name) if name in part._buffers else part._parameters.get(name)
+        assert task.module is not None, "only a module has state"
+        for _, tensor in state_of(task.module, task.known_spec.written_state):
             value = self._recording.located.get(id(tensor))
             if value is None or value.storage not in self._views:
                 continue
@@ -116,6 +114,21 @@ class SharedStorages:
                 if saver is not None:
                     raise unversioned_write(task.name, saver)
 
+    def check_not_saved(self, storage: Value, task: Task) -> None:
+        """Check that a task which is called after ``model.backward`` does not write to what that backward needs.
+
+        In one process the backward has run by then.
+
+        Raises:
+            SMPUsageError: An earlier task has saved a tensor of the storage.
+        """
+        saver = self._saver(storage, task) if storage.parameter is None else None
+        if saver is not None:
+            raise SMPUsageError(
+                f"`{task.name}` after `model.backward` changes in place a tensor that autograd has saved for the "
+                f"backward of `{saver.name}`, which runs when the `smp.step` function has returned: change a copy"
+            )
+
     def _saver(self, storage: Value, before: Task) -> Task | None:
         """Return the last task before another one for whose backward autograd saves a tensor of a storage."""
         savers: dict[Value, Task] = {}
@@ -128,6 +141,8 @@ class SharedStorages:
             for source, result in task.writes:
                 if isinstance(source, Value) and source.storage in savers:
                     savers.setdefault(result.storage, savers[source.storage])
+                elif not isinstance(source, Value) and source in task.known_spec.saved:
+                    savers[result.storage] = task
         return savers.get(storage)
 
     def written(self, spec: OutputSpec, leaves: Sequence[Any], rank: int) -> dict[Value, list[Value]]:

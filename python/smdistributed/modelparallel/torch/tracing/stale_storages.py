@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from smdistributed.modelparallel.exceptions import SMPUsageError
-from smdistributed.modelparallel.torch.tracing.copy_on_write import StorageRange
+from smdistributed.modelparallel.torch.tracing.copy_on_write import StorageRange, storage_of
 
 #: The text of the error.
 STALE = (
@@ -46,6 +46,11 @@ class StaleStorages:
         return bool(self._ranges) and any(
             part.overlaps(tensor) for storage, part in self._ranges if not storage.expired()
         )
+
+    def has_storage(self, tensor: torch.Tensor) -> bool:
+        """Return whether a task writes to the storage of a tensor, also if it is to other parts of it."""
+        written = storage_of(tensor) if self._ranges and tensor.layout == torch.strided else None
+        return any(part.storage == written for storage, part in self._ranges if not storage.expired())
 
     def check(self, tensor: torch.Tensor) -> None:
         """Check that this rank has the values of a tensor.

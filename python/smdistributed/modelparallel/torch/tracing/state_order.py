@@ -12,9 +12,10 @@ value to tasks that read it, so it gets a level that orders it after earlier cal
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from smdistributed.modelparallel.exceptions import SMPUsageError
@@ -93,13 +94,33 @@ def refuse_parameter_writes(tasks: Iterable[Task]) -> None:
         SMPUsageError: One writes to a parameter that requires a gradient.
     """
     for task in tasks:
-        for source, _ in task.writes:
-            if isinstance(source, Value) and source.storage.parameter is not None and source.storage.meta.requires_grad:
-                raise SMPUsageError(
-                    f"`{task.name}` changes the parameter `{source.storage.parameter}` in place, and the `smp.step` "
-                    "function asks for numbers after it: the backward of the microbatch before, which needs the "
-                    "parameter as it was, has not run. Change parameters between steps, or ask for no numbers"
-                )
+        for name in _needed_parameters(task):
+            raise SMPUsageError(
+                f"`{task.name}` changes the parameter `{name}` in place, and the `smp.step` function asks for numbers "
+                "after it: the backward of the microbatch before, which needs the parameter as it was, has not run. "
+                "Change parameters between steps, or ask for no numbers"
+            )
+
+
+def _needed_parameters(task: Task) -> Iterator[str]:
+    """Yield names of parameters and buffers to which a task writes and that backwards may need."""
+    for source, _ in task.writes:
+        if isinstance(source, Value) and source.storage.parameter is not None and source.storage.meta.requires_grad:
+            yield source.storage.parameter
+    spec = task.output_spec
+    if task.module is not None and spec is not None:
+        for path, (_, tensor) in zip(spec.written_state, state_of(task.module, spec.written_state), strict=True):
+            if tensor is not None and (tensor.requires_grad or path in spec.saved_state):
+                yield f"{task.name}.{path}"
+
+
+def state_of(module: nn.Module, paths: Iterable[str]) -> Iterator[tuple[nn.Module, torch.Tensor | None]]:
+    """Yield parameters and buffers of a module by their paths in it, each with the submodule that has it."""
+    module = getattr(module, "_orig_mod", module)
+    for path in paths:
+        owner, _, name = path.rpartition(".")
+        part = module.get_submodule(owner)
+        yield part, part._parameters[name] if name in part._parameters else part._buffers.get(name)
 
 
 def _highest(levels: dict[int, int], modules: Iterable[int]) -> int:
