@@ -6,6 +6,7 @@ Sources, in order of precedence for each key: the variable ``SM_HP_MP_PARAMETERS
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import warnings
@@ -32,6 +33,13 @@ LIMITS: dict[str, tuple[Any, str | None]] = {
     "shard_optimizer_state": (False, "torch"),
     "sharded_data_parallel_degree": (1, "torch"),
     "delayed_parameter_initialization": (False, "torch"),
+}
+
+#: Switches that change nothing, and why.
+WITHOUT_EFFECT = {
+    "deterministic_server": "all replicas always run the tasks of a step in the same order",
+    "fast_mode": "tensors always go directly from the rank that computes them to the ranks that need them",
+    "static_mode": "the schedule of a step is always computed before the step runs",
 }
 
 _CLASSES = {**CLASSES, "config": SMPConfigError}
@@ -166,14 +174,23 @@ def _refuse_what_is_not_there(values: Mapping[str, Any], sources: Mapping[str, s
             )
 
 
+@functools.cache
+def warn_once(text: str) -> None:
+    """Warn once in a process that a setting or an argument is ignored.
+
+    Args:
+        text: What is ignored, and why.
+    """
+    warnings.warn(text, stacklevel=4)
+
+
 def _check_sharded_data_parallelism(values: Mapping[str, Any]) -> None:
     if not values.get("ddp"):
         raise SMPConfigError("`sharded_data_parallel_degree` needs `ddp: true`: parameters are sharded over replicas")
     if not values.get("sdp_hierarchical_allgather", True):
-        warnings.warn(
+        warn_once(
             "`sdp_hierarchical_allgather: false` is ignored: over several hosts, all-gathers always send each shard "
-            "to a host once",
-            stacklevel=5,
+            "to a host once"
         )
 
 
@@ -196,11 +213,13 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
     if values.get("load_partition") and not values.get("partition_file"):
         raise SMPConfigError("`load_partition` is true without `partition_file`, the file that holds the partition")
     if not values.get("contiguous", True):
-        warnings.warn(
+        warn_once(
             "`contiguous: false` is ignored: automatic partitions are always contiguous; assign other ones by "
-            "`smp.partition` or a `partition_file`",
-            stacklevel=4,
+            "`smp.partition` or a `partition_file`"
         )
+    for name, reason in WITHOUT_EFFECT.items():
+        if values.get(name):
+            warn_once(f"`{name}: true` changes nothing: {reason}")
     degree = values.get("pipeline_parallel_degree", 1)
     complete = {**DEFAULTS, **values}
     complete["partitions"] = degree

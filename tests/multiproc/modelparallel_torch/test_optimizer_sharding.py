@@ -247,3 +247,94 @@ def _check_refusals():
 
 def test_what_does_not_go_with_sharded_states_is_refused():
     run_ranks(_check_refusals, 2, launcher=Forked("torch"), timeout=50)
+
+
+def _check_gathered(folder, settings, precision):
+    """States gathered on the first replica, saved there alone, and loaded by all ranks."""
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+    from support.tensor_parallel import batch_of, start
+
+    torch.set_default_dtype(torch.float64)
+    config = {"ddp": True, "sdp_param_persistence_threshold": 9, **settings, **precision}
+
+    def train(step, optimizer, numbers):
+        for number in numbers:
+            optimizer.zero_grad()
+            step(smp.state.model, batch_of(number))
+            optimizer.step()
+
+    _, optimizer, step = start(config)
+    train(step, optimizer, range(2))
+    whole, shards = optimizer.state_dict(), optimizer.local_state_dict(gather_if_shard=False)
+    weights = copy.deepcopy(smp.state.model.state_dict())
+    found = optimizer.local_state_dict()
+    assert found["_smp_is_partial"]
+    assert "shards" in shards
+    assert "shards" not in found
+    assert bool(found["state"]) == (smp.rdp_rank() == 0)
+    if smp.rdp_rank() == 0:
+        held = [name for group in shards["param_groups"] for name in group["params"]]
+        assert set(held) <= found["state"].keys()
+        smp.save(found, f"{folder}/gathered")
+    smp.barrier()
+    train(step, optimizer, range(2, 4))
+    expected = smp.state.model.state_dict()
+    smp.shutdown()
+
+    model, optimizer, step = start(config, seed=5)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(smp.load(f"{folder}/gathered", back_compat=False))
+    step(model, batch_of(0))
+    again = optimizer.state_dict()
+    for name, content in whole["state"].items():
+        assert all(torch.equal(again["state"][name][key], value) for key, value in content.items()), name
+    if "master_weights" not in again:
+        train(step, optimizer, range(2, 4))
+        assert all(torch.equal(model.state_dict()[name], each) for name, each in expected.items())
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    ("ranks", "settings", "precision"),
+    [
+        (2, {"shard_optimizer_state": True}, {}),
+        (2, {"sharded_data_parallel_degree": 2}, {}),
+        (4, {"shard_optimizer_state": True, "tensor_parallel_degree": 2}, {}),
+        more(4, {"sharded_data_parallel_degree": 2, "tensor_parallel_degree": 2}, {}),
+        more(4, {"shard_optimizer_state": True, "partitions": 2}, {}),
+        more(4, {"shard_optimizer_state": True, "tensor_parallel_degree": 2}, {"bf16": True}),
+    ],
+)
+def test_states_are_gathered_on_the_first_replica(ranks, settings, precision, tmp_path):
+    run_ranks(_check_gathered, ranks, str(tmp_path), settings, precision, launcher=Forked("torch"), timeout=140)
+
+
+def _buffers_body():
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    found = []
+    for broadcast in (True, False):
+        smp.init({"ddp": True})
+        model = smp.DistributedModel(torch.nn.BatchNorm1d(2), broadcast_buffers=broadcast)
+
+        @smp.step
+        def step(model, x):
+            model.backward(model(x).sum())
+
+        for number in range(2):
+            step(model, torch.full((4, 2), float(smp.rank() + number)))
+        found.append(model.module.running_mean.tolist())
+        smp.shutdown()
+    return found
+
+
+@pytest.mark.timeout(60)
+def test_broadcast_buffers():
+    first, second = run_ranks(_buffers_body, 2, launcher=Forked("torch"), timeout=50)
+    # Rank 1 begins the second step with the buffers of rank 0, or with its own.
+    assert first == [[pytest.approx(0.1)] * 2] * 2
+    assert second == [[pytest.approx(0.2)] * 2, [pytest.approx(0.29)] * 2]

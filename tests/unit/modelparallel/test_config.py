@@ -16,6 +16,7 @@ from smdistributed.modelparallel.exceptions import SMPConfigError, SMPUnsupporte
 def _no_channels(monkeypatch):
     monkeypatch.delenv("SM_HP_MP_PARAMETERS", raising=False)
     monkeypatch.delenv("SMP_CONFIG", raising=False)
+    config.warn_once.cache_clear()
 
 
 def test_defaults_follow_from_each_other():

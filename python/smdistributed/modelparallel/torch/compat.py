@@ -12,6 +12,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from smdistributed.modelparallel.config import warn_once
+
 #: The ``_orig_forward`` that this module added to classes.
 _given: WeakKeyDictionary[type, Any] = WeakKeyDictionary()
 #: Wrappers of the original inside of ``smp.DistributedModel``.
@@ -92,3 +94,24 @@ def _is_patched(cls: type) -> bool:
     """Return whether the class has an ``_orig_forward`` of the script."""
     own = vars(cls).get("_orig_forward")
     return own is not None and own is not _given.get(cls)
+
+
+#: Arguments of ``smp.DistributedModel`` that change nothing: the value that is ignored, and why.
+IGNORED_ARGUMENTS = {
+    "trace_device": ("'cpu'", "the trace takes no memory of any device"),
+    "trace_memory_usage": ("True", "the memory of activations is always counted"),
+    "gradient_as_bucket_view": ("True", "gradients keep their own memory"),
+    "find_unused_parameters": ("True", "unused parameters are always found"),
+}
+
+
+def warn_of_ignored(**are_given: bool) -> None:
+    """Warn once of each argument of ``smp.DistributedModel`` that is given and ignored.
+
+    Args:
+        **are_given: By argument, whether it has the value that is ignored.
+    """
+    for name, is_given in are_given.items():
+        if is_given:
+            value, reason = IGNORED_ARGUMENTS[name]
+            warn_once(f"`{name}={value}` of `smp.DistributedModel` is ignored: {reason}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -47,6 +48,8 @@ def init(config: Mapping[str, Any] | None = None) -> None:
             lifecycle.init()
         _require_equal(cfg)
         state.enter(cfg, TorchGroups(cfg))
+    if "SMP_NCCL_THROTTLE_LIMIT" in os.environ:
+        configuration.warn_once("`SMP_NCCL_THROTTLE_LIMIT` is ignored: the number of outstanding calls is not limited")
     accelerate.install()
     if cfg.delayed_parameter_initialization:
         state.delay = delay_parameters()

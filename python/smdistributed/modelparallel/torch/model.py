@@ -22,7 +22,7 @@ from smdistributed.modelparallel.exceptions import (
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.torch import communication, norms
 from smdistributed.modelparallel.torch.checkpoint import state_dicts
-from smdistributed.modelparallel.torch.compat import add_documented_aliases
+from smdistributed.modelparallel.torch.compat import add_documented_aliases, warn_of_ignored
 from smdistributed.modelparallel.torch.device import current_device
 from smdistributed.modelparallel.torch.hooks import Removable, call_hook
 from smdistributed.modelparallel.torch.join import Join
@@ -54,18 +54,18 @@ class DistributedModel(nn.Module):
 
     Args:
         module: The model.
-        trace_device: The device on which the model is traced for the partition; by default the meta device.
+        trace_device: ``"cpu"`` is ignored with a warning: the trace takes no memory of any device.
         trace_execution_times: Whether the execution times of modules are measured for the partition, instead of
         estimated.
-        overlapping_allreduce: With ``ddp``, whether gradients are reduced as they become complete.
+        overlapping_allreduce: With ``ddp`` and several partitions, whether gradients are reduced as they become
+            complete. With one partition, they are reduced at the end of the step.
         backward_passes_per_step: With ``ddp``, the number of steps with a backward after which gradients are reduced.
         average_grads_across_microbatches: Whether gradients are averaged or summed over microbatches.
         bucket_cap_mb: With ``ddp``, the size of the buckets in which gradients are reduced, in MiB.
-        trace_memory_usage: Ignored: the memory of activations is always counted, from the tensors that autograd
-        saves.
+        trace_memory_usage: Ignored with a warning: memory is always counted, from the tensors that autograd saves.
         broadcast_buffers: With ``ddp``, whether the first replica's buffers are broadcast before each step.
-        gradient_as_bucket_view: Ignored; gradients keep their own memory.
-        find_unused_parameters: Ignored; unused parameters are always found.
+        gradient_as_bucket_view: Ignored with a warning; gradients keep their own memory.
+        find_unused_parameters: Ignored with a warning; unused parameters are always found.
 
     Attributes:
         module: The model.
@@ -106,7 +106,12 @@ class DistributedModel(nn.Module):
             raise SMPValidationError(
                 "`trace_execution_times` needs the device of the training, not `trace_device='cpu'`"
             )
-        del trace_memory_usage, gradient_as_bucket_view, find_unused_parameters
+        warn_of_ignored(
+            trace_device=trace_device == "cpu",
+            trace_memory_usage=trace_memory_usage,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            find_unused_parameters=find_unused_parameters,
+        )
         given = module
         self.module = module = replace_marked(given)
         if module is not given:

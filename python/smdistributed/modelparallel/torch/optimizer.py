@@ -372,13 +372,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Return the part of the state that this rank holds.
 
         Args:
-            gather_if_shard: Ignored; the state of a shard can be loaded on any number of ranks.
+            gather_if_shard: If ranks with the same parameters hold shards of the state, whether the first of them
+                gets the whole states, and the others none; all of them call it. Otherwise each gets its shards.
 
         Returns:
             The state by parameter name, with ``_smp_is_partial``; with ``fp16`` or ``bf16`` also ``master_weights``
             and ``loss_scale``.
         """
-        del gather_if_shard
+        if gather_if_shard and self.is_sharded:
+            return optimizer_state.gather_shards(_model(), self)
         return optimizer_state.local_optimizer(_model(), self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.torch.checkpoint import slices
 from smdistributed.modelparallel.torch.checkpoint.state_dicts import PARTIAL, TENSOR_PARALLEL_RANK, parameter_names
 from smdistributed.modelparallel.torch.communication import gather_on_host, raise_on_all_ranks
+from smdistributed.modelparallel.torch.nn.shard import Shard as TensorShard
 from smdistributed.modelparallel.torch.state import state
 
 if TYPE_CHECKING:
@@ -76,7 +77,24 @@ def merge_optimizers(
         SMPCheckpointError: Parts of a parameter's state are missing.
     """
     order = {name: at for at, name in enumerate(parameter_names(model))}
-    entries = _joined(model, parts, "state", degree)
+    entries, groups = _joined(model, parts, "state", degree), _joined_groups(parts, order)
+    found = {"state": dict(sorted(entries.items(), key=lambda item: order.get(item[0], 0))), "param_groups": groups}
+    if any(MASTER_WEIGHTS in part for part in parts):
+        joined = _joined(model, _wrapped_masters(parts), MASTER_WEIGHTS, degree)
+        found[MASTER_WEIGHTS] = {name: content[""] for name, content in joined.items()}
+        found[LOSS_SCALE] = next(part[LOSS_SCALE] for part in parts if LOSS_SCALE in part)
+    return found
+
+
+def _wrapped_masters(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the parts with each master weight as a state of one entry."""
+    return [
+        {**part, MASTER_WEIGHTS: {name: {"": value} for name, value in part.get(MASTER_WEIGHTS, {}).items()}}
+        for part in parts
+    ]
+
+
+def _joined_groups(parts: Sequence[Mapping[str, Any]], order: Mapping[str, int]) -> list[dict[str, Any]]:
     groups = []
     for index, group in enumerate(parts[0]["param_groups"]):
         # Under the names of this optimizer, if the script has named its parameters.
@@ -87,15 +105,43 @@ def merge_optimizers(
         names = sorted(given, key=lambda name: order.get(name, len(order)))
         script_names = {"param_names": [given[name] for name in names]} if "param_names" in group else {}
         groups.append({**group, "params": names, **script_names})
-    found = {"state": dict(sorted(entries.items(), key=lambda item: order.get(item[0], 0))), "param_groups": groups}
+    return groups
+
+
+def gather_shards(model: DistributedModel, optimizer: DistributedOptimizer) -> dict[str, Any]:
+    """Gather the shards of the parameters that this rank holds, in host memory of the first replica.
+
+    All ranks of the data-parallel group call it.
+
+    Returns:
+        On ranks of the first replica, the state of all parameters of the partition or, under tensor parallelism, of
+        this rank's slices. On other ranks, a state without tensors.
+    """
+    groups = state.groups
+    is_first, tp_rank = groups.rank_in("rdp") == 0, groups.rank_in("tp")
+    # Under tensor parallelism, several ranks of the group belong to the first replica.
+    parts = gather_on_host(
+        lambda: local_optimizer(model, optimizer), CommGroup.DP_GROUP, first_only=groups.tp_group is None
+    )
+    found = _without_tensors(local_optimizer(model, optimizer))
+    if not is_first:
+        return found
+    divided = slices.named_shards(model.module)
+
+    def whole(parts: Sequence[Mapping[str, Any]], key: str) -> dict[str, dict[str, Any]]:
+        plain = _without_shards(parts, key, divided)
+        if groups.tp_group is None:
+            return {name: content for each in plain.values() for name, content in each.items()}
+        others = {name: content for each in plain.values() for name, content in each.items() if name not in divided}
+        return others | plain.get(tp_rank, {})
+
+    order = {name: at for at, name in enumerate(parameter_names(model))}
+    found |= {"state": whole(parts, "state"), "param_groups": _joined_groups(parts, order)}
+    if groups.tp_group is not None:
+        found[TENSOR_PARALLEL_RANK] = tp_rank
     if any(MASTER_WEIGHTS in part for part in parts):
-        wrapped = [
-            {**part, MASTER_WEIGHTS: {name: {"": value} for name, value in part.get(MASTER_WEIGHTS, {}).items()}}
-            for part in parts
-        ]
-        found[MASTER_WEIGHTS] = {
-            name: content[""] for name, content in _joined(model, wrapped, MASTER_WEIGHTS, degree).items()
-        }
+        masters = whole(_wrapped_masters(parts), MASTER_WEIGHTS)
+        found[MASTER_WEIGHTS] = {name: content[""] for name, content in masters.items()}
         found[LOSS_SCALE] = next(part[LOSS_SCALE] for part in parts if LOSS_SCALE in part)
     return found
 
@@ -107,8 +153,17 @@ def _joined(
 
     Shards are concatenated and get the parameter's shape; tensor-parallel slices are merged.
     """
-    plain: dict[int, dict[str, dict[str, Any]]] = {}
     divided = slices.named_shards(model.module, degree)
+    plain = _without_shards(parts, key, divided)
+    ordered = [plain[tp_rank] for tp_rank in sorted(plain)]
+    return slices.merge_optimizer(ordered, divided, slices.local_shapes(model.module, divided))
+
+
+def _without_shards(
+    parts: Sequence[Mapping[str, Any]], key: str, divided: Mapping[str, TensorShard]
+) -> dict[int, dict[str, dict[str, Any]]]:
+    """Return the entries by tensor-parallel rank, or by the number of the part, with shards concatenated."""
+    plain: dict[int, dict[str, dict[str, Any]]] = {}
     shards: dict[tuple[int, str], dict[int, tuple[_Shard, dict[str, Any]]]] = {}
     for place, part in enumerate(parts):
         ranges = part.get(SHARDS, {})
@@ -129,8 +184,7 @@ def _joined(
             key: _concatenated([(shard[1] - shard[0], content[key]) for shard, content in row], value, shape)
             for key, value in row[0][1].items()
         }
-    ordered = [plain[tp_rank] for tp_rank in sorted(plain)]
-    return slices.merge_optimizer(ordered, divided, slices.local_shapes(model.module, divided))
+    return plain
 
 
 def _concatenated(row: Sequence[tuple[int, Any]], first: Any, shape: tuple[int, ...]) -> Any:

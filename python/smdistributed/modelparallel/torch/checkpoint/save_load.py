@@ -14,7 +14,6 @@ import json
 import os
 import pickle
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 from smdistributed import _core
 from smdistributed._common import errors
 from smdistributed.modelparallel import shares
+from smdistributed.modelparallel.config import warn_once
 from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError, SMPValidationError
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.torch.checkpoint import hugging_face, optimizer_state, slices, state_dicts, torch_files
@@ -65,7 +65,12 @@ def save(
 
 
 def load(
-    f: str, map_location: Any = None, pickle_module: Any = pickle, partial: bool = True, **pickle_load_args: Any
+    f: str,
+    map_location: Any = None,
+    pickle_module: Any = pickle,
+    partial: bool = True,
+    back_compat: bool = True,
+    **pickle_load_args: Any,
 ) -> Any:
     """Load a file that ``smp.save`` has written, as ``torch.load`` does.
 
@@ -76,6 +81,7 @@ def load(
         map_location: As for ``torch.load``.
         pickle_module: Used with ``weights_only=False``.
         partial: Whether to load this rank's file instead of ``f`` itself.
+        back_compat: Whether a file with a name of earlier versions is loaded if there is none with the current name.
         **pickle_load_args: Passed to ``torch.load``.
 
     Returns:
@@ -84,13 +90,14 @@ def load(
     Raises:
         SMPCheckpointError: The file is missing, or contains objects whose loading would execute code.
     """
-    pickle_load_args.pop("back_compat", None)
     if pickle_load_args.get("weights_only") is False:
         pickle_load_args["pickle_module"] = pickle_module
     if not partial:
         return torch_files.get(Path(f), map_location, **pickle_load_args)
-    # Names of earlier versions, and of sharded states, are tried as well.
-    names = [_own_file(f, False), f"{f}_{_rank_info(False)}", f"{f}_{_rank('mp')}", _own_file(f, True)]
+    # Files of sharded states have names of their own.
+    names = [_own_file(f, False), _own_file(f, True)]
+    if back_compat:
+        names[1:1] = [f"{f}_{_rank_info(False)}", f"{f}_{_rank('mp')}"]
     for name in dict.fromkeys(names):
         if Path(name).exists():
             return torch_files.get(Path(name), map_location, **pickle_load_args)
@@ -131,7 +138,14 @@ def save_checkpoint(
     if format not in ("torch", "sharded"):
         raise SMPValidationError(f"`format` is {format!r}: expected 'torch' or 'sharded'")
     root = Path(path)
+    if not partial and format == "torch" and num_kept_partial_checkpoints is not None:
+        warn_once("`num_kept_partial_checkpoints` is ignored with `partial=False`: full checkpoints are not removed")
     if format == "sharded":
+        if not partial or not translate_if_full:
+            warn_once(
+                "`partial=False` and `translate_if_full=False` are ignored with `format='sharded'`: the files have the "
+                "whole model by its own names, in shards"
+            )
         manager = CheckpointManager(root, keep=num_kept_partial_checkpoints, asynchronous=False)
         # Checkpoints of the core are ordered by step; these have only names.
         manager.save(_next_step(root), user_content, tag=tag)
@@ -305,10 +319,9 @@ def resume_from_checkpoint(
         execute code; raised on all ranks.
     """
     if not load_sharded_optimizer_state and state.groups.sharding is None:
-        warnings.warn(
+        warn_once(
             "`load_sharded_optimizer_state=False` is ignored without `sharded_data_parallel_degree`; "
-            "`load_optimizer=False` loads no state of the optimizer",
-            stacklevel=2,
+            "`load_optimizer=False` loads no state of the optimizer"
         )
     if load_optimizer_states is not None:
         load_optimizer = load_optimizer_states
@@ -493,7 +506,7 @@ _FP16_STATES = (optimizer_state.MASTER_WEIGHTS, optimizer_state.LOSS_SCALE)
 
 def _optimizer_files(optimizer: Any, info: str) -> dict[str, Any]:
     """Return the optimizer's files of this rank: its state, and master weights and loss scale."""
-    found = optimizer.local_state_dict()
+    found = optimizer.local_state_dict(gather_if_shard=False)
     precision = {key: found.pop(key) for key in _FP16_STATES if key in found}
     files = {f"optimizer_{info}.pt": found}
     if precision:
@@ -522,7 +535,7 @@ def _sharded_files(model: Any, optimizer: Any, sharding: Any) -> dict[str, Any]:
     info = _shard_info(sharding)
     files: dict[str, Any] = {f"model_{info}.pt": {"module": part, **marks}}
     if optimizer is not None:
-        found = {**optimizer.local_state_dict(), "partition_count": sharding.degree}
+        found = {**optimizer.local_state_dict(gather_if_shard=False), "partition_count": sharding.degree}
         if optimizer.fp32_partitioned_groups_flat:
             # The state's master weights are views of these tensors, so the file contains them once.
             found["fp32_flat_groups"] = optimizer.fp32_partitioned_groups_flat
