@@ -114,7 +114,8 @@ matrix-ends: $(STAMPS)/develop ## The same with the newest and the oldest of eac
 	$(BIN)/python tests/matrix/matrix.py --ends $(ARGS)
 
 test-engines: $(STAMPS)/engines $(STAMPS)/sagemaker $(STAMPS)/mpi $(STAMPS)/develop ## Jobs on Ray, on Spark, on Slurm and in SageMaker's container, and manifests for Kubernetes (installs all; some need root)
-	$(BIN)/python -m pytest -p no:cacheprovider tests/engines/ray_jobs.py tests/engines/spark_jobs.py tests/engines/slurm_jobs.py \
+	$(BIN)/python -m pytest -p no:cacheprovider tests/engines/ray_jobs.py tests/engines/spark_jobs.py \
+		tests/engines/spark_estimator_jobs.py tests/unit/horovod/test_spark_data.py tests/engines/slurm_jobs.py \
 		tests/engines/kubernetes_jobs.py tests/engines/sagemaker_jobs.py $(ARGS)
 
 test-clients: $(STAMPS)/clients $(STAMPS)/develop ## accelerate, transformers, Lightning and parts of torch.distributed train over smddp (installs them into build/)

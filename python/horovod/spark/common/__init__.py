@@ -1,0 +1,1 @@
+"""Parts of the estimators that do not depend on the framework."""

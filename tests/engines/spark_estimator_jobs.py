@@ -1,0 +1,132 @@
+"""Estimators on a Spark cluster of two executors: ``make test-engines``."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyspark", reason="PySpark is not installed: `make test-engines` installs it")
+pytest.importorskip("pyarrow", reason="pyarrow is not installed: `make test-engines` installs it")
+if shutil.which("java") is None:
+    pytest.skip("there is no Java: `make test-engines` installs openjdk-17-jre-headless", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from spark import SparkCluster
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture
+def cluster():
+    with SparkCluster() as running:
+        yield running
+
+
+def test_the_example_of_pytorch(cluster):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    store = cluster.folder / "store"
+    results = cluster.results("pytorch_digits.py", "--work-dir", store)
+    history = results["history"]
+    assert [each["epoch"] for each in history] == list(range(5))
+    assert history[-1]["train"]["loss"] < history[0]["train"]["loss"] / 3
+    assert history[-1]["validation"]["all_metrics"][0] > 0.85
+    assert results["accuracy"] > 0.85
+    # Intermediate data are deleted.
+    assert [path.name for path in store.iterdir()] == ["runs"]
+
+
+@pytest.mark.parametrize("package", ["keras", "tf_keras"])
+def test_the_example_of_keras(cluster, package):
+    pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+    results = cluster.results("keras_digits.py", "--package", package)
+    history = results["history"]
+    assert sorted(history) == ["accuracy", "loss", "val_accuracy", "val_loss"]
+    assert len(history["loss"]) == 5
+    assert history["loss"][-1] < history["loss"][0] / 3
+    assert history["val_accuracy"][-1] > 0.85
+    assert results["accuracy"] > 0.85
+
+
+def test_the_estimator_of_pytorch(cluster):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    body = """
+        import numpy as np
+        import torch
+        from torch import nn
+        from horovod.spark.common.backend import SparkBackend
+        from horovod.spark.common.store import FilesystemStore, Store
+        from horovod.spark.torch import TorchEstimator, TorchModel
+
+        class Two(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.left, self.right = nn.Linear(2, 1), nn.Linear(1, 3)
+            def forward(self, first, second):
+                return self.left(first), self.right(second)
+
+        folder = sys.argv[1]
+        def seen(frame):
+            with open(f"{folder}/seen", "a") as file:
+                file.writelines(f"{value}\\n" for value in frame["number"])
+            return frame
+
+        session = spark()
+        rows = [(number, [number / 50, 1.0], [number / 100], number / 25, [0.5, number / 50, 1.0], 1.0 + number % 2,
+                 number % 4 == 0) for number in range(100)]
+        frame = session.createDataFrame(rows, ["number", "first", "second", "one", "three", "weight", "held"])
+        torch.manual_seed(0)
+        model = Two()
+        estimator = TorchEstimator(
+            backend=SparkBackend(2, stdout=sys.stdout), store=FilesystemStore(f"file://{sys.argv[1]}"), model=model,
+            optimizer=torch.optim.Adam(model.parameters(), lr=0.05), loss=[nn.MSELoss(), nn.MSELoss()],
+            loss_weights=[0.5, 2], feature_cols=["first", "second"], label_cols=["one", "three"],
+            label_shapes=[[-1, 1], [-1, 3]], sample_weight_col="weight", validation="held", batch_size=10, epochs=3,
+            run_id="run", random_seed=3)
+        trained = estimator.fit(frame)
+        again = estimator.fit(frame, {estimator.epochs: 30})
+        losses = [each["train"]["loss"] for each in again.getHistory()]
+        assert len(losses) == 30 and losses[:3] == [each["train"]["loss"] for each in trained.getHistory()]
+        assert losses[-1] < losses[0] / 5, losses
+        out = again.transform(frame)
+        assert dict(out.dtypes)["one__output"] == "double" and dict(out.dtypes)["three__output"] == "array<double>"
+        row = out.filter("number = 50").first()
+        expected = again.getModel()(torch.tensor([row.first]), torch.tensor([row.second]))
+        assert abs(row.one__output - expected[0].item()) < 1e-5
+        assert np.allclose(row.three__output, expected[1][0].detach(), atol=1e-5)
+        again.write().overwrite().save(f"file://{sys.argv[1]}/model")
+        loaded = TorchModel.load(f"file://{sys.argv[1]}/model")
+        assert loaded.uid == again.uid and loaded.getHistory() == again.getHistory()
+        assert loaded.transform(frame).filter("number = 50").first() == row
+        estimator.write().save(f"file://{sys.argv[1]}/estimator")
+        assert TorchEstimator.load(f"file://{sys.argv[1]}/estimator").getLabelCols() == ["one", "three"]
+
+        # Files that another application has written, of one row group: each rank reads a part of it.
+        store = Store.create(sys.argv[1])
+        frame.repartition(1).write.parquet(store.get_train_data_path())
+        model = nn.Linear(2, 1)
+        estimator = TorchEstimator(num_proc=2, store=store, model=model, feature_cols=["first"], label_cols=["one"],
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss_constructors=nn.MSELoss, batch_size=7,
+            label_shapes=[[-1, 1]], transformation_fn=seen)
+        estimator.fit_on_parquet()
+        with open(f"{folder}/seen") as file:
+            assert sorted(map(int, file)) == list(range(100))
+        for wrong in ({"label_cols": ["none"]}, {"validation": 1.5}, {"feature_cols": ["first", "second"]}):
+            try:
+                estimator.copy().setParams(transformation_fn=None, **wrong).fit(frame)
+            except (ValueError, RuntimeError) as error:
+                print("REFUSED", error)
+        try:
+            TorchEstimator(stor=1)
+        except TypeError as error:
+            print("REFUSED", error)
+        session.stop()
+    """
+    output = cluster.run(cluster.script("estimator", body), cluster.folder / "files")
+    assert "REFUSED the data frame has no columns ['none']" in output
+    assert "REFUSED `validation` is 1.5" in output
+    assert "REFUSED rank" in output
+    assert "REFUSED TorchEstimator has no parameters ['stor']" in output
