@@ -23,7 +23,7 @@ use crate::world::{Departure, Monitor};
 const PREFIX_WORDS: usize = 8;
 pub(super) const PREFIX_BYTES: usize = PREFIX_WORDS * 8;
 /// Payload of a frame: large enough that a frame's fixed cost is small compared to its transfer time at 100 Gbit/s.
-pub(super) const PAYLOAD_BYTES: usize = 256 << 10;
+pub(crate) const PAYLOAD_BYTES: usize = 256 << 10;
 /// The longest frame, with its prefix.
 pub(super) const FRAME_BYTES: usize = PREFIX_BYTES + PAYLOAD_BYTES;
 

@@ -14,6 +14,8 @@
 //!   span rounds. This is the order of summation of COL-1.
 //! - CHN-2: the result of a piece overwrites input values. By then they have been added: the last span computes the
 //!   result from its carry, which exists only after every span has added its values.
+//! - CHN-3: an owner touches the parts of a piece only after the piece was released ([`ChannelOwner::work`]), because
+//!   the other members have not written their values before. Carries may arrive earlier, in memory of their own.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -23,14 +25,13 @@ use crate::collectives::Group;
 use crate::collectives::kernels::{self, Fold, FoldStage, carry_bytes};
 use crate::error::Result;
 use crate::transport::hosts::Hosts;
+use crate::transport::ports::PAYLOAD_BYTES;
 use crate::transport::{Backoff, Message, NAP, Tag, cores};
 
-/// Bytes of a piece: large enough for full bandwidth, small enough that a bucket has several in flight.
-const PIECE_BYTES: usize = 512 << 10;
 /// The smallest piece for which a second channel pays off.
 const SMALL_BYTES: usize = 16 << 10;
-/// Number of posted receives in each stream, and of sends in flight.
-const DEPTH: usize = 3;
+/// Number of posted receives in each stream, and of carries in flight.
+const DEPTH: usize = 6;
 
 const TAG_CARRY: Tag = 5 << 40;
 const TAG_RESULT: Tag = 6 << 40;
@@ -51,29 +52,36 @@ impl ResultRanks {
     }
 }
 
-/// A range of the parts.
+/// A range of the parts. Piece i belongs to channel i modulo the number of channels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ChainPiece {
-    start: usize,
-    bytes: usize,
-    to: ResultRanks,
+    /// Offset in the parts.
+    pub(super) start: usize,
+    pub(super) bytes: usize,
+    pub(super) to: ResultRanks,
+    /// Where this member's values are; its part need not contain those of the pieces that it owns.
+    pub(super) input: *const u8,
+    /// Where this member also wants the result of a piece that it owns. Null if nowhere.
+    pub(super) output: *mut u8,
 }
 
-/// Cuts a range into pieces, the same on all members.
-pub(super) fn pieces(range: Range<usize>, to: ResultRanks, channels: usize) -> Vec<ChainPiece> {
+/// Cuts a range into pieces, the same on all members. Carries and results of each fit one frame, so that no message
+/// has to be announced before it is sent.
+pub(super) fn pieces(range: Range<usize>, dtype: DType, channels: usize) -> impl Iterator<Item = Range<usize>> {
     let share = range.len().div_ceil(channels.max(1)).next_multiple_of(64);
-    let step = share.clamp(SMALL_BYTES, PIECE_BYTES);
-    let piece = |start: usize| ChainPiece { start, bytes: step.min(range.end - start), to };
-    range.clone().step_by(step).map(piece).collect()
+    let step = share.clamp(SMALL_BYTES, PAYLOAD_BYTES / carry_bytes(dtype) * dtype.size());
+    range.clone().step_by(step).map(move |start| start..range.end.min(start + step))
 }
 
-/// One reduction over the parts of the members of this host, in place.
+/// One reduction over the parts of the members of this host.
 pub(super) struct Chain<'a> {
     pub(super) dtype: DType,
     pub(super) op: ReduceOp,
     /// The values of each member of this host, by position.
     pub(super) parts: &'a [*mut u8],
     pub(super) pieces: &'a [ChainPiece],
+    /// Whether a result goes to the parts of all members. Otherwise it goes to its owner's only.
+    pub(super) to_parts: bool,
 }
 
 /// What an owner receives piece by piece: the carry for one of its host's spans, or results.
@@ -82,7 +90,8 @@ struct CarryStream {
     /// The sender; none for the carry of the first span.
     from: Option<usize>,
     tag: Tag,
-    pieces: Vec<ChainPiece>,
+    /// Numbers of its pieces.
+    pieces: Vec<usize>,
     posted: usize,
     done: usize,
     /// Posted receives, oldest first, with the memory for carries.
@@ -95,46 +104,52 @@ enum ChainKind {
     Result,
 }
 
-/// The state of an owner while the chain runs.
-struct ChannelOwner<'a> {
+/// A send in flight, with the memory of what it sends if that is not a part.
+struct PieceSend {
+    piece: usize,
+    message: Message,
+    memory: Vec<u128>,
+}
+
+/// The state of the owner of a channel while the chain runs. When it is dropped, no message uses the parts any more.
+pub(super) struct ChannelOwner<'a> {
     chain: &'a Chain<'a>,
     group: &'a Group<'a>,
     hosts: &'a Hosts,
     channel: usize,
+    /// Pieces below this number may be used (CHN-3).
+    released: usize,
     streams: Vec<CarryStream>,
-    /// Sends in flight, with the carries that they send.
-    sends: Vec<(Message, Vec<u128>)>,
+    sends: Vec<PieceSend>,
+    /// Memory of carries, for reuse.
+    spare: Vec<Vec<u128>>,
 }
 
-impl Chain<'_> {
-    /// Runs this member's part; returns when the pieces that it owns are complete. The parts may be used after the
-    /// next arrival.
-    ///
-    /// Safety
-    /// The parts are valid for all pieces, whose bounds are multiples of the element size. From now until the next
-    /// arrival of this host's members, only their owners access the parts, and only in this function.
-    pub(super) unsafe fn run(&self, group: &Group<'_>) -> Result<()> {
-        let hosts = group.several_hosts();
-        let channel = hosts.map.position_of(group.members.me);
-        if channel >= hosts.map.channels() || self.pieces.is_empty() {
-            return Ok(());
-        }
-        let mut owner = ChannelOwner::new(self, group, hosts, channel);
-        let outcome = owner.work();
-        // After an error, no message may write to the caller's memory any more.
-        let open = owner.streams.iter().flat_map(|stream| stream.open.iter().map(|(message, _)| message));
-        open.chain(owner.sends.iter().map(|(message, _)| message)).for_each(|message| group.transport.cancel(message));
-        outcome
+impl Drop for ChannelOwner<'_> {
+    fn drop(&mut self) {
+        let open = self.streams.iter().flat_map(|stream| stream.open.iter().map(|(message, _)| message));
+        let messages = open.chain(self.sends.iter().map(|send| &send.message));
+        messages.for_each(|message| self.group.transport.cancel(message));
     }
 }
 
 impl<'a> ChannelOwner<'a> {
-    fn new(chain: &'a Chain<'a>, group: &'a Group<'a>, hosts: &'a Hosts, channel: usize) -> Self {
+    /// Starts this member's part of `chain`; none if it owns no channel.
+    ///
+    /// Safety
+    /// The parts, and the inputs and outputs of pieces, are valid for all pieces, whose bounds are multiples of the
+    /// element size.
+    pub(super) unsafe fn new(chain: &'a Chain<'a>, group: &'a Group<'a>) -> Option<Self> {
+        let hosts = group.several_hosts();
         let map = &hosts.map;
+        let channel = map.position_of(group.members.me);
+        if channel >= map.channels() {
+            return None;
+        }
         let host = map.host_of(group.members.me);
         let spans = map.spans();
         let last = spans[spans.len() - 1].host;
-        let every = chain.pieces.iter().skip(channel).step_by(map.channels()).copied();
+        let every = (channel..chain.pieces.len()).step_by(map.channels());
         let mut streams = Vec::new();
         for (span, _) in spans.iter().enumerate().filter(|(_, span)| span.host == host) {
             let from = span.checked_sub(1).map(|before| map.owner(spans[before].host, channel));
@@ -143,7 +158,7 @@ impl<'a> ChannelOwner<'a> {
         }
         // A result for all members is passed from host to host; a result for one member is sent directly to its host.
         for (to_all, from) in [(true, (host + 1) % map.num_hosts()), (false, last)] {
-            let wanted = every.clone().filter(|piece| match piece.to {
+            let wanted = every.clone().filter(|piece| match chain.pieces[*piece].to {
                 ResultRanks::All => to_all,
                 ResultRanks::Member(member) => !to_all && map.host_of(member) == host,
             });
@@ -157,10 +172,15 @@ impl<'a> ChannelOwner<'a> {
             }
         }
         streams.retain(|stream| !stream.pieces.is_empty());
-        Self { chain, group, hosts, channel, streams, sends: Vec::new() }
+        Some(Self { chain, group, hosts, channel, released: 0, streams, sends: Vec::new(), spare: Vec::new() })
     }
 
-    fn work(&mut self) -> Result<()> {
+    /// Releases the pieces below `released`, and works until those below `until` are complete.
+    ///
+    /// Safety
+    /// From now until the pieces are complete, only their owners access the parts of released pieces.
+    pub(super) unsafe fn work(&mut self, released: usize, until: usize) -> Result<()> {
+        self.released = released;
         let transport = self.group.transport;
         let crowded = self.hosts.memory.size() > cores();
         let mut backoff = Backoff::new();
@@ -169,7 +189,7 @@ impl<'a> ChannelOwner<'a> {
             self.post();
             transport.progress();
             let moved = self.step()?;
-            if self.sends.is_empty() && self.streams.iter().all(|stream| stream.done == stream.pieces.len()) {
+            if self.is_complete(until) {
                 return Ok(());
             }
             if moved {
@@ -184,26 +204,33 @@ impl<'a> ChannelOwner<'a> {
         }
     }
 
+    fn is_complete(&self, until: usize) -> bool {
+        self.sends.iter().all(|send| send.piece >= until)
+            && self.streams.iter().all(|stream| stream.next().is_none_or(|piece| piece >= until))
+    }
+
     /// Posts receives.
     fn post(&mut self) {
         let chain = self.chain;
         for stream in &mut self.streams {
             let Some(from) = stream.from else { continue };
             while stream.posted < stream.pieces.len().min(stream.done + DEPTH) {
-                let piece = stream.pieces[stream.posted];
+                let number = stream.pieces[stream.posted];
+                let piece = &chain.pieces[number];
                 let (mut memory, place, bytes);
                 match stream.kind {
                     ChainKind::Carry { .. } => {
                         bytes = chain.elems(piece) * carry_bytes(chain.dtype);
-                        memory = vec![0u128; bytes.div_ceil(16)];
+                        memory = carry_memory(&mut self.spare, bytes);
                         place = memory.as_mut_ptr().cast();
                     }
+                    ChainKind::Result if number >= self.released => break,
                     ChainKind::Result => {
                         (memory, bytes) = (Vec::new(), piece.bytes);
-                        place = chain.first_place(piece, self.hosts);
+                        place = chain.parts[self.channel].wrapping_add(piece.start);
                     }
                 }
-                // SAFETY: `memory` does not move, and only this owner accesses the parts (see `Chain::run`), until
+                // SAFETY: `memory` does not move, and only this owner accesses the parts of a released piece, until
                 // the message is complete or cancelled. The result overwrites only values that have been added
                 // (CHN-2).
                 let message = unsafe { self.group.transport.post_recv(Some(from), stream.tag, place, bytes) };
@@ -220,9 +247,7 @@ impl<'a> ChannelOwner<'a> {
             loop {
                 let sending = self.sends.len();
                 let stream = &mut self.streams[index];
-                if stream.done == stream.pieces.len() {
-                    break;
-                }
+                let Some(piece) = stream.next().filter(|piece| *piece < self.released) else { break };
                 let carry = match (stream.from, stream.open.front()) {
                     // The first span waits for no carry, only for its own sends.
                     (None, _) if sending >= DEPTH => break,
@@ -234,21 +259,22 @@ impl<'a> ChannelOwner<'a> {
                     },
                     (Some(_), None) => break,
                 };
-                let (kind, piece) = (stream.kind, stream.pieces[stream.done]);
+                let kind = stream.kind;
                 stream.done += 1;
                 moved = true;
                 match kind {
-                    ChainKind::Carry { span } => self.fold(span, piece, carry.as_deref()),
+                    ChainKind::Carry { span } => self.fold(span, piece, carry),
                     ChainKind::Result => self.pass_on(piece),
                 }
             }
         }
         let mut error = None;
-        let before = self.sends.len();
-        self.sends.retain(|(message, _)| match message.poll() {
+        let (before, spare) = (self.sends.len(), &mut self.spare);
+        self.sends.retain_mut(|send| match send.message.poll() {
             None => true,
             Some(result) => {
                 error = error.take().or(result.err());
+                keep(spare, std::mem::take(&mut send.memory));
                 false
             }
         });
@@ -257,85 +283,100 @@ impl<'a> ChannelOwner<'a> {
 
     /// Adds the values of the members of `span` to the carry, and sends the sum to the next span, or the result to
     /// the members that get it.
-    fn fold(&mut self, span: usize, piece: ChainPiece, carry: Option<&[u128]>) {
+    fn fold(&mut self, span: usize, number: usize, carry: Option<Vec<u128>>) {
         let Self { chain, hosts, channel, group, .. } = *self;
+        let piece = &chain.pieces[number];
         let map = &hosts.map;
         let spans = map.spans();
         let members = spans[span].start..spans[span].end;
-        let at = |member: usize| chain.parts[map.position_of(member)].wrapping_add(piece.start);
-        let sources: Vec<*const u8> = members.map(|member| at(member).cast_const()).collect();
-        let carry = carry.map_or(std::ptr::null(), |carry| carry.as_ptr().cast());
+        let me = group.members.me;
+        let at = |member: usize| match member == me {
+            true => piece.input,
+            false => chain.parts[map.position_of(member)].wrapping_add(piece.start).cast_const(),
+        };
+        let sources: Vec<*const u8> = members.map(at).collect();
+        let carried = carry.as_ref().map_or(std::ptr::null(), |carry| carry.as_ptr().cast());
         let elems = chain.elems(piece);
         let next = spans.get(span + 1).map(|next| map.owner(next.host, channel));
         let mut fold = Fold {
             dtype: chain.dtype,
             op: chain.op,
             sources: &sources,
-            stage: FoldStage::Last { carry, ranks: group.members.size() },
+            stage: FoldStage::Last { carry: carried, ranks: group.members.size() },
             outputs: &[],
             elems,
             prefetch: std::ptr::null(),
         };
-        if let Some(next) = next {
-            let bytes = elems * carry_bytes(chain.dtype);
-            let mut made = vec![0u128; bytes.div_ceil(16)];
-            fold.stage = FoldStage::Middle { carry };
+        let elsewhere = match piece.to {
+            ResultRanks::Member(member) if map.host_of(member) != map.host_of(me) => {
+                Some(map.owner(map.host_of(member), channel))
+            }
+            ResultRanks::All | ResultRanks::Member(_) => None,
+        };
+        if next.is_some() || elsewhere.is_some() {
+            let (to, tag, bytes) = match (next, elsewhere) {
+                (Some(next), _) => {
+                    fold.stage = FoldStage::Middle { carry: carried };
+                    (next, TAG_CARRY + span as Tag + 1, elems * carry_bytes(chain.dtype))
+                }
+                (None, other) => (other.expect("one of them is some"), TAG_RESULT, piece.bytes),
+            };
+            let mut made = carry_memory(&mut self.spare, bytes);
             // SAFETY: the parts are valid for the piece, and only this owner accesses them; the carries have that
             // many elements in the accumulation type. Validation checked the op.
             unsafe { kernels::fold(&Fold { outputs: &[made.as_mut_ptr().cast()], ..fold }) };
-            return self.send(next, TAG_CARRY + span as Tag + 1, made, bytes);
+            // SAFETY: the memory does not move until the message is complete or cancelled.
+            let message = unsafe { group.transport.post_send(to, tag, made.as_ptr().cast(), bytes) };
+            self.sends.push(PieceSend { piece: number, message, memory: made });
+        } else {
+            let places = self.places(piece);
+            // SAFETY: as above; the outputs are at the same place as a source or apart from all of them.
+            unsafe { kernels::fold(&Fold { outputs: &places, ..fold }) };
+            self.send_on(number);
         }
-        let host = map.host_of(group.members.me);
-        if let ResultRanks::Member(member) = piece.to
-            && map.host_of(member) != host
-        {
-            let mut made = vec![0u128; piece.bytes.div_ceil(16)];
-            // SAFETY: as above; the memory has room for the piece.
-            unsafe { kernels::fold(&Fold { outputs: &[made.as_mut_ptr().cast()], ..fold }) };
-            return self.send(map.owner(map.host_of(member), channel), TAG_RESULT, made, piece.bytes);
-        }
-        let places = chain.places(piece, hosts);
-        // SAFETY: as above; the outputs are the parts themselves, at the same place as the sources.
-        unsafe { kernels::fold(&Fold { outputs: &places, ..fold }) };
-        self.send_on(piece);
+        keep(&mut self.spare, carry.unwrap_or_default());
     }
 
     /// Copies a result, which has arrived at the first of its places, to the others.
-    fn pass_on(&mut self, piece: ChainPiece) {
-        let [first, rest @ ..] = &self.chain.places(piece, self.hosts)[..] else { return };
+    fn pass_on(&mut self, number: usize) {
+        let piece = &self.chain.pieces[number];
+        let [first, rest @ ..] = &self.places(piece)[..] else { return };
         for place in rest {
-            // SAFETY: the places of different members do not overlap, and only this owner accesses them.
+            // SAFETY: the places do not overlap, and only this owner accesses them.
             unsafe { std::ptr::copy_nonoverlapping(*first, *place, piece.bytes) };
         }
-        self.send_on(piece);
+        self.send_on(number);
+    }
+
+    /// Where the result of a piece goes on this host: first to this owner's part.
+    fn places(&self, piece: &ChainPiece) -> Vec<*mut u8> {
+        let own = self.chain.parts[self.channel].wrapping_add(piece.start);
+        let others = self.chain.parts.iter().map(|part| part.wrapping_add(piece.start)).filter(|part| *part != own);
+        let others = others.filter(|_| self.chain.to_parts);
+        std::iter::once(own).chain(others).chain((!piece.output.is_null()).then_some(piece.output)).collect()
     }
 
     /// Sends a result for all members to the previous host, in a ring that begins at the host of the last span.
-    fn send_on(&mut self, piece: ChainPiece) {
+    fn send_on(&mut self, number: usize) {
+        let piece = &self.chain.pieces[number];
         let map = &self.hosts.map;
         let (num_hosts, spans) = (map.num_hosts(), map.spans());
         let before = (map.host_of(self.group.members.me) + num_hosts - 1) % num_hosts;
         if piece.to != ResultRanks::All || before == spans[spans.len() - 1].host {
             return;
         }
-        let place = self.chain.first_place(piece, self.hosts);
-        // SAFETY: the result is not written any more and stays valid until the next agreement, by which time the
-        // message is complete or cancelled.
+        let place = self.chain.parts[self.channel].wrapping_add(piece.start);
+        // SAFETY: the result is not written any more until the piece is complete, by which time the message is
+        // complete or cancelled.
         let message =
             unsafe { self.group.transport.post_send(map.owner(before, self.channel), TAG_RESULT, place, piece.bytes) };
-        self.sends.push((message, Vec::new()));
-    }
-
-    fn send(&mut self, to: usize, tag: Tag, memory: Vec<u128>, bytes: usize) {
-        // SAFETY: the memory does not move until the message is complete or cancelled.
-        let message = unsafe { self.group.transport.post_send(to, tag, memory.as_ptr().cast(), bytes) };
-        self.sends.push((message, memory));
+        self.sends.push(PieceSend { piece: number, message, memory: Vec::new() });
     }
 
     /// Global ranks that this owner waits for.
     fn missing(&self) -> Vec<usize> {
         let open = self.streams.iter().flat_map(|stream| stream.open.front());
-        let waiting = open.map(|(message, _)| message).chain(self.sends.iter().map(|(message, _)| message));
+        let waiting = open.map(|(message, _)| message).chain(self.sends.iter().map(|send| &send.message));
         let mut ranks: Vec<usize> = (waiting.filter(|message| message.poll().is_none()))
             .flat_map(|message| message.partners(self.group.members))
             .collect();
@@ -345,31 +386,32 @@ impl<'a> ChannelOwner<'a> {
     }
 }
 
+/// Memory of at least `bytes` bytes, with any contents.
+fn carry_memory(spare: &mut Vec<Vec<u128>>, bytes: usize) -> Vec<u128> {
+    let words = bytes.div_ceil(16);
+    spare.pop().filter(|memory| memory.len() >= words).unwrap_or_else(|| vec![0; words])
+}
+
+fn keep(spare: &mut Vec<Vec<u128>>, memory: Vec<u128>) {
+    if !memory.is_empty() {
+        spare.push(memory);
+    }
+}
+
 impl CarryStream {
-    fn new(kind: ChainKind, from: Option<usize>, tag: Tag, pieces: Vec<ChainPiece>) -> Self {
+    fn new(kind: ChainKind, from: Option<usize>, tag: Tag, pieces: Vec<usize>) -> Self {
         Self { kind, from, tag, pieces, posted: 0, done: 0, open: VecDeque::new() }
+    }
+
+    /// The first piece that is not done.
+    fn next(&self) -> Option<usize> {
+        self.pieces.get(self.done).copied()
     }
 }
 
 impl Chain<'_> {
-    fn elems(&self, piece: ChainPiece) -> usize {
+    fn elems(&self, piece: &ChainPiece) -> usize {
         piece.bytes / self.dtype.size()
-    }
-
-    /// Offset of the result in the parts of this host.
-    fn places(&self, piece: ChainPiece, hosts: &Hosts) -> Vec<*mut u8> {
-        match piece.to {
-            ResultRanks::All => self.parts.iter().map(|part| part.wrapping_add(piece.start)).collect(),
-            ResultRanks::Member(_) => vec![self.first_place(piece, hosts)],
-        }
-    }
-
-    fn first_place(&self, piece: ChainPiece, hosts: &Hosts) -> *mut u8 {
-        let position = match piece.to {
-            ResultRanks::All => 0,
-            ResultRanks::Member(member) => hosts.map.position_of(member),
-        };
-        self.parts[position].wrapping_add(piece.start)
     }
 }
 
@@ -378,15 +420,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pieces_cover_the_range_and_fit_every_element() {
+    fn pieces_cover_the_range_and_fit_every_element_and_one_frame() {
         for bytes in [0, 16, 48, 16 << 10, 100_000, 3 << 20] {
-            for channels in [1, 2, 3, 8] {
-                let pieces = pieces(160..160 + bytes, ResultRanks::All, channels);
+            for (channels, dtype) in [1, 2, 3, 8].into_iter().zip([DType::Float32, DType::Float16, DType::Complex128]) {
                 let mut next = 160;
-                for piece in &pieces {
+                for piece in pieces(160..160 + bytes, dtype, channels) {
                     assert_eq!(piece.start, next);
-                    assert!(piece.bytes > 0 && piece.bytes <= PIECE_BYTES && piece.bytes.is_multiple_of(16));
-                    next += piece.bytes;
+                    assert!(!piece.is_empty() && piece.len().is_multiple_of(16));
+                    assert!(piece.len() / dtype.size() * carry_bytes(dtype) <= PAYLOAD_BYTES);
+                    next = piece.end;
                 }
                 assert_eq!(next, 160 + bytes);
             }

@@ -18,7 +18,7 @@ mod spread;
 
 pub(super) use spread::Spread;
 
-use chain::{Chain, ChainPiece, ResultRanks};
+use chain::{Chain, ChainPiece, ChannelOwner, ResultRanks};
 
 /// All-reduce, reduce and reduce-scatter in groups on several hosts.
 pub(super) struct Reduction;
@@ -54,10 +54,23 @@ impl Algorithm for Reduction {
                     let start = window.peer(*member).expect("a window is visible to the members of one host");
                     parts.push(start.wrapping_add(offset));
                 }
-                let pieces = chain::pieces(0..bytes, ResultRanks::All, map.channels());
+                let own = parts[memory.me()];
+                let pieces: Vec<ChainPiece> = chain::pieces(0..bytes, call.dtype, map.channels())
+                    .map(|range| ChainPiece {
+                        start: range.start,
+                        bytes: range.len(),
+                        to: ResultRanks::All,
+                        input: own.wrapping_add(range.start),
+                        output: std::ptr::null_mut(),
+                    })
+                    .collect();
+                let chain = Chain { dtype: call.dtype, op: *op, parts: &parts, pieces: &pieces, to_parts: true };
                 // SAFETY: the offsets were checked against the window, whose parts are mapped with that size. All members
                 // of this host are between the arrival that compared their calls and the one below.
-                unsafe { Chain { dtype: call.dtype, op: *op, parts: &parts, pieces: &pieces }.run(group)? };
+                if let Some(mut owner) = unsafe { ChannelOwner::new(&chain, group) } {
+                    // SAFETY: as above.
+                    unsafe { owner.work(pieces.len(), pieces.len())? };
+                }
                 memory.sync(&group.wait)
             }
             _ => unreachable!("`accepts` takes reductions only"),
@@ -65,8 +78,26 @@ impl Algorithm for Reduction {
     }
 }
 
+/// Sections of tensors go through the arenas in turn, each through a slot of this size. While the chain reduces some,
+/// the members copy values of later ones into other slots.
+const SECTION_BYTES: usize = 512 << 10;
+const SLOTS: usize = ARENA_BYTES / SECTION_BYTES;
+/// A section's result is copied out this many rounds after its values were copied in. One round later there has been
+/// an arrival since the last read of the slot, so the next but one may write to it.
+const LAG: usize = SLOTS - 2;
+
 /// Reduces adjacent blocks through the arenas. The result of block i goes to the ranks that `to` names; `output` is
 /// this member's result, if it gets one.
+///
+/// ```text
+/// round        r                       r+1                     r+LAG
+/// copy in      section r               section r+1
+/// owners       fold and send sections, as carries and results arrive
+/// arrival      -------- all ---------- all ------------------- all --------
+/// copy out                                                     section r
+/// ```
+///
+/// An owner does not copy the values of its own pieces: it folds them where they are.
 fn reduce(
     blocks: &[TensorView],
     output: Option<&TensorView>,
@@ -77,33 +108,64 @@ fn reduce(
     let Hosts { map, memory } = group.several_hosts();
     let (me, dtype) = (memory.me(), blocks[0].dtype());
     let parts: Vec<*mut u8> = (0..memory.size()).map(|position| memory.arena(position, 0)).collect();
+    let mut pieces: Vec<ChainPiece> = Vec::new();
+    let mut outputs: Vec<*mut u8> = Vec::new();
+    // One past the last piece of each section.
+    let mut ends: Vec<usize> = Vec::new();
     let total: usize = blocks.iter().map(TensorView::bytes).sum();
-    for start in (0..total).step_by(ARENA_BYTES) {
-        let end = (start + ARENA_BYTES).min(total);
-        let mut pieces: Vec<ChainPiece> = Vec::new();
-        // The range of this member's result in the arena, and its start in the output.
-        let mut mine = None;
+    for (section, start) in (0..total).step_by(SECTION_BYTES).enumerate() {
+        let end = (start + SECTION_BYTES).min(total);
+        let slot = section % SLOTS * SECTION_BYTES;
         let mut block_start = 0;
         for (index, block) in blocks.iter().enumerate() {
             let (from, until) = (block_start.max(start), (block_start + block.bytes()).min(end));
-            if from < until {
-                // SAFETY: the range lies inside the block, and in the arena, which is this member's until the next arrival.
-                unsafe { copy(block.ptr().add(from - block_start), parts[me].add(from - start), until - from) };
-                let to = to(index);
-                pieces.extend(chain::pieces(from - start..until - start, to, map.channels()));
-                if to.is_for(group.members.me) {
-                    mine = Some((from - start, from - block_start, until - from));
-                }
+            let to = to(index);
+            let wanted = output.filter(|_| to.is_for(group.members.me));
+            for range in chain::pieces(from..until.max(from), dtype, map.channels()) {
+                let inside = range.start - block_start;
+                let result = wanted.map_or(std::ptr::null_mut(), |output| output.ptr().wrapping_add(inside));
+                let is_own = pieces.len() % map.channels() == me;
+                outputs.push(result);
+                pieces.push(ChainPiece {
+                    start: slot + range.start - start,
+                    bytes: range.len(),
+                    to,
+                    input: block.ptr().wrapping_add(inside),
+                    output: if is_own { result } else { std::ptr::null_mut() },
+                });
             }
             block_start += block.bytes();
         }
+        ends.push(pieces.len());
+    }
+    let of_section = |section: usize| section.checked_sub(1).map_or(0, |before| ends[before])..ends[section];
+    let others = |section: usize| of_section(section).filter(|piece| piece % map.channels() != me);
+    let chain = Chain { dtype, op, parts: &parts, pieces: &pieces, to_parts: false };
+    // SAFETY: slots are as long as sections, and the blocks and the output contain their ranges.
+    let mut owner = unsafe { ChannelOwner::new(&chain, group) };
+    let lag = LAG.min(ends.len());
+    for round in 0..ends.len() + lag {
+        if round < ends.len() {
+            for piece in others(round).map(|piece| &pieces[piece]) {
+                // SAFETY: the range lies inside the block, and in the slot, which is this member's until the arrival
+                // below: all have read the slot's previous section before the last arrival ([`LAG`]).
+                unsafe { copy(piece.input, parts[me].add(piece.start), piece.bytes) };
+            }
+        }
+        let complete = round.checked_sub(lag);
+        if let Some(owner) = &mut owner {
+            let released = round.checked_sub(1).map_or(0, |before| ends[before.min(ends.len() - 1)]);
+            // SAFETY: the arrival of the previous round followed all writes to the slots of released pieces, and the
+            // members read results only after the arrival below.
+            unsafe { owner.work(released, complete.map_or(0, |section| ends[section]))? };
+        }
         memory.sync(&group.wait)?;
-        // SAFETY: arenas are longer than a section; their owners are between the arrival above and the one below.
-        unsafe { Chain { dtype, op, parts: &parts, pieces: &pieces }.run(group)? };
-        memory.sync(&group.wait)?;
-        if let (Some(output), Some((from, to, bytes))) = (output, mine) {
-            // SAFETY: the range lies inside this member's arena, which is not written now, and inside the output.
-            unsafe { copy(parts[me].add(from), output.ptr().add(to), bytes) };
+        let Some(section) = complete else { continue };
+        for piece in others(section).filter(|piece| !outputs[*piece].is_null()) {
+            let ChainPiece { start, bytes, .. } = pieces[piece];
+            // SAFETY: the owner wrote the result to its slot before the arrival, and writes there again only after
+            // this member's next one; the range lies inside the output.
+            unsafe { copy(parts[piece % map.channels()].add(start), outputs[piece], bytes) };
         }
     }
     Ok(())
