@@ -207,6 +207,18 @@ impl MailboxProgress for Mailbox<HostsLink> {
     fn arrived(&self) {
         self.progress();
     }
+
+    fn land(&self, from: usize, header: Header) -> Option<u64> {
+        Mailbox::land(self, from, header)
+    }
+
+    fn fill(&self, from: usize, ticket: u64, read: &mut dyn FnMut(*mut u8)) {
+        Mailbox::fill(self, from, ticket, read);
+    }
+
+    fn end_landing(&self, from: usize, ticket: u64, is_whole: bool) {
+        Mailbox::end_landing(self, from, ticket, is_whole);
+    }
 }
 
 impl Link for HostsLink {

@@ -23,10 +23,14 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 
 use super::{Members, Tag};
 use crate::error::{Error, Result};
+
+mod landing;
+
+use landing::Landing;
 
 /// The kind of a frame; the `#[repr]` values are sent on the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -174,6 +178,7 @@ struct Peer {
     asked: HashMap<u64, Outgoing>,
     /// Sends whose data is being sent, one after the other.
     streams: VecDeque<ClearedSend>,
+    landing: Option<Landing>,
 }
 
 #[derive(Default)]
@@ -220,12 +225,15 @@ pub(crate) struct Mailbox<L> {
     pub(crate) link: L,
     members: Members,
     state: Mutex<MailboxState>,
+    /// Notified when a read to the memory of a receive ends.
+    landed: Condvar,
 }
 
 impl<L: Link> Mailbox<L> {
     pub(crate) fn new(link: L, members: Members) -> Self {
         let peers = (0..members.size()).map(|_| Peer::default()).collect();
-        Self { link, members, state: Mutex::new(MailboxState { peers, ..MailboxState::default() }) }
+        let state = Mutex::new(MailboxState { peers, ..MailboxState::default() });
+        Self { link, members, state, landed: Condvar::new() }
     }
 
     fn advance(&self, state: &mut MailboxState) {
@@ -333,6 +341,7 @@ impl<L: Link> Messages for Mailbox<L> {
     fn cancel(&self, message: &Message) {
         let mut state = self.state.lock();
         let id = message.0.id;
+        self.divert(&mut state, id);
         state.posted.retain(|it| it.message.0.id != id);
         state.filling.remove(&id);
         for peer in &mut state.peers {
@@ -433,13 +442,7 @@ impl MailboxState {
                 }
                 // SAFETY: the part lies inside the posted buffer by the check above; the payload is the caller's.
                 unsafe { std::ptr::copy_nonoverlapping(payload, filling.recv.data.add(filling.received), length) };
-                filling.received += length;
-                if filling.received == filling.recv.bytes
-                    && let Some(done) = self.filling.remove(&a)
-                {
-                    done.recv.message.complete(Ok(from));
-                    self.completed = true;
-                }
+                self.note_received(a, length, from);
             }
             // Only a corrupt peer sends this; the affected waits end at their deadlines.
             None => {}
@@ -460,6 +463,24 @@ impl MailboxState {
         }
     }
 
+    /// A part of the message for the receive `slot` is in its memory.
+    fn note_received(&mut self, slot: u64, length: usize, from: usize) {
+        let Some(filling) = self.filling.get_mut(&slot) else { return };
+        filling.received += length;
+        if filling.received == filling.recv.bytes
+            && let Some(done) = self.filling.remove(&slot)
+        {
+            done.recv.message.complete(Ok(from));
+            self.completed = true;
+        }
+    }
+
+    /// Returns a receive to its place in the order.
+    fn post_again(&mut self, recv: Posted) {
+        let at = self.posted.partition_point(|it| it.message.0.id < recv.message.0.id);
+        self.posted.insert(at, recv);
+    }
+
     /// The sender has cancelled its message `id` (MBX-3).
     fn withdraw(&mut self, from: usize, id: u64, members: &Members) {
         let announced = |it: &Unexpected| it.from == from && matches!(it.body, Body::Rts { id: own, .. } if own == id);
@@ -474,10 +495,7 @@ impl MailboxState {
                 }
                 self.deliver(recv, arrived.from, arrived.body, members);
             }
-            None => {
-                let at = self.posted.partition_point(|it| it.message.0.id < recv.message.0.id);
-                self.posted.insert(at, recv);
-            }
+            None => self.post_again(recv),
         }
     }
 

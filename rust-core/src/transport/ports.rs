@@ -39,10 +39,9 @@ pub(crate) trait Carrier: Send + Sync {
     fn name(&self) -> &'static str;
     /// The inboxes for arriving frames.
     fn ports(&self) -> &Ports;
-    /// Queues a frame, which `write` appends to a buffer, for process `to`; never waits. Returns false, without
-    /// calling `write`, if the queue is full; the port `from` is then notified ([`MailboxProgress`]) when there is
-    /// space.
-    fn send(&self, from: PortKey, to: usize, write: &mut dyn FnMut(&mut Vec<u8>)) -> bool;
+    /// Takes the frame of `prefix` and `payload` for process `to`; never waits. Returns false, without taking it, if
+    /// there is no space; the port `from` is then notified ([`MailboxProgress`]) when there is.
+    fn send(&self, from: PortKey, to: usize, prefix: &[u8; PREFIX_BYTES], payload: &[u8]) -> bool;
     /// A caller begins or ends to wait for frames; used by carriers that must poll.
     fn busy_poll(&self, waits: bool);
     /// Waits until the network has accepted all queued frames, while it works and at most until the deadline.
@@ -54,6 +53,53 @@ pub(crate) trait Carrier: Send + Sync {
 /// Makes progress for a group for which frames have arrived, or whose queue has space again.
 pub(crate) trait MailboxProgress: Send + Sync {
     fn arrived(&self);
+    /// Starts to receive the payload of a frame that is arriving from member `from`, after all earlier ones. Returns a
+    /// ticket, or none if no receive waits for it.
+    fn land(&self, from: usize, header: Header) -> Option<u64>;
+    /// Passes the memory for the payload to `read`, which must not block.
+    fn fill(&self, from: usize, ticket: u64, read: &mut dyn FnMut(*mut u8));
+    /// The payload is complete and authentic, or it will never be.
+    fn end_landing(&self, from: usize, ticket: u64, is_whole: bool);
+}
+
+/// A payload that is being read to the memory of its receive.
+pub(super) struct Landing {
+    mailbox: Arc<dyn MailboxProgress>,
+    from: usize,
+    ticket: u64,
+    bytes: usize,
+    is_whole: bool,
+}
+
+impl Landing {
+    /// Passes the payload's memory to `read`.
+    pub(super) fn fill(&mut self, mut read: impl FnMut(&mut [u8])) {
+        let bytes = self.bytes;
+        self.mailbox.fill(self.from, self.ticket, &mut |place| {
+            // SAFETY: a mailbox gives memory of this length, which no other code uses during the call.
+            read(unsafe { std::slice::from_raw_parts_mut(place, bytes) });
+        });
+    }
+
+    /// Ends the landing of a payload that is complete and authentic.
+    pub(super) fn complete(mut self) {
+        self.is_whole = true;
+    }
+}
+
+impl Drop for Landing {
+    fn drop(&mut self) {
+        self.mailbox.end_landing(self.from, self.ticket, self.is_whole);
+    }
+}
+
+/// The words of a frame's prefix: group, receiver, sender, and the header.
+fn words(prefix: &[u8; PREFIX_BYTES]) -> [u64; PREFIX_WORDS] {
+    let mut words = [0u64; PREFIX_WORDS];
+    for (word, chunk) in words.iter_mut().zip(prefix.as_chunks::<8>().0) {
+        *word = u64::from_le_bytes(*chunk);
+    }
+    words
 }
 
 /// Buffers for reuse, with their old contents.
@@ -148,11 +194,7 @@ impl Ports {
         // A header that states more bytes than arrived would expose an earlier frame's data in the buffer.
         let came = buffer.get(start..start + bytes)?;
         let (prefix, payload) = came.split_first_chunk::<PREFIX_BYTES>()?;
-        let mut words = [0u64; PREFIX_WORDS];
-        for (word, chunk) in words.iter_mut().zip(prefix.as_chunks::<8>().0) {
-            *word = u64::from_le_bytes(*chunk);
-        }
-        let [group, to, from, ref header @ ..] = words;
+        let [group, to, from, ref header @ ..] = words(prefix);
         let header: Header = *header;
         if header[4] > payload.len() as u64 {
             return None;
@@ -166,6 +208,21 @@ impl Ports {
             None => table.early.entry(key).or_default().push((source, from as usize, frame)),
         }
         Some(key)
+    }
+
+    /// Finds the memory for the payload of `bytes` bytes that follows `prefix`, from process `source`, if a receive
+    /// waits for it.
+    pub(super) fn land(&self, source: usize, prefix: &[u8; PREFIX_BYTES], bytes: usize) -> Option<Landing> {
+        let [group, to, from, ref header @ ..] = words(prefix);
+        let (header, from): (Header, usize) = (*header, from as usize);
+        let mailbox = {
+            let table = self.table.lock();
+            let open = table.open.get(&(group, to as usize))?;
+            let is_valid = header[4] == bytes as u64 && open.processes.get(from) == Some(&source);
+            open.mailbox_progress.as_ref().filter(|_| is_valid)?.upgrade()?
+        };
+        let ticket = mailbox.land(from, header)?;
+        Some(Landing { mailbox, from, ticket, bytes, is_whole: false })
     }
 
     /// Notifies these ports that frames have arrived, or that there is space for theirs.
@@ -248,17 +305,18 @@ impl Port {
         }
         let length = header[4] as usize;
         assert!(length <= PAYLOAD_BYTES, "a frame holds {PAYLOAD_BYTES} bytes");
-        self.carrier.send(self.key, process, &mut |buffer| {
-            buffer.reserve(PREFIX_BYTES + length);
-            let [a, b, c, d, e] = header;
-            for word in [self.key.0, to as u64, self.key.1 as u64, a, b, c, d, e] {
-                buffer.extend_from_slice(&word.to_le_bytes());
-            }
-            if length > 0 {
-                // SAFETY: the caller promises `length` readable bytes.
-                buffer.extend_from_slice(unsafe { std::slice::from_raw_parts(payload, length) });
-            }
-        })
+        let [a, b, c, d, e] = header;
+        let mut prefix = [0; PREFIX_BYTES];
+        let words = [self.key.0, to as u64, self.key.1 as u64, a, b, c, d, e];
+        for (place, word) in prefix.as_chunks_mut::<8>().0.iter_mut().zip(words) {
+            *place = word.to_le_bytes();
+        }
+        let payload = match length {
+            0 => &[],
+            // SAFETY: the caller promises `length` readable bytes.
+            _ => unsafe { std::slice::from_raw_parts(payload, length) },
+        };
+        self.carrier.send(self.key, process, &prefix, payload)
     }
 
     /// As [`pop`](super::mailbox::Link::pop) of a link.

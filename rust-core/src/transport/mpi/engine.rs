@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use crate::error::{Error, Limit, Result};
-use crate::transport::ports::{Carrier, FRAME_BYTES, Pool, PortKey, Ports, departed};
+use crate::transport::ports::{Carrier, FRAME_BYTES, PREFIX_BYTES, Pool, PortKey, Ports, departed};
 use crate::transport::{NAP, cores};
 use crate::world::Monitor;
 
@@ -183,7 +183,7 @@ impl Carrier for Engine {
         &self.shared.ports
     }
 
-    fn send(&self, from: PortKey, to: usize, write: &mut dyn FnMut(&mut Vec<u8>)) -> bool {
+    fn send(&self, from: PortKey, to: usize, prefix: &[u8; PREFIX_BYTES], payload: &[u8]) -> bool {
         let mut outbox = self.shared.outbox.lock();
         let pending = outbox.pending.entry(to).or_default();
         if *pending >= FRAMES_PER_PEER {
@@ -196,7 +196,8 @@ impl Carrier for Engine {
         // copied.
         let mut bytes = self.shared.send_buffers.take();
         bytes.clear();
-        write(&mut bytes);
+        bytes.extend_from_slice(prefix);
+        bytes.extend_from_slice(payload);
         self.shared.outbox.lock().frames.push_back((to, bytes));
         self.shared.news.notify_one();
         true

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use mio::net::TcpStream;
 
 use crate::error::Result;
-use crate::transport::ports::{FRAME_BYTES, Pool};
+use crate::transport::ports::{FRAME_BYTES, Landing, PREFIX_BYTES, Pool};
 use crate::world::rendezvous::JobKey;
-use crate::world::rendezvous::frame::{FrameError, HEADER_BYTES, Verifier};
+use crate::world::rendezvous::frame::{FrameError, HEAD_BYTES, HEADER_BYTES, Verifier};
 use crate::world::rendezvous::handshake::{ANSWER_BYTES, Challenge, REFUSAL};
 use crate::world::{fork, socket};
 
@@ -21,6 +21,8 @@ pub(super) const BUFFER_BYTES: usize = HEADER_BYTES + FRAME_BYTES;
 const FIRST_BYTES: usize = 4 << 10;
 /// Frames up to this length are copied out of the buffer, so that each does not occupy a buffer of full length.
 const SMALL_BYTES: usize = FIRST_BYTES;
+/// Payloads that are read in pieces are hashed in multiples of this size, while they are in the cache.
+const HASHED_BYTES: usize = 64 << 10;
 /// Largest number of bytes to read from one connection before the others are served.
 const READ_BATCH: usize = 1 << 20;
 
@@ -48,6 +50,9 @@ pub(super) struct TcpFrame {
 /// Handles a frame of a connection, or the introduction of its rank. An error closes the connection; its text is a
 /// predicate that follows "it".
 pub(super) type Take<'a> = dyn FnMut(&mut Option<usize>, TcpFrame) -> Result<(), String> + 'a;
+
+/// Finds the memory for a payload of a connection, given the sender's rank, the frame's prefix and the length behind it.
+pub(super) type Land<'a> = dyn FnMut(Option<usize>, &[u8; PREFIX_BYTES], usize) -> Option<Landing> + 'a;
 
 /// The result of reading.
 pub(super) enum ReadOutcome {
@@ -94,6 +99,7 @@ impl InboundConnection {
         peer_timeout: Duration,
         spare: &Pool,
         take: &mut Take<'_>,
+        land: &mut Land<'_>,
     ) -> Result<ReadOutcome, String> {
         if let InboundStage::Unauthenticated { challenge, answer } = &mut self.stage {
             let mut piece = [0; ANSWER_BYTES];
@@ -118,15 +124,19 @@ impl InboundConnection {
         let InboundStage::Open(reader) = &mut self.stage else { return Ok(ReadOutcome::Pause) };
         let mut read = 0;
         while read < READ_BATCH {
-            match self.stream.read(reader.room(spare)) {
+            let outcome = match &mut reader.direct {
+                Some(direct) => direct.read(&mut self.stream),
+                None => self.stream.read(reader.room(spare)).inspect(|count| reader.filled += count),
+            };
+            match outcome {
                 Ok(0) if reader.is_between_frames() => return Ok(ReadOutcome::End),
                 Ok(0) => return Err("ended in the middle of a frame".to_owned()),
                 Ok(count) => {
                     read += count;
-                    reader.filled += count;
                     while let Some(frame) = reader.next().map_err(|error| format!("broke the protocol: {error}"))? {
                         take(&mut self.rank, frame)?;
                     }
+                    reader.land(|prefix, bytes| land(self.rank, prefix, bytes));
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(ReadOutcome::Pause),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
@@ -153,15 +163,66 @@ struct Reader {
     filled: usize,
     /// Length of the frame at `start` with its header, once it is known.
     expected: Option<usize>,
+    /// Whether memory for this frame's payload was sought.
+    sought: bool,
+    direct: Option<DirectFrame>,
+}
+
+/// A frame whose body is read to its final place.
+struct DirectFrame {
+    header: [u8; HEADER_BYTES],
+    head: [u8; HEAD_BYTES],
+    landing: Landing,
+    hasher: blake3::Hasher,
+    /// Bytes of the body: all, those that were read, and those that were hashed.
+    bytes: usize,
+    filled: usize,
+    hashed: usize,
+}
+
+impl DirectFrame {
+    fn read(&mut self, source: &mut impl Read) -> std::io::Result<usize> {
+        let Self { landing, hasher, bytes, filled, hashed, .. } = self;
+        let mut outcome = Err(ErrorKind::WouldBlock.into());
+        landing.fill(|memory| {
+            outcome = source.read(&mut memory[*filled..]);
+            *filled += outcome.as_ref().map_or(0, |count| *count);
+            let until = if *filled == *bytes { *bytes } else { *filled / HASHED_BYTES * HASHED_BYTES };
+            if until > *hashed {
+                hasher.update(&memory[*hashed..until]);
+                *hashed = until;
+            }
+        });
+        outcome
+    }
 }
 
 impl Reader {
     fn new(verifier: Verifier) -> Self {
-        Self { verifier, buffer: Vec::new(), start: 0, filled: 0, expected: None }
+        Self { verifier, buffer: Vec::new(), start: 0, filled: 0, expected: None, sought: false, direct: None }
     }
 
     fn is_between_frames(&self) -> bool {
-        self.start == self.filled
+        self.start == self.filled && self.direct.is_none()
+    }
+
+    /// Continues an incomplete frame in the memory that `find` returns for its prefix and the length behind it.
+    fn land(&mut self, find: impl FnOnce(&[u8; PREFIX_BYTES], usize) -> Option<Landing>) {
+        const BODY: usize = HEADER_BYTES + HEAD_BYTES;
+        let bytes = &self.buffer[self.start..self.filled];
+        let Some(whole) = self.expected.filter(|whole| *whole > SMALL_BYTES && !self.sought) else { return };
+        let (Some((header, rest)), true) = (bytes.split_first_chunk(), bytes.len() >= BODY) else { return };
+        let Some((head, mut begun)) = rest.split_first_chunk() else { return };
+        self.sought = true;
+        let bytes = whole - BODY;
+        let Some(landing) = find(head, bytes) else { return };
+        let (header, head) = (*header, *head);
+        let mut direct =
+            DirectFrame { header, head, landing, hasher: blake3::Hasher::new(), bytes, filled: 0, hashed: 0 };
+        // An incomplete frame is shorter than its memory, and reading from memory does not fail.
+        let _ = direct.read(&mut begun);
+        self.direct = Some(direct);
+        (self.start, self.filled, self.expected, self.sought) = (0, 0, None, false);
     }
 
     /// The space to read into: the remainder of a frame whose length is known, and no more, so that the buffer can be
@@ -181,6 +242,10 @@ impl Reader {
     }
 
     fn next(&mut self) -> Result<Option<TcpFrame>, FrameError> {
+        if let Some(direct) = self.direct.take_if(|direct| direct.filled == direct.bytes) {
+            self.verifier.verify_hashed(&direct.header, &direct.head, Some(direct.hasher.finalize()))?;
+            direct.landing.complete();
+        }
         let bytes = &self.buffer[self.start..self.filled];
         if self.expected.is_none() {
             self.expected = self.verifier.announced(bytes)?.map(|payload| HEADER_BYTES + payload);
@@ -188,7 +253,7 @@ impl Reader {
         let Some(whole) = self.expected.filter(|whole| bytes.len() >= *whole) else { return Ok(None) };
         let (header, payload) = bytes[..whole].split_at(HEADER_BYTES);
         self.verifier.verify(header, payload)?;
-        self.expected = None;
+        (self.expected, self.sought) = (None, false);
         if whole <= SMALL_BYTES {
             let frame = TcpFrame { buffer: payload.to_vec(), start: 0, bytes: payload.len() };
             self.start += whole;

@@ -11,13 +11,15 @@
 //!   first frame. Two processes therefore never have to agree on which of two connections to keep.
 //! - TCP-2: both ends first prove the job's secret to each other, and each frame is authenticated with its sequence
 //!   number (RDV-2). A connection that fails this is closed, and its frames are dropped.
-//! - TCP-3: no thread blocks on the network. Frames that find no room stay with their sender, the mailbox; at most
-//!   [`send_queue::FRAMES`] frames per process are queued here. Of incoming data, at most one incomplete frame per
-//!   connection is held.
+//! - TCP-3: no thread blocks on the network. Frames that find no room stay with their sender, the mailbox; for each
+//!   process, one frame is held here that the system has accepted in part, and at most [`send_queue::FRAMES`] until
+//!   the connection is established. Of incoming data, at most one incomplete frame per connection is held.
 //! - TCP-4: a lost connection does not mean a dead process. If the process has departed, the rendezvous reports it with
 //!   the cause. If no report arrives in time, the network between two living processes is broken, which ends the
 //!   session.
 //! - TCP-5: locks are taken in the order mailbox, send queue. The thread holds neither while it advances a mailbox.
+//! - TCP-6: a large payload is read directly to the memory of its receive, if that is posted ([`super::ports::Landing`]). What is
+//!   there counts only when the frame has been authenticated, because the receive completes only then.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::sync::Arc;
@@ -28,10 +30,9 @@ use mio::{Poll, Waker};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
-use super::ports::{Carrier, Pool, PortKey, Ports};
+use super::ports::{Carrier, PREFIX_BYTES, PortKey, Ports};
 use crate::error::{Error, Result};
 use crate::world::rendezvous::JobKey;
-use crate::world::rendezvous::frame::HEADER_BYTES;
 use crate::world::{Monitor, fork};
 
 mod dial;
@@ -116,8 +117,6 @@ struct TcpState {
     ports: Ports,
     /// Outgoing frames, by rank.
     send_queues: Vec<Mutex<SendQueue>>,
-    /// Buffers of outgoing frames.
-    buffers: Pool,
     calls: Mutex<Vec<TcpCommand>>,
     waker: Waker,
 }
@@ -149,7 +148,6 @@ impl Network {
             rank: options.rank,
             ports: Ports::new(inbound::BUFFER_BYTES),
             send_queues: options.book.iter().map(|_| Mutex::default()).collect(),
-            buffers: Pool::new(0),
             calls: Mutex::default(),
             waker: Waker::new(poll.registry(), service::WAKER).map_err(io)?,
         });
@@ -190,14 +188,9 @@ impl Carrier for Network {
         &self.shared.ports
     }
 
-    fn send(&self, from: PortKey, to: usize, write: &mut dyn FnMut(&mut Vec<u8>)) -> bool {
+    fn send(&self, from: PortKey, to: usize, prefix: &[u8; PREFIX_BYTES], payload: &[u8]) -> bool {
         let shared = &self.shared;
-        let mut queue = shared.send_queues[to].lock();
-        let sent = queue.send(from, &shared.buffers, |buffer| {
-            buffer.resize(HEADER_BYTES, 0);
-            write(buffer);
-        });
-        drop(queue);
+        let sent = shared.send_queues[to].lock().send(from, prefix, payload);
         match sent {
             Sent::Taken => true,
             Sent::Full => false,

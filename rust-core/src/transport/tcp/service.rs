@@ -16,7 +16,6 @@ use crate::error::{Error, Result};
 use crate::transport::ports::PortKey;
 use crate::world::fork;
 use crate::world::rendezvous::JobKey;
-use crate::world::rendezvous::frame::HEADER_BYTES;
 use crate::world::rendezvous::refusals::Refusals;
 
 const LISTENER: Token = Token(0);
@@ -68,6 +67,8 @@ pub(super) struct Service {
     connections: HashMap<Token, TcpConnection>,
     /// Connections before authentication, oldest first.
     unauthenticated: BTreeMap<Token, Instant>,
+    /// Ranks that have an incoming connection. Frames of one rank come over one connection, in order (TCP-1).
+    introduced: HashSet<usize>,
     next: usize,
     accept_at: Option<Instant>,
     /// Connections with more data to read.
@@ -94,6 +95,7 @@ impl Service {
             shared,
             connections: HashMap::new(),
             unauthenticated: BTreeMap::new(),
+            introduced: HashSet::new(),
             next: FIRST_CONNECTION,
             accept_at: None,
             again: HashSet::new(),
@@ -234,11 +236,10 @@ impl Service {
     fn open(&mut self, token: Token, rank: usize, line: OutboundConnection) {
         self.connections.insert(token, TcpConnection::Outbound(rank));
         let words = [self.options.session, self.options.rank as u64, rank as u64];
-        let mut first = vec![0; HEADER_BYTES];
-        first.extend_from_slice(&inbound::hello(words));
+        let first = inbound::hello(words).to_vec();
         let (outcome, admitted) = {
             let mut queue = self.shared.send_queues[rank].lock();
-            (queue.open(line, first, &self.shared.buffers), queue.admitted())
+            (queue.open(line, first), queue.admitted())
         };
         self.shared.ports.progress(admitted);
         if let Err(error) = outcome {
@@ -263,7 +264,7 @@ impl Service {
             if queue.is_lost() {
                 return;
             }
-            let outcome = queue.write(&self.shared.buffers).and_then(|()| queue.look_for_end());
+            let outcome = queue.write().and_then(|()| queue.look_for_end());
             (outcome, queue.admitted())
         };
         self.shared.ports.progress(admitted);
@@ -348,7 +349,7 @@ impl Service {
 
     fn serve_inbound(&mut self, token: Token) {
         let Some(TcpConnection::Inbound(inbound)) = self.connections.get_mut(&token) else { return };
-        let (ports, options) = (&self.shared.ports, &self.options);
+        let (ports, options, introduced) = (&self.shared.ports, &self.options, &mut self.introduced);
         let mut touched: HashSet<PortKey> = HashSet::new();
         let mut take = |rank: &mut Option<usize>, frame: TcpFrame| match *rank {
             Some(source) => {
@@ -362,6 +363,9 @@ impl Service {
                         && from != to
                         && from < options.book.len() as u64 =>
                 {
+                    if !introduced.insert(from as usize) {
+                        return Err(format!("is a second one of rank {from}"));
+                    }
                     *rank = Some(from as usize);
                     Ok(())
                 }
@@ -369,7 +373,8 @@ impl Service {
                 None => Err("broke the protocol: it does not say who it is".to_owned()),
             },
         };
-        let outcome = inbound.read(&self.key, options.peer_timeout, &ports.buffers, &mut take);
+        let mut land = |rank: Option<usize>, prefix: &_, bytes| ports.land(rank?, prefix, bytes);
+        let outcome = inbound.read(&self.key, options.peer_timeout, &ports.buffers, &mut take, &mut land);
         let rank = inbound.rank;
         if rank.is_some() {
             self.unauthenticated.remove(&token);
@@ -395,8 +400,9 @@ impl Service {
         self.unauthenticated.remove(&token);
         if let Some(TcpConnection::Inbound(mut inbound)) = self.connections.remove(&token) {
             let _ = self.poll.registry().deregister(&mut inbound.stream);
-            if inbound.rank.is_none() {
-                self.refusals.note(Some(inbound.address), why);
+            match inbound.rank {
+                Some(rank) => drop(self.introduced.remove(&rank)),
+                None => self.refusals.note(Some(inbound.address), why),
             }
         }
     }

@@ -196,6 +196,34 @@ fn a_connection_that_is_not_as_it_should_be_ends_and_nobody_waits_for_it_for_eve
 }
 
 #[test]
+fn frames_that_are_replayed_or_swapped_end_the_connection() {
+    let (first, second) = (vec![1; 10_000], vec![2; 10_000]);
+    for order in [[0, 0], [1, 0]] {
+        let ends = ends(&[SECRET; 2], SHORT);
+        let (mut stream, mut sealer) = call(&ends[0], Some([SESSION, 1, 0]));
+        let frames = [&first, &second].map(|payload| {
+            let mut frame = Vec::new();
+            sealer.seal(payload, &mut frame);
+            frame
+        });
+        // The connection may end before all is written.
+        let _ = order.iter().try_for_each(|at| stream.write_all(&frames[*at]));
+        is_ended(stream);
+        let text = ends[0].closed();
+        assert!(text.contains("where frame"), "{text}");
+    }
+}
+
+#[test]
+fn a_rank_has_one_connection_at_a_time() {
+    let ends = ends(&[SECRET; 2], LONG);
+    let first = call(&ends[0], Some([SESSION, 1, 0]));
+    is_ended(call(&ends[0], Some([SESSION, 1, 0])).0);
+    drop(first);
+    assert!(ends[0].monitor.check(&[], "test").is_ok());
+}
+
+#[test]
 fn a_lost_connection_is_no_news_once_its_rank_has_departed() {
     let ends = ends(&[SECRET; 2], SHORT);
     let (a, b) = (ends[0].port(0, 2), ends[1].port(1, 2));
