@@ -165,7 +165,7 @@ struct Reader {
     expected: Option<usize>,
     /// Whether memory for this frame's payload was sought.
     sought: bool,
-    direct: Option<DirectFrame>,
+    direct: Option<Box<DirectFrame>>,
 }
 
 /// A frame whose body is read to its final place.
@@ -221,7 +221,7 @@ impl Reader {
             DirectFrame { header, head, landing, hasher: blake3::Hasher::new(), bytes, filled: 0, hashed: 0 };
         // An incomplete frame is shorter than its memory, and reading from memory does not fail.
         let _ = direct.read(&mut begun);
-        self.direct = Some(direct);
+        self.direct = Some(Box::new(direct));
         (self.start, self.filled, self.expected, self.sought) = (0, 0, None, false);
     }
 
