@@ -8,6 +8,7 @@
 //! - TRA-2: data from a peer is not trusted. Lengths, offsets and ids from a peer are validated before they are used,
 //!   so a corrupt peer can corrupt values but not memory safety.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -234,6 +235,11 @@ pub fn wait_all(transport: &dyn Transport, messages: &[Message], wait: &Wait<'_>
 /// Note "sleep is slow". A core without runnable threads halts, and waking it takes 20 us or more. One late wake-up
 /// makes the woken member late for the next synchronisation, for which the others then sleep. This pattern repeats,
 /// and doubled the time of pipelined operations. So yielding lasts longer than the steps of a pipeline differ.
+///
+/// Note "yield is slow". A thread that yields to one with other work gets its core back when that one's time slice
+/// ends, whatever happens meanwhile, but a thread that sleeps gets it back when it is woken. So after a yield of the
+/// length of a time slice, waits sleep at once for a while. At a load of 6 on 2 cores, an all-reduce of 25 MiB between
+/// hosts took 0.6 times as long as with yields only.
 pub(crate) struct Backoff {
     spins: u32,
     yields_since: Option<Instant>,
@@ -246,6 +252,20 @@ const SPINS_A_LOOK: u32 = 64;
 /// As long as many chunks take. With 4 processes on 2 cores, a tenth of it made all-reduces of 64 KiB to 4 MiB a
 /// quarter slower. Threads with work to do get the core at the first yield.
 const YIELD_TIME: Duration = Duration::from_millis(2);
+
+/// A yield of this length went to a thread with work of its own: longer than the steps between two waits, shorter
+/// than a time slice.
+const LONG_YIELD: Duration = Duration::from_millis(1);
+/// How long waits then sleep at once, in milliseconds: long enough that time slices lost to trials do not matter.
+const SLEEPING_MS: u64 = 100;
+
+/// Until when waits of this process sleep at once, in milliseconds since the first wait.
+static SLEEPS_UNTIL: AtomicU64 = AtomicU64::new(0);
+
+fn process_ms(now: Instant) -> u64 {
+    static START: OnceLock<Instant> = OnceLock::new();
+    now.saturating_duration_since(*START.get_or_init(|| now)).as_millis() as u64
+}
 
 impl Backoff {
     pub(crate) fn new() -> Self {
@@ -263,11 +283,19 @@ impl Backoff {
             self.spins -= 1;
             std::hint::spin_loop();
             true
-        } else if self.yields_since.get_or_insert_with(Instant::now).elapsed() < YIELD_TIME {
-            std::thread::yield_now();
-            true
         } else {
-            false
+            let start = Instant::now();
+            if start.saturating_duration_since(*self.yields_since.get_or_insert(start)) >= YIELD_TIME
+                || process_ms(start) < SLEEPS_UNTIL.load(Ordering::Relaxed)
+            {
+                return false;
+            }
+            std::thread::yield_now();
+            let end = Instant::now();
+            if end.saturating_duration_since(start) >= LONG_YIELD {
+                SLEEPS_UNTIL.store(process_ms(end) + SLEEPING_MS, Ordering::Relaxed);
+            }
+            true
         }
     }
 }
