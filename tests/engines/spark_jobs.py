@@ -209,3 +209,76 @@ def test_a_job_that_is_cancelled_leaves_nothing(cluster, how):
     ended = time.monotonic()
     cluster.check_that_all_have_ended()
     assert time.monotonic() - ended < 60
+
+
+def test_an_elastic_job_that_loses_an_executor_sees_every_sample(cluster):
+    body = """
+        def parent(pid):
+            with open(f"/proc/{pid}/stat") as file:
+                return int(file.read().rpartition(")")[2].split()[1])
+
+        folder = sys.argv[1]
+
+        def train(epochs):
+            import torch
+            import horovod.torch as hvd
+            hvd.init()
+            model = torch.nn.Linear(1, 1)
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+            sampler = hvd.elastic.ElasticSampler(range(200), shuffle=False)
+
+            @hvd.elastic.run
+            def loop(state):
+                state.sizes = [*state.sizes, hvd.size()]
+                while state.epoch < epochs:
+                    for number, indices in enumerate(torch.utils.data.BatchSampler(state.sampler, 5, False)):
+                        if hvd.rank() == 1 and number == 4 and not os.path.exists(f"{folder}/killed"):
+                            open(f"{folder}/killed", "w").close()
+                            os.kill(parent(parent(parent(os.getpid()))), signal.SIGKILL)
+                        optimizer.zero_grad()
+                        model(torch.tensor(indices).float().reshape(-1, 1) / 200).square().mean().backward()
+                        optimizer.step()
+                        seen = hvd.allgather(torch.tensor(indices)).tolist()
+                        state.seen = [*state.seen[:-1], [*state.seen[-1], *seen]]
+                        state.sampler.record_batch(number, len(indices))
+                        time.sleep(0.3)
+                        state.commit()
+                    state.epoch += 1
+                    state.seen = [*state.seen, []]
+                    state.sampler.set_epoch(state.epoch)
+                    state.commit()
+
+            state = hvd.elastic.TorchState(
+                model=model, optimizer=optimizer, sampler=sampler, epoch=0, seen=[[]], sizes=[])
+            loop(state)
+            return hvd.rank(), hvd.size(), state.seen[:epochs], state.sizes
+
+        session = spark()
+        results = horovod.spark.run_elastic(train, (2,), num_proc=2, min_num_proc=1, start_timeout=200)
+        rank, size, seen, sizes = results[0]
+        print("SIZES", sizes, "at the end", size)
+        assert rank == 0 and len(results) == size and os.path.exists(f"{folder}/killed")
+        assert sizes[0] == 2 and 1 in sizes, sizes
+        for each in seen:
+            assert sorted(set(each)) == list(range(200)), each
+
+        def fail():
+            import horovod.torch as hvd
+            hvd.init()
+            raise KeyError("no such thing")
+
+        try:
+            horovod.spark.run_elastic(fail, num_proc=2, start_timeout=200)
+        except RuntimeError as error:
+            print("FAILED", error)
+        try:
+            horovod.spark.run_elastic(fail, num_proc=2, min_num_proc=3)
+        except ValueError as error:
+            print("REFUSED", error)
+        session.stop()
+    """
+    output = cluster.run(cluster.script("elastic", body), cluster.folder)
+    assert "SIZES [2, 1" in output
+    assert "FAILED the elastic job has ended with a failure" in output
+    assert "KeyError('no such thing')" in output
+    assert "REFUSED min_num_proc is 3, num_proc 2" in output

@@ -14,14 +14,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from horovod.ray.actor import RankActor
 from horovod.ray.results import callbacks_called
-from horovod.runner.common.util import codec, secret, timeout
+from horovod.runner.common.util import secret, timeout
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.elastic.discovery import HostDiscovery
-from horovod.runner.elastic.driver import ElasticDriver
-from horovod.runner.elastic.rendezvous import create_rendezvous_handler
 from horovod.runner.elastic.settings import ElasticSettings
-from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
-from horovod.runner.http.http_server import RendezvousServer
+from horovod.runner.gloo_run import create_slot_env_vars
+from horovod.runner.places import ElasticPlaces
 
 #: Seconds between two looks at the events that end a worker.
 _LOOK_S = 0.2
@@ -136,21 +134,9 @@ class ElasticJob:
         self._creation = creation
         found = settings.discovery
         self._nodes = found.nodes if isinstance(found, RayHostDiscovery) else ClusterNodes()
-        self.rendezvous = RendezvousServer(settings.verbose, settings.key)
-        self.driver = ElasticDriver(
-            self.rendezvous,
-            settings.discovery,
-            settings.min_num_proc,
-            settings.max_num_proc,
-            timeout=settings.elastic_timeout,
-            reset_limit=settings.reset_limit,
-            cooldown_range=settings.cooldown_range,
-            verbose=settings.verbose,
-        )
-        port = self.rendezvous.start(create_rendezvous_handler(self.driver))
-        own = {secret.HOROVOD_SECRET_KEY: str(codec.dumps_base64(self.rendezvous.key))}
-        common = create_run_env_vars(ray.util.get_node_ip_address(), settings.nics, port, elastic=True)
-        self._env = {**common, **own, **(env_vars or {})}
+        self._places = ElasticPlaces(settings, ray.util.get_node_ip_address())
+        self.driver = self._places.driver
+        self._env = {**self._places.variables, **(env_vars or {})}
         self._values: dict[tuple[str, int], tuple[int, Any]] = {}
         self._failures: list[tuple[str, RayError]] = []
 
@@ -186,8 +172,7 @@ class ElasticJob:
 
     def stop(self) -> None:
         """End the job and its workers."""
-        self.driver.stop()
-        self.rendezvous.stop()
+        self._places.stop()
 
     def _run_worker(
         self, slot: SlotInfo, events: list[threading.Event], function: Any, queue: Any

@@ -9,6 +9,8 @@ from typing import Any
 from horovod.common.exceptions import HorovodInternalError
 from horovod.runner.common.util import codec, secret
 from horovod.runner.common.util.hosts import SlotInfo
+from horovod.runner.elastic.driver import ElasticDriver
+from horovod.runner.elastic.rendezvous import create_rendezvous_handler
 from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousServer
 
@@ -77,6 +79,38 @@ class Places:
         if self.rendezvous is not None:
             self.rendezvous.stop()
             self.rendezvous = None
+
+
+class ElasticPlaces:
+    """Serves the store and drives the sessions of an elastic job, whose workers another system starts.
+
+    Args:
+        settings: An ``ElasticSettings``.
+        address: This host's address for the workers.
+    """
+
+    def __init__(self, settings: Any, address: str) -> None:
+        self.rendezvous = RendezvousServer(settings.verbose, settings.key)
+        self.driver = ElasticDriver(
+            self.rendezvous,
+            settings.discovery,
+            settings.min_num_proc,
+            settings.max_num_proc,
+            timeout=settings.elastic_timeout,
+            reset_limit=settings.reset_limit,
+            cooldown_range=settings.cooldown_range,
+            verbose=settings.verbose,
+        )
+        port = self.rendezvous.start(create_rendezvous_handler(self.driver))
+        #: Variables of all workers. They contain the job's secret.
+        self.variables = create_run_env_vars(address, settings.nics, port, elastic=True) | secret_variable(
+            self.rendezvous.key
+        )
+
+    def stop(self) -> None:
+        """End the job and its workers."""
+        self.driver.stop()
+        self.rendezvous.stop()
 
 
 def secret_variable(key: bytes) -> dict[str, str]:

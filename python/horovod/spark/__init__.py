@@ -14,4 +14,5 @@ except ModuleNotFoundError as error:
         name=__name__,
     ) from error
 
+from horovod.spark.elastic import run_elastic as run_elastic
 from horovod.spark.runner import run as run

@@ -92,6 +92,11 @@ class Agent:
         """End the task and its process."""
         self._send(("end",))
 
+    def forget(self) -> None:
+        """Count the task as ended: Spark has started another one in its place."""
+        self.lost.set()
+        self._codes.put(None)
+
     def listen(self) -> None:
         """Receive the task's messages until it ends."""
         try:
@@ -107,8 +112,7 @@ class Agent:
             # The task has ended.
             return
         finally:
-            self.lost.set()
-            self._codes.put(None)
+            self.forget()
 
     def _send(self, message: Any) -> None:
         # `listen` notices that the task has ended.
@@ -160,7 +164,8 @@ class Agents:
             agents = list(self._agents.values())
         for each in agents:
             each.end()
-        if kind is not None:
+        # Tasks that have not started yet would start later.
+        if kind is not None or len(agents) < self._count:
             self._context.cancelJobGroup(self._group)
         self._job.join(_FAREWELL_S)
         if self._job.is_alive():
@@ -177,11 +182,12 @@ class Agents:
         with self._changed:
             return [self._agents[number] for number in sorted(self._agents) if not self._agents[number].lost.is_set()]
 
-    def wait(self, seconds: float) -> list[Agent]:
-        """Wait until all tasks are there.
+    def wait(self, seconds: float, count: int | None = None) -> list[Agent]:
+        """Wait until tasks are there.
 
         Args:
             seconds: Longest wait.
+            count: Number of tasks; all by default.
 
         Returns:
             The tasks, in the order of their partitions.
@@ -191,14 +197,15 @@ class Agents:
             RuntimeError: The Spark job has ended.
         """
         deadline = time.monotonic() + seconds
+        wanted = self._count if count is None else count
         while True:
             self.check()
             agents = self.alive()
-            if len(agents) == self._count:
+            if len(agents) >= wanted:
                 return agents
             if time.monotonic() > deadline:
                 raise TimeoutException(
-                    f"timed out after {seconds:.0f} s waiting for Spark tasks to start: {len(agents)} of {self._count} "
+                    f"timed out after {seconds:.0f} s waiting for Spark tasks to start: {len(agents)} of {wanted} "
                     "have. Does the cluster have that many free cores? `num_proc` sets the number of processes, and "
                     "`start_timeout` or HOROVOD_SPARK_START_TIMEOUT the longest wait"
                 )
@@ -245,6 +252,8 @@ class Agents:
             # Another attempt, or a speculative copy: ranks of a job that is not elastic cannot be replaced.
             is_wanted = not self._is_over and (greeting.partition not in self._agents or self._is_replaceable(greeting))
             if is_wanted:
+                if greeting.partition in self._agents:
+                    self._agents[greeting.partition].forget()
                 self._agents[greeting.partition] = one
                 self._changed.notify_all()
         if is_wanted:
@@ -257,4 +266,4 @@ class Agents:
             one.listen()
 
     def _is_replaceable(self, greeting: Greeting) -> bool:
-        return self._is_elastic and self._agents[greeting.partition].lost.is_set()
+        return self._is_elastic and greeting.attempt > self._agents[greeting.partition].greeting.attempt
