@@ -210,6 +210,7 @@ $(STAMPS)/suite: constraints.txt | $(STAMPS)/torch
 # The engines that start jobs in tests. Where Slurm or Java cannot be installed their tests are skipped.
 $(STAMPS)/engines: constraints.txt | $(STAMPS)/digits
 	$(PIP) 'ray[train]' pyyaml kubernetes-validate kubeflow-trainer-api kubeflow-training pyspark pyarrow pandas
+	$(PIP) --no-deps lightning lightning-utilities torchmetrics
 	@if command -v slurmctld >/dev/null && command -v munged >/dev/null; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		echo "installing Slurm"; \

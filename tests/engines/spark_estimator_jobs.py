@@ -130,3 +130,60 @@ def test_the_estimator_of_pytorch(cluster):
     assert "REFUSED `validation` is 1.5" in output
     assert "REFUSED rank" in output
     assert "REFUSED TorchEstimator has no parameters ['stor']" in output
+
+
+def test_the_estimator_of_lightning(cluster):
+    pytest.importorskip("lightning", reason="Lightning is not installed: `make test-engines` installs it")
+    body = """
+        import lightning
+        import numpy as np
+        import torch
+        from sklearn.datasets import load_digits
+        from horovod.spark.common.store import Store
+        from horovod.spark.lightning import TorchEstimator
+
+        class Digits(lightning.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.layers = torch.nn.Sequential(
+                    torch.nn.Flatten(), torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+            def forward(self, images):
+                return self.layers(images)
+            def training_step(self, batch, number):
+                assert batch["features"].shape[1:] == (1, 8, 8)
+                loss = torch.nn.functional.cross_entropy(self(batch["features"]), batch["label"])
+                self.log("loss", loss, on_step=False, on_epoch=True)
+                return loss
+            def validation_step(self, batch, number):
+                right = self(batch["features"]).argmax(1) == batch["label"]
+                self.log("accuracy", right.float().mean(), batch_size=len(right))
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+        session = spark()
+        digits = load_digits()
+        rows = [((image / 16).tolist(), int(digit)) for image, digit in zip(digits.data, digits.target)]
+        frame = session.createDataFrame(rows, ["features", "label"])
+        torch.manual_seed(0)
+        estimator = TorchEstimator(
+            num_proc=2, store=Store.create(sys.argv[1]), model=Digits(), feature_cols=["features"],
+            label_cols=["label"], input_shapes=[[-1, 1, 8, 8]], validation=0.2, batch_size=32, epochs=3, run_id="run")
+        estimator.fit(frame)
+        trained = estimator.fit(frame, {estimator.epochs: 4})
+        history = trained.getHistory()
+        print("HISTORY", history)
+        assert [each["epoch"] for each in history] == list(range(4))
+        assert history[-1]["loss"] < history[0]["loss"] / 3
+        assert history[-1]["accuracy"] > 0.85
+        found = trained.transform(frame).select("label", "label__output").collect()
+        assert np.mean([np.argmax(row.label__output) == row.label for row in found]) > 0.85
+        try:
+            TorchEstimator(num_proc=2, loss=1).copy().setParams(
+                model=Digits(), store=Store.create(sys.argv[1]), feature_cols=["features"], label_cols=["label"]
+            ).fit(frame)
+        except ValueError as error:
+            print("REFUSED", error)
+        session.stop()
+    """
+    output = cluster.run(cluster.script("modules", body), cluster.folder / "files")
+    assert "REFUSED loss cannot be set" in output

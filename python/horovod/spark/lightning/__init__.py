@@ -1,9 +1,13 @@
-"""Not available: importing it says what to use instead."""
+"""An estimator of ``pyspark.ml`` that trains modules of Lightning."""
 
 from __future__ import annotations
 
-raise ImportError(
-    "`horovod.spark.lightning` is not part of this release of OpenSMD: use `horovod.spark.torch.TorchEstimator`, or "
-    "train a LightningModule in a function of `horovod.spark.run`",
-    name=__name__,
-)
+try:
+    import lightning as _lightning  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "`horovod.spark.lightning` needs Lightning, which is not installed: `pip install lightning`", name=__name__
+    ) from error
+
+from horovod.spark.lightning.estimator import TorchEstimator as TorchEstimator
+from horovod.spark.lightning.estimator import TorchModel as TorchModel
