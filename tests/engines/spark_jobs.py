@@ -178,17 +178,23 @@ def is_rank(pid):
 @pytest.mark.parametrize("how", ["cancel", "kill"])
 def test_a_job_that_is_cancelled_leaves_nothing(cluster, how):
     body = f"""
+        folder = sys.argv[1]
+
         def train():
             import torch
             import horovod.torch as hvd
             hvd.init()
             print("TRAINING", flush=True)
+            open(f"{{folder}}/training{{hvd.rank()}}", "w").close()
             while True:
                 hvd.allreduce(torch.ones(4), name="x")
 
         session = spark()
         def end():
-            time.sleep(20)
+            while not all(os.path.exists(f"{{folder}}/training{{rank}}") for rank in range(2)):
+                time.sleep(0.1)
+            # Their output arrives.
+            time.sleep(3)
             if "{how}" == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             session.sparkContext.cancelAllJobs()
@@ -199,7 +205,7 @@ def test_a_job_that_is_cancelled_leaves_nothing(cluster, how):
             print("CALLER", error)
         session.stop()
     """
-    process = cluster.start(cluster.script("cancel", body))
+    process = cluster.start(cluster.script("cancel", body), cluster.folder)
     output, _ = process.communicate(timeout=300)
     assert output.count("TRAINING") == 2, output
     if how == "cancel":
