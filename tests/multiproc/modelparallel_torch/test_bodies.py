@@ -155,6 +155,10 @@ EQUAL = {
         2, {"a": "Writer", "c": "Writer"}, _TWO | {"a": 1, "c": 0, "begin": 1},
         ["with torch.no_grad():\n    t1 = net.c(h)", "t2 = net.a(h)", "h = h + t1 + t2"],
     ),
+    "the body reads the attribute that a call of the step before has set": _program(
+        2, {"a": "Auxiliary"}, _TWO,
+        ["if net.a.penalty is not None:\n    h = h + net.a.penalty", "with torch.no_grad():\n    t1 = net.a(y)", "h = h + t1"],
+    ),
     "a module changes its own parameter, which another call has frozen": _program(
         2, {}, {"begin": 0},
         ["net.begin.weight.requires_grad_(False)", "h = net.begin(h)", "net.begin.weight.requires_grad_(True)"],
@@ -167,6 +171,20 @@ EQUAL = {
 }  # fmt: skip
 #: What raises, and the text.
 REFUSED = {
+    "a write through `.data` to what a module has saved that asks for numbers": (
+        _program(
+            2, {}, {"begin": 0}, ["x.data.add_(h)"],
+            forward=["keep.seen.extend(h.detach().mean(1).tolist())", "h = h + sum(keep.seen) * 0.1"],
+        ),
+        "through `.data` to a tensor that autograd has saved for the backward of `Model`",
+    ),
+    "an argument of a checkpoint of the body changes": (
+        _program(
+            2, {"a": "Mode"}, _TWO,
+            ["h = torch.utils.checkpoint.checkpoint(lambda t: net.a(torch.tanh(t)), y, use_reentrant=False)", "y.data.mul_(0.0)"],
+        ),
+        "changes an argument of `torch.utils.checkpoint.checkpoint` in place",
+    ),
     "a piece of the batch gets another storage": (
         _program(2, {"a": "Mode"}, _TWO, ["h = net.a(y)"], forward=["x.t().set_(x)"]),
         "`set_` gives another storage to a tensor",

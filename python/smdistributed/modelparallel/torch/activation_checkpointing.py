@@ -93,7 +93,8 @@ def torch_checkpoints() -> Iterator[None]:
     inside of the pipeline's backward and bypass its gradients of weights, so the other variant runs instead;
     gradients are equal, and there are none if no argument requires them. In the body, and in a module that is divided
     among partitions, the checkpointed function's calls become tasks, which keep their activations: hooks are called
-    once, and a tensor that a hook keeps has a graph.
+    once, and a tensor that a hook keeps has a graph. A write in place to an argument before the next `model.backward`
+    raises, because one process would compute the function again with the changed argument.
     """
     module: Any = torch.utils.checkpoint
     function, generator = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
@@ -107,6 +108,7 @@ def torch_checkpoints() -> Iterator[None]:
             with torch.set_grad_enabled(wants_gradients and torch.is_grad_enabled()):
                 if active.recording is not None:
                     _warn_spread(function)
+                    active.recording.hold_checkpointed(args)
                     return function(*args)
                 return module.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
@@ -114,9 +116,10 @@ def torch_checkpoints() -> Iterator[None]:
         counter = cost_model.counter()
         if active.recording is not None:
             _warn_spread(function)
+            # The first arguments are settings of the checkpoint itself.
+            active.recording.hold_checkpointed((args[5:], kwargs))
             yield
         elif counter is not None:
-            # The first arguments are settings of the checkpoint itself.
             with counter.recomputing(args[5:], kwargs):
                 yield
         else:

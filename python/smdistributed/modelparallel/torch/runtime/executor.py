@@ -320,10 +320,11 @@ class Executor:
             versions = {place: version_of(tensor) for place, tensor in replicated.items()}
             result = task.call(*args, **kwargs)
             template, outputs, effects = describe_result(result, watch)
-            mutated = tuple(place for place, version in versions.items() if version_of(replicated[place]) != version)
-            spec = OutputSpec(
-                template, tuple(map(TensorMeta.of, outputs)), mutated, (None,) * len(outputs), effects=effects
-            )
+            mutated = tuple(at for at, version in versions.items() if version_of(replicated[at]) != version)
+            # What autograd has saved is not known, so all may be.
+            saved = tuple(range(-len(outputs), place + 1)) if task.context.grad else ()
+            metas, aliases = tuple(map(TensorMeta.of, outputs)), (None,) * len(outputs)
+            spec = OutputSpec(template, metas, mutated, aliases, effects=effects, saved=saved)
             self.unknown = spec, [*outputs, *(replicated[place] for place in mutated)]
             return
         outputs = task_outputs(task, task.call(*args, **kwargs), watch, given)

@@ -145,6 +145,7 @@ class StepRun:
         microbatches = model.replicas.run_pipeline(
             model, pipeline, recordings, returned, self.scale, self.has_backward, overlapped
         )
+        pipeline.module_state.end_of_step()
         pipeline.expect_again(self._step, microbatches, overlapped)
         tensors = pipeline.results(microbatches, self._detach)
         for written, found in zip(self._written, tensors, strict=True):

@@ -26,7 +26,7 @@ from smdistributed.modelparallel.torch.tracing.remote_tensor import (
 )
 
 if TYPE_CHECKING:
-    from smdistributed.modelparallel.torch.tracing.tasks import Task
+    from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
 
 
 class CopyOnWriteTensors:
@@ -47,6 +47,8 @@ class CopyOnWriteTensors:
         self._copied: dict[int, list[tuple[int, Task, torch.Tensor]]] = {}
         #: For each storage, attributes with tensors of it: path, tasks of the microbatch, their number then, tensor.
         self._attributes: dict[int, list[tuple[str, Sequence[Task], int, torch.Tensor]]] = {}
+        #: Arguments of checkpoints of the body, which one process reads again in the next backward.
+        self._checkpointed: list[torch.Tensor | Value] = []
         #: Remote tensors of located views of replicated tensors.
         self._views: dict[int, list[tuple[weakref.ref[RemoteTensor], torch.Tensor]]] = {}
 
@@ -115,6 +117,10 @@ class CopyOnWriteTensors:
         Raises:
             SMPUsageError: It wrote to a tensor to which a task refers, although its name does not show that.
         """
+        if self._checkpointed and _may_write(func, args, kwargs) and tensors:
+            # The first operand, or that of `out`.
+            out = kwargs.get("out")
+            self.check_checkpointed(out if isinstance(out, torch.Tensor) else tensors[0], _name(func))
         held = [tensor for tensor in tensors if tensor.layout == torch.strided and self._holds(tensor)]
         if not held:
             return func(*args, **kwargs)
@@ -132,7 +138,7 @@ class CopyOnWriteTensors:
             versions = [version_of(tensor) for tensor in held]
             result = func(*args, **kwargs)
             written = [tensor for tensor, version in zip(held, versions, strict=True) if version_of(tensor) != version]
-            _check_versions(saved, written, getattr(func, "__name__", str(func)))
+            _check_versions(saved, written, _name(func))
             return result
         held = [tensor for tensor in held if self._overlaps(tensor)]
         versions = [version_of(tensor) for tensor in held]
@@ -143,6 +149,31 @@ class CopyOnWriteTensors:
                 "it, inside of a `smp.step` function: change a copy"
             )
         return result
+
+    def hold_checkpointed(self, arguments: Sequence[torch.Tensor | Value]) -> None:
+        """Record the arguments of a checkpoint that the body calls: replicated tensors, and storages of values."""
+        self._checkpointed += arguments
+
+    def end_of_checkpoints(self) -> None:
+        """End the effect of all checkpoints so far, because the body has called ``model.backward``."""
+        self._checkpointed.clear()
+
+    def check_checkpointed(self, written: torch.Tensor | Value, name: str) -> None:
+        """Check that a write in place does not change an argument of a checkpoint.
+
+        One process would compute the checkpointed function again, with the changed argument.
+
+        Raises:
+            SMPUsageError: It does.
+        """
+        for held in self._checkpointed:
+            if held is written or (
+                isinstance(held, torch.Tensor) and isinstance(written, torch.Tensor) and overlap(held, written)
+            ):
+                raise SMPUsageError(
+                    f"`{name}` changes an argument of `torch.utils.checkpoint.checkpoint` in place before the "
+                    "backward, inside of a `smp.step` function: change a copy"
+                )
 
     def hold_attribute(self, tensor: torch.Tensor, path: str, tasks: Sequence[Task]) -> None:
         """Record that the body has assigned a replicated tensor to an attribute, which later tasks may read."""
@@ -244,6 +275,10 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 #: Replaces a tensor's values, even if autograd has saved it.
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", str(func))
 
 
 def unversioned_write(name: str, saver: Task) -> SMPUsageError:

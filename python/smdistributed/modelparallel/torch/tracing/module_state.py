@@ -12,6 +12,8 @@ snapshot of its call, and the executor restores that snapshot before it runs the
   the module gets the new value, when the task runs. The body must not read such an attribute.
 - MST-5: a module must not be called any more after the tensor in one of its attributes was changed in place on
   another partition, because the module's partition does not get that change.
+- MST-6: in the next step the body reads an attribute of MST-3 as a remote tensor of the earlier step, on all ranks,
+  unless the script has set the attribute in between.
 """
 
 from __future__ import annotations
@@ -84,6 +86,10 @@ class ModuleState:
         self._shown: dict[tuple[int, str], list[tuple[RemoteTensor, Any, Any]]] = {}
         #: Attributes whose tensors were changed on other partitions in earlier steps (MST-5).
         self._lost: set[tuple[int, str]] = set()
+        #: The remote tensors in attributes at the end of the bodies of the last step, with their owners; then also with
+        #: the values of the attributes at its end (MST-6).
+        self._ending: dict[tuple[int, str], tuple[Any, Any]] = {}
+        self._ended: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
         #: Attributes that calls change (MST-4), and a function to call when the first one is found.
         self.changed_by_calls: set[tuple[int, str]] = set()
         self.on_first_change: Callable[[], None] | None = None
@@ -97,6 +103,11 @@ class ModuleState:
         self.current = self._applied = UNCHANGED
         self._before.clear()
         self._outputs.clear()
+        self._ending.clear()
+        for key, (owner, tensors, value) in self._ended.items():
+            if _value(owner, key[1]) is value:
+                self.put(owner, key[1], tensors)
+        self._ended.clear()
         if len(self._known) > _LIMIT:
             self._known = {(): UNCHANGED}
 
@@ -249,8 +260,17 @@ class ModuleState:
         """End the bodies of all microbatches: from now on, attributes keep the values that tasks set."""
         self._hide()
         self._lost.update(key for key in self._outputs if self._is_lost(key))
+        self._ending = {key: (owner, tensors) for key, (owner, _, tensors) in self._outputs.items()}
         self._outputs.clear()
         self._shown.clear()
+
+    def end_of_step(self) -> None:
+        """End a step that has succeeded; its tasks have run (MST-6)."""
+        self._ended = {
+            key: (owner, tensors, _value(owner, key[1]))
+            for key, (owner, tensors) in self._ending.items()
+            if key not in self._lost
+        }
 
     # Snapshots for tasks.
 

@@ -390,6 +390,7 @@ class Recording(TorchFunctionMode):
         written = self.storages.written(spec, encoder.leaves, rank) if spec is not None and spec.mutated else {}
         for base in written:
             self.retained.check_write(base)
+            self.copy_on_write.check_checkpointed(base, task.name)
             if self.backward_roots:
                 self.storages.check_not_saved(base, task)
         for value in (*task.inputs, *itertools.chain(*written.values())):
@@ -618,7 +619,16 @@ class Recording(TorchFunctionMode):
             self.backward_roots.append((tensor.value, gradient))
             self.backward_modules = self.pipeline.module_state.current
             self.copy_on_write.has_backward = True
+            self.copy_on_write.end_of_checkpoints()
             self.digest = chained_digest(self.digest, digest_of(("backward", tensor.value.index)))
+
+    def hold_checkpointed(self, arguments: Any) -> None:
+        """Record the arguments of a checkpoint, which must not change before the backward."""
+        found: list[torch.Tensor | Value] = []
+        for tensor in pytree.tensors_of(arguments) if torch.is_grad_enabled() else ():
+            value = tensor.value if type(tensor) is RemoteTensor else self.located.get(id(tensor), tensor)
+            found.append(value.storage if isinstance(value, Value) else value)
+        self.copy_on_write.hold_checkpointed(found)
 
     def returned(self, remote: RemoteTensor, detach: bool) -> Value:
         """Return the value of a remote tensor that the body returns."""

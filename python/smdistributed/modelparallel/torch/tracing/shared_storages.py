@@ -63,6 +63,7 @@ class SharedStorages:
 
         for place in task.known_spec.mutated:
             if not isinstance(leaves[place], Value):
+                self._recording.copy_on_write.check_checkpointed(leaves[place], task.name)
                 for other in leaves:
                     if isinstance(other, torch.Tensor) and other is not leaves[place] and overlap(other, leaves[place]):
                         raise SMPUsageError(
@@ -122,17 +123,22 @@ class SharedStorages:
         Raises:
             SMPUsageError: An earlier task has saved a tensor of the storage.
         """
-        saver = self._saver(storage, task) if storage.parameter is None else None
+        # Stages that have run already got copies of what a later one writes to (EXE-3).
+        first = self._recording.num_executed
+        saver = self._saver(storage, task, first) if storage.parameter is None else None
         if saver is not None:
             raise SMPUsageError(
                 f"`{task.name}` after `model.backward` changes in place a tensor that autograd has saved for the "
                 f"backward of `{saver.name}`, which runs when the `smp.step` function has returned: change a copy"
             )
 
-    def _saver(self, storage: Value, before: Task) -> Task | None:
-        """Return the last task before another one for whose backward autograd saves a tensor of a storage."""
+    def _saver(self, storage: Value, before: Task, first: int = 0) -> Task | None:
+        """Return the last task before another one for whose backward autograd saves a tensor of a storage.
+
+        Tasks before the one with the number ``first`` do not count.
+        """
         savers: dict[Value, Task] = {}
-        for task in self._recording.tasks:
+        for task in self._recording.tasks[first:]:
             if task is before:
                 continue
             for value in task.saved():
