@@ -64,13 +64,16 @@ def close(one, other, tolerance, what):
     assert difference <= tolerance, (what, difference, one.flatten()[:4], other.flatten()[:4])
 
 
-def compare(make, run, batch, tp, pp, rdp, prescaled, optimize, *, steps=2, tolerance=1e-10, more=None, dtype=None):
+def compare(
+    make, run, batch, tp, pp, rdp, prescaled, optimize, *, steps=2, tolerance=1e-10, more=None, dtype=None, names=None
+):
     """Trains in one process and with this layout, and compares everything.
 
     Args:
         make: Makes the model.
         run: `run(model, *batch)` returns loss and output.
         batch: `batch(step, replica)`, of one data-parallel rank, as a tuple of tensors.
+        names: Translates gathered tensors to the names of one process, if modules with other names replace its own.
     """
     torch.set_default_dtype(dtype or torch.float64)
     dp = tp * rdp
@@ -83,6 +86,7 @@ def compare(make, run, batch, tp, pp, rdp, prescaled, optimize, *, steps=2, tole
     assert (smp.tp_size(), smp.pp_size(), smp.rdp_size(), smp.dp_size()) == (tp, pp, rdp, dp)
     torch.manual_seed(0)
     model = smp.DistributedModel(make())
+    assert tp == 1 or any(each.shards for each in model.distributed_modules())
     optimizer = None
 
     @smp.step
@@ -108,7 +112,10 @@ def compare(make, run, batch, tp, pp, rdp, prescaled, optimize, *, steps=2, tole
             expected = torch.cat(outputs[place : place + tp]) if prescaled else outputs[smp.dp_rank()]
             close(output.concat(), expected, tolerance, "output")
             own = gathered(model, lambda each: each.grad)
-            assert own.keys() == gradients.keys(), own.keys() ^ gradients.keys()
+            if names is not None:
+                own = names(own)
+            assert own.keys() >= gradients.keys(), gradients.keys() - own.keys()
+            assert names is not None or own.keys() == gradients.keys(), own.keys() ^ gradients.keys()
             found_norm = smp.clip_grad_norm_(model.local_parameters(), 0.5)
             assert abs(found_norm.item() - norm.item()) <= tolerance * norm.item(), (found_norm, norm)
             clipped = min(1.0, 0.5 / (norm.item() + 1e-6))
@@ -118,11 +125,13 @@ def compare(make, run, batch, tp, pp, rdp, prescaled, optimize, *, steps=2, tole
             smp.clip_grad_norm_(model.local_parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    whole = gathered(model, lambda each: each)
+    ours = whole = gathered(model, lambda each: each)
+    if names is not None:
+        whole = names(whole)
     for name, parameter in parameters.items():
         close(whole[name], parameter, tolerance * 100, f"parameter {name}")
     state = model.state_dict()
-    for name, parameter in whole.items():
+    for name, parameter in ours.items():
         assert torch.equal(state[name].cpu(), parameter.cpu()), name
     smp.shutdown()
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import tempfile
 
 import pytest
 
 from support import Forked, run_ranks
+
+NAMES = ["gpt2", "llama", "llama3", "mistral", "qwen2", "gptj", "gptneo", "gptneox", "gptneox-serial"]
 
 
 def _models():
@@ -268,54 +272,113 @@ def _other_kinds():
     }  # fmt: skip
 
 
-def _check_others():
+def _exact_norms(model):
+    """Replace norms that compute in float32."""
+    import torch
+
+    for parent in list(model.modules()):
+        for name, each in list(parent.named_children()):
+            if type(each).__name__.endswith("RMSNorm") or type(each).__name__ == "T5LayerNorm":
+                setattr(parent, name, torch.nn.RMSNorm(each.weight.shape[0], each.variance_epsilon))
+    return model
+
+
+def _run_other(name, model, ids):
+    """The loss and the output of a model."""
+    import torch
+
+    if name == "vit":
+        pixels = (ids[:, :1, None, None].double() * torch.linspace(-1, 1, 192).view(3, 8, 8)).sin()
+        logits = model(pixel_values=pixels).logits
+        return torch.nn.functional.cross_entropy(logits, ids[:, 0] % 2), logits
+    more = {"decoder_input_ids": ids.flip(1)} if name == "t5" else {}
+    logits = model(input_ids=ids, **more).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()), logits
+
+
+def _check_others(names, layout, optimize):
     import torch
 
     import smdistributed.modelparallel.torch as smp
-    from support.tensor_parallel import close, config, gathered, tokens
+    from support.tensor_parallel import compare, tokens
 
     torch.set_default_dtype(torch.float64)
-    for name, (kind, settings) in _other_kinds().items():
+    for name in names:
+        kind, settings = _other_kinds()[name]
+        settings.use_cache = False
 
-        def loss_of(model, ids, name=name):
-            if name == "vit":
-                pixels = (ids[:, :1, None, None].double() * torch.linspace(-1, 1, 192).view(3, 8, 8)).sin()
-                return torch.nn.functional.cross_entropy(model(pixel_values=pixels).logits, ids[:, 0] % 2)
-            more = {"decoder_input_ids": ids.flip(1)} if name == "t5" else {}
-            return torch.nn.functional.cross_entropy(model(input_ids=ids, **more).logits.flatten(0, 1), ids.flatten())
+        def make(kind=kind, settings=settings):
+            with smp.tensor_parallelism():
+                return _exact_norms(kind(settings))
 
-        torch.manual_seed(1)
-        alone = kind(settings)
-        batches = [tokens(0, replica) for replica in range(2)]
-        losses = [loss_of(alone, ids) for ids in batches]
-        torch.stack(losses).mean().backward()
-        smp.init(config(2, 1, False, "memory"))
-        torch.manual_seed(1)
-        with smp.tensor_parallelism():
-            whole = kind(settings)
-        model = smp.DistributedModel(whole)
-        assert len(list(model.distributed_modules())) >= 8
-
-        @smp.step
-        def step(model, ids):
-            loss = loss_of(model, ids)
-            model.backward(loss)
-            return loss
-
-        loss = torch.stack(smp.allgather(step(model, batches[smp.dp_rank()]).reduce_mean(), smp.DP_GROUP)).mean()
-        # Norms of T5 and Mixtral compute in float32.
-        close(loss, torch.stack(losses).mean().detach(), 1e-6, "loss")
-        found = gathered(model, lambda each: each.grad)
-        for key, each in alone.named_parameters():
-            if each.grad is not None:
-                close(found[key], each.grad, 1e-5, f"{name}, gradient of {key}")
-        smp.shutdown()
+        run = functools.partial(_run_other, name)
+        compare(make, run, lambda step, replica: (tokens(step, replica),), *layout, False, optimize, steps=5)
 
 
 @pytest.mark.timeout(200)
-def test_linear_layers_of_other_models_equal_one_process():
+@pytest.mark.parametrize("name", ["t5", "vit", "mixtral"])
+def test_other_models_equal_one_process(name):
     pytest.importorskip("transformers")
-    run_ranks(_check_others, 2, launcher=Forked("transformers"), timeout=190)
+    run_ranks(_check_others, 2, [name], (2, 1, 1), "memory", launcher=Forked("transformers"), timeout=190)
+
+
+LAYOUTS = [(2, 1, 1), (2, 2, 1), (2, 2, 2)]
+
+
+@pytest.mark.more
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", ["t5", "vit", "mixtral"])
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_other_models_on_partitions(name, layout):
+    pytest.importorskip("transformers")
+    run_ranks(_check_others, math.prod(layout), [name], layout, "memory", launcher=Forked("transformers"), timeout=190)
+
+
+def _run_causal(model, ids):
+    import torch
+
+    logits = model(input_ids=ids).logits
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()), logits
+
+
+def _check_trained(names, layout):
+    import smdistributed.modelparallel.torch as smp
+    from support.tensor_parallel import compare, tokens
+
+    for name in names:
+
+        def make(name=name):
+            with smp.tensor_parallelism():
+                model = _make(_models()[name])
+            # Whole models of these kinds are replaced, and their norms with them.
+            return model if smp.is_initialized() and smp.tp_size() > 1 else _exact_norms(model)
+
+        family = {"llama3": "llama", "gptneox-serial": "gptneox"}.get(name, name)
+        to_hf = getattr(getattr(smp.nn.huggingface, family), f"translate_state_dict_to_hf_{family}")
+        heads = {"num_attention_heads": 4} if family == "gptneox" else {}
+        translate = functools.partial(_named, to_hf, heads)
+        compare(make, _run_causal, lambda step, replica: (tokens(step, replica),), *layout, False, "memory", steps=5,
+                tolerance=1e-5 if name in ("gptj", "gptneo") else 1e-10, names=translate)  # fmt: skip
+
+
+def _named(to_hf, options, found):
+    result = to_hf(found, **options)
+    if "embed_out.weight" in result:
+        result["lm_head.weight"] = result["embed_out.weight"]
+    return result
+
+
+def _by_default(name, layout):
+    return () if (name, layout) == ("llama", (2, 2, 2)) else pytest.mark.more
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("name", "layout"), [pytest.param(*each, marks=_by_default(*each)) for each in itertools.product(NAMES, LAYOUTS)]
+)
+def test_causal_models_train_as_one_process(name, layout):
+    pytest.importorskip("transformers")
+    run_ranks(_check_trained, math.prod(layout), [name], layout, launcher=Forked("transformers"), timeout=190)
 
 
 def _created_body():
@@ -355,9 +418,6 @@ def test_models_are_created_in_slices():
             assert 3.0 < loss < 5.0
             assert 0.015 < deviation < 0.025, "as the configuration's `initializer_range`"
             assert held < 4000
-
-
-NAMES = ["gpt2", "llama", "llama3", "mistral", "qwen2", "gptj", "gptneo", "gptneox", "gptneox-serial"]
 
 
 @pytest.mark.timeout(200)
