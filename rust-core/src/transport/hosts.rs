@@ -208,16 +208,16 @@ impl MailboxProgress for Mailbox<HostsLink> {
         self.progress();
     }
 
-    fn land(&self, from: usize, header: Header) -> Option<u64> {
-        Mailbox::land(self, from, header)
+    fn begin_direct_receive(&self, from: usize, header: Header) -> Option<u64> {
+        Mailbox::begin_direct_receive(self, from, header)
     }
 
     fn fill(&self, from: usize, ticket: u64, read: &mut dyn FnMut(*mut u8)) {
         Mailbox::fill(self, from, ticket, read);
     }
 
-    fn end_landing(&self, from: usize, ticket: u64, is_whole: bool) {
-        Mailbox::end_landing(self, from, ticket, is_whole);
+    fn end_direct_receive(&self, from: usize, ticket: u64, is_whole: bool) {
+        Mailbox::end_direct_receive(self, from, ticket, is_whole);
     }
 }
 

@@ -28,9 +28,9 @@ use parking_lot::{Condvar, Mutex};
 use super::{Members, Tag};
 use crate::error::{Error, Result};
 
-mod landing;
+mod direct_receive;
 
-use landing::Landing;
+use direct_receive::DirectReceive;
 
 /// The kind of a frame; the `#[repr]` values are sent on the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -178,7 +178,7 @@ struct Peer {
     asked: HashMap<u64, Outgoing>,
     /// Sends whose data is being sent, one after the other.
     streams: VecDeque<ClearedSend>,
-    landing: Option<Landing>,
+    direct_receive: Option<DirectReceive>,
 }
 
 #[derive(Default)]
@@ -226,14 +226,14 @@ pub(crate) struct Mailbox<L> {
     members: Members,
     state: Mutex<MailboxState>,
     /// Notified when a read to the memory of a receive ends.
-    landed: Condvar,
+    direct_read_ended: Condvar,
 }
 
 impl<L: Link> Mailbox<L> {
     pub(crate) fn new(link: L, members: Members) -> Self {
         let peers = (0..members.size()).map(|_| Peer::default()).collect();
         let state = Mutex::new(MailboxState { peers, ..MailboxState::default() });
-        Self { link, members, state, landed: Condvar::new() }
+        Self { link, members, state, direct_read_ended: Condvar::new() }
     }
 
     fn advance(&self, state: &mut MailboxState) {

@@ -55,15 +55,15 @@ pub(crate) trait MailboxProgress: Send + Sync {
     fn arrived(&self);
     /// Starts to receive the payload of a frame that is arriving from member `from`, after all earlier ones. Returns a
     /// ticket, or none if no receive waits for it.
-    fn land(&self, from: usize, header: Header) -> Option<u64>;
+    fn begin_direct_receive(&self, from: usize, header: Header) -> Option<u64>;
     /// Passes the memory for the payload to `read`, which must not block.
     fn fill(&self, from: usize, ticket: u64, read: &mut dyn FnMut(*mut u8));
     /// The payload is complete and authentic, or it will never be.
-    fn end_landing(&self, from: usize, ticket: u64, is_whole: bool);
+    fn end_direct_receive(&self, from: usize, ticket: u64, is_whole: bool);
 }
 
 /// A payload that is being read to the memory of its receive.
-pub(super) struct Landing {
+pub(super) struct DirectReceiveHandle {
     mailbox: Arc<dyn MailboxProgress>,
     from: usize,
     ticket: u64,
@@ -71,7 +71,7 @@ pub(super) struct Landing {
     is_whole: bool,
 }
 
-impl Landing {
+impl DirectReceiveHandle {
     /// Passes the payload's memory to `read`.
     pub(super) fn fill(&mut self, mut read: impl FnMut(&mut [u8])) {
         let bytes = self.bytes;
@@ -81,15 +81,15 @@ impl Landing {
         });
     }
 
-    /// Ends the landing of a payload that is complete and authentic.
+    /// Ends the receive of a payload that is complete and authentic.
     pub(super) fn complete(mut self) {
         self.is_whole = true;
     }
 }
 
-impl Drop for Landing {
+impl Drop for DirectReceiveHandle {
     fn drop(&mut self) {
-        self.mailbox.end_landing(self.from, self.ticket, self.is_whole);
+        self.mailbox.end_direct_receive(self.from, self.ticket, self.is_whole);
     }
 }
 
@@ -212,7 +212,12 @@ impl Ports {
 
     /// Finds the memory for the payload of `bytes` bytes that follows `prefix`, from process `source`, if a receive
     /// waits for it.
-    pub(super) fn land(&self, source: usize, prefix: &[u8; PREFIX_BYTES], bytes: usize) -> Option<Landing> {
+    pub(super) fn begin_direct_receive(
+        &self,
+        source: usize,
+        prefix: &[u8; PREFIX_BYTES],
+        bytes: usize,
+    ) -> Option<DirectReceiveHandle> {
         let [group, to, from, ref header @ ..] = words(prefix);
         let (header, from): (Header, usize) = (*header, from as usize);
         let mailbox = {
@@ -221,8 +226,8 @@ impl Ports {
             let is_valid = header[4] == bytes as u64 && open.processes.get(from) == Some(&source);
             open.mailbox_progress.as_ref().filter(|_| is_valid)?.upgrade()?
         };
-        let ticket = mailbox.land(from, header)?;
-        Some(Landing { mailbox, from, ticket, bytes, is_whole: false })
+        let ticket = mailbox.begin_direct_receive(from, header)?;
+        Some(DirectReceiveHandle { mailbox, from, ticket, bytes, is_whole: false })
     }
 
     /// Notifies these ports that frames have arrived, or that there is space for theirs.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use mio::net::TcpStream;
 
 use crate::error::Result;
-use crate::transport::ports::{FRAME_BYTES, Landing, PREFIX_BYTES, Pool};
+use crate::transport::ports::{DirectReceiveHandle, FRAME_BYTES, PREFIX_BYTES, Pool};
 use crate::world::rendezvous::JobKey;
 use crate::world::rendezvous::frame::{FrameError, HEAD_BYTES, HEADER_BYTES, Verifier};
 use crate::world::rendezvous::handshake::{ANSWER_BYTES, Challenge, REFUSAL};
@@ -52,7 +52,8 @@ pub(super) struct TcpFrame {
 pub(super) type Take<'a> = dyn FnMut(&mut Option<usize>, TcpFrame) -> Result<(), String> + 'a;
 
 /// Finds the memory for a payload of a connection, given the sender's rank, the frame's prefix and the length behind it.
-pub(super) type Land<'a> = dyn FnMut(Option<usize>, &[u8; PREFIX_BYTES], usize) -> Option<Landing> + 'a;
+pub(super) type BeginDirectReceive<'a> =
+    dyn FnMut(Option<usize>, &[u8; PREFIX_BYTES], usize) -> Option<DirectReceiveHandle> + 'a;
 
 /// The result of reading.
 pub(super) enum ReadOutcome {
@@ -99,7 +100,7 @@ impl InboundConnection {
         peer_timeout: Duration,
         spare: &Pool,
         take: &mut Take<'_>,
-        land: &mut Land<'_>,
+        begin_direct_receive: &mut BeginDirectReceive<'_>,
     ) -> Result<ReadOutcome, String> {
         if let InboundStage::Unauthenticated { challenge, answer } = &mut self.stage {
             let mut piece = [0; ANSWER_BYTES];
@@ -136,7 +137,7 @@ impl InboundConnection {
                     while let Some(frame) = reader.next().map_err(|error| format!("broke the protocol: {error}"))? {
                         take(&mut self.rank, frame)?;
                     }
-                    reader.land(|prefix, bytes| land(self.rank, prefix, bytes));
+                    reader.begin_direct_receive(|prefix, bytes| begin_direct_receive(self.rank, prefix, bytes));
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(ReadOutcome::Pause),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
@@ -172,7 +173,7 @@ struct Reader {
 struct DirectFrame {
     header: [u8; HEADER_BYTES],
     head: [u8; HEAD_BYTES],
-    landing: Landing,
+    receive: DirectReceiveHandle,
     hasher: blake3::Hasher,
     /// Bytes of the body: all, those that were read, and those that were hashed.
     bytes: usize,
@@ -182,9 +183,9 @@ struct DirectFrame {
 
 impl DirectFrame {
     fn read(&mut self, source: &mut impl Read) -> std::io::Result<usize> {
-        let Self { landing, hasher, bytes, filled, hashed, .. } = self;
+        let Self { receive, hasher, bytes, filled, hashed, .. } = self;
         let mut outcome = Err(ErrorKind::WouldBlock.into());
-        landing.fill(|memory| {
+        receive.fill(|memory| {
             outcome = source.read(&mut memory[*filled..]);
             *filled += outcome.as_ref().map_or(0, |count| *count);
             let until = if *filled == *bytes { *bytes } else { *filled / HASHED_BYTES * HASHED_BYTES };
@@ -207,7 +208,7 @@ impl Reader {
     }
 
     /// Continues an incomplete frame in the memory that `find` returns for its prefix and the length behind it.
-    fn land(&mut self, find: impl FnOnce(&[u8; PREFIX_BYTES], usize) -> Option<Landing>) {
+    fn begin_direct_receive(&mut self, find: impl FnOnce(&[u8; PREFIX_BYTES], usize) -> Option<DirectReceiveHandle>) {
         const BODY: usize = HEADER_BYTES + HEAD_BYTES;
         let bytes = &self.buffer[self.start..self.filled];
         let Some(whole) = self.expected.filter(|whole| *whole > SMALL_BYTES && !self.sought) else { return };
@@ -215,10 +216,10 @@ impl Reader {
         let Some((head, mut begun)) = rest.split_first_chunk() else { return };
         self.sought = true;
         let bytes = whole - BODY;
-        let Some(landing) = find(head, bytes) else { return };
+        let Some(receive) = find(head, bytes) else { return };
         let (header, head) = (*header, *head);
         let mut direct =
-            DirectFrame { header, head, landing, hasher: blake3::Hasher::new(), bytes, filled: 0, hashed: 0 };
+            DirectFrame { header, head, receive, hasher: blake3::Hasher::new(), bytes, filled: 0, hashed: 0 };
         // An incomplete frame is shorter than its memory, and reading from memory does not fail.
         let _ = direct.read(&mut begun);
         self.direct = Some(Box::new(direct));
@@ -244,7 +245,7 @@ impl Reader {
     fn next(&mut self) -> Result<Option<TcpFrame>, FrameError> {
         if let Some(direct) = self.direct.take_if(|direct| direct.filled == direct.bytes) {
             self.verifier.verify_hashed(&direct.header, &direct.head, Some(direct.hasher.finalize()))?;
-            direct.landing.complete();
+            direct.receive.complete();
         }
         let bytes = &self.buffer[self.start..self.filled];
         if self.expected.is_none() {

@@ -18,8 +18,9 @@
 //!   the cause. If no report arrives in time, the network between two living processes is broken, which ends the
 //!   session.
 //! - TCP-5: locks are taken in the order mailbox, send queue. The thread holds neither while it advances a mailbox.
-//! - TCP-6: a large payload is read directly to the memory of its receive, if that is posted ([`super::ports::Landing`]). What is
-//!   there counts only when the frame has been authenticated, because the receive completes only then.
+//! - TCP-6: a large payload is read directly to the memory of its receive, if that is posted
+//!   ([`super::ports::DirectReceiveHandle`]). What is there counts only when the frame has been authenticated, because
+//!   the receive completes only then.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::sync::Arc;

@@ -373,8 +373,10 @@ impl Service {
                 None => Err("broke the protocol: it does not say who it is".to_owned()),
             },
         };
-        let mut land = |rank: Option<usize>, prefix: &_, bytes| ports.land(rank?, prefix, bytes);
-        let outcome = inbound.read(&self.key, options.peer_timeout, &ports.buffers, &mut take, &mut land);
+        let mut begin_direct_receive =
+            |rank: Option<usize>, prefix: &_, bytes| ports.begin_direct_receive(rank?, prefix, bytes);
+        let outcome =
+            inbound.read(&self.key, options.peer_timeout, &ports.buffers, &mut take, &mut begin_direct_receive);
         let rank = inbound.rank;
         if rank.is_some() {
             self.unauthenticated.remove(&token);

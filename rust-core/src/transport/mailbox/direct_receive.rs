@@ -1,23 +1,24 @@
 //! Payloads that a carrier reads directly to the memory of their receives, instead of to a buffer of its own.
 //!
-//! - MBX-5: a payload lands only where a receive waits for it now. A receive that is cancelled meanwhile waits for the
-//!   read in progress, which does not block, and takes the bytes so far to a buffer, where the payload continues.
-//! - MBX-6: nothing but the end of the landing completes the receive. Until then its memory may hold bytes that turn
-//!   out not to be authentic.
+//! - MBX-5: a payload is read directly only where a receive waits for it now. A receive that is cancelled meanwhile
+//!   waits for the read in progress, which does not block, and takes the bytes so far to a buffer, where the payload
+//!   continues.
+//! - MBX-6: nothing but its end completes a direct receive. Until then its memory may hold bytes that turn out not to
+//!   be authentic.
 
 use super::{FrameKind, Header, Link, Mailbox, MailboxState, Posted, eager_cost};
 use crate::transport::Tag;
 
 /// The payload of a frame that is arriving.
-pub(super) struct Landing {
+pub(super) struct DirectReceive {
     ticket: u64,
     bytes: usize,
-    target: LandingTarget,
+    target: DirectTarget,
     /// Whether a read is in progress.
     busy: bool,
 }
 
-enum LandingTarget {
+enum DirectTarget {
     /// An eager message, and its receive.
     Eager(Posted),
     /// A part of the message for the receive with this id.
@@ -26,49 +27,49 @@ enum LandingTarget {
     Kept { tag: Option<Tag>, memory: Vec<u8> },
 }
 
-impl Landing {
+impl DirectReceive {
     fn place(&mut self) -> *mut u8 {
         match &mut self.target {
-            LandingTarget::Eager(recv) => recv.data,
-            LandingTarget::Data { place, .. } => *place,
-            LandingTarget::Kept { memory, .. } => memory.as_mut_ptr(),
+            DirectTarget::Eager(recv) => recv.data,
+            DirectTarget::Data { place, .. } => *place,
+            DirectTarget::Kept { memory, .. } => memory.as_mut_ptr(),
         }
     }
 
     fn is_for(&self, id: u64) -> bool {
         match &self.target {
-            LandingTarget::Eager(recv) => recv.message.0.id == id,
-            LandingTarget::Data { slot, .. } => *slot == id,
-            LandingTarget::Kept { .. } => false,
+            DirectTarget::Eager(recv) => recv.message.0.id == id,
+            DirectTarget::Data { slot, .. } => *slot == id,
+            DirectTarget::Kept { .. } => false,
         }
     }
 }
 
 /// Ends a read, also if it panics.
-struct Read<'a, L: Link> {
+struct ReadInProgress<'a, L: Link> {
     mailbox: &'a Mailbox<L>,
     from: usize,
 }
 
-impl<L: Link> Drop for Read<'_, L> {
+impl<L: Link> Drop for ReadInProgress<'_, L> {
     fn drop(&mut self) {
-        if let Some(landing) = &mut self.mailbox.state.lock().peers[self.from].landing {
-            landing.busy = false;
+        if let Some(receive) = &mut self.mailbox.state.lock().peers[self.from].direct_receive {
+            receive.busy = false;
         }
-        self.mailbox.landed.notify_all();
+        self.mailbox.direct_read_ended.notify_all();
     }
 }
 
 impl<L: Link> Mailbox<L> {
-    /// Starts a landing for the payload of the next frame from `from`, all of whose earlier frames the link has.
+    /// Starts a direct receive for the payload of the next frame from `from`, all of whose earlier frames the link has.
     /// Returns its ticket, or none if no receive waits for the payload.
-    pub(crate) fn land(&self, from: usize, header: Header) -> Option<u64> {
+    pub(crate) fn begin_direct_receive(&self, from: usize, header: Header) -> Option<u64> {
         let mut state = self.state.lock();
         self.advance(&mut state);
         let [kind, a, b, _, length] = header;
         let bytes =
             usize::try_from(length).ok().filter(|bytes| *bytes > 0 && *bytes <= self.link.payload_bytes(from))?;
-        if state.peers.get(from)?.landing.is_some() {
+        if state.peers.get(from)?.direct_receive.is_some() {
             return None;
         }
         let target = match FrameKind::decode(kind)? {
@@ -76,78 +77,80 @@ impl<L: Link> Mailbox<L> {
                 let matches = |it: &Posted| it.tag == a && it.from.is_none_or(|it| it == from);
                 // A message of another length takes the usual way to its error.
                 let at = state.posted.iter().position(matches).filter(|at| state.posted[*at].bytes == bytes)?;
-                LandingTarget::Eager(state.posted.remove(at)?)
+                DirectTarget::Eager(state.posted.remove(at)?)
             }
             FrameKind::Data => {
                 let filling = state.filling.get(&a)?;
                 let fits = filling.from == from
                     && b == filling.received as u64
                     && bytes <= filling.recv.bytes - filling.received;
-                LandingTarget::Data { slot: a, place: fits.then(|| filling.recv.data.wrapping_add(filling.received))? }
+                DirectTarget::Data { slot: a, place: fits.then(|| filling.recv.data.wrapping_add(filling.received))? }
             }
             _ => return None,
         };
         state.next_id += 1;
         let ticket = state.next_id;
-        state.peers[from].landing = Some(Landing { ticket, bytes, target, busy: false });
+        state.peers[from].direct_receive = Some(DirectReceive { ticket, bytes, target, busy: false });
         Some(ticket)
     }
 
-    /// Passes the memory of a landing to `read`, which must not block: as many bytes as the frame's header says.
+    /// Passes the memory of a direct receive to `read`, which must not block: as many bytes as the frame's header says.
     pub(crate) fn fill(&self, from: usize, ticket: u64, read: &mut dyn FnMut(*mut u8)) {
         let place = {
             let mut state = self.state.lock();
-            let Some(landing) = state.peers[from].landing.as_mut().filter(|it| it.ticket == ticket) else { return };
-            landing.busy = true;
-            landing.place()
+            let Some(receive) = state.peers[from].direct_receive.as_mut().filter(|it| it.ticket == ticket) else {
+                return;
+            };
+            receive.busy = true;
+            receive.place()
         };
-        let _read = Read { mailbox: self, from };
+        let _read = ReadInProgress { mailbox: self, from };
         read(place);
     }
 
-    /// Ends a landing: the payload is complete and authentic, or it will never be.
-    pub(crate) fn end_landing(&self, from: usize, ticket: u64, is_whole: bool) {
+    /// Ends a direct receive: the payload is complete and authentic, or it will never be.
+    pub(crate) fn end_direct_receive(&self, from: usize, ticket: u64, is_whole: bool) {
         let mut state = self.state.lock();
-        let Some(landing) = state.peers[from].landing.take_if(|it| it.ticket == ticket) else { return };
-        let bytes = landing.bytes;
-        match landing.target {
-            LandingTarget::Eager(recv) if is_whole => {
+        let Some(receive) = state.peers[from].direct_receive.take_if(|it| it.ticket == ticket) else { return };
+        let bytes = receive.bytes;
+        match receive.target {
+            DirectTarget::Eager(recv) if is_whole => {
                 state.peers[from].eager_kept += eager_cost(bytes);
                 state.note_taken(from, bytes, &self.members);
                 recv.message.complete(Ok(from));
                 state.completed = true;
             }
-            LandingTarget::Eager(recv) => state.post_again(recv),
-            LandingTarget::Data { slot, .. } if is_whole => state.note_received(slot, bytes, from),
-            LandingTarget::Kept { tag: Some(tag), memory } if is_whole => {
+            DirectTarget::Eager(recv) => state.post_again(recv),
+            DirectTarget::Data { slot, .. } if is_whole => state.note_received(slot, bytes, from),
+            DirectTarget::Kept { tag: Some(tag), memory } if is_whole => {
                 let header = [FrameKind::Eager as u64, tag, 0, 0, bytes as u64];
                 // SAFETY: the memory has that many bytes.
                 unsafe { state.take(from, header, memory.as_ptr(), bytes, &self.members) };
             }
-            LandingTarget::Data { .. } | LandingTarget::Kept { .. } => {}
+            DirectTarget::Data { .. } | DirectTarget::Kept { .. } => {}
         }
         self.advance(&mut state);
     }
 
-    /// Takes a landing away from the memory of the message `id`, which is being cancelled (MBX-5).
+    /// Takes a direct receive away from the memory of the message `id`, which is being cancelled (MBX-5).
     pub(super) fn divert(&self, state: &mut parking_lot::MutexGuard<'_, MailboxState>, id: u64) {
-        let landings = |state: &MailboxState| {
-            state.peers.iter().position(|peer| peer.landing.as_ref().is_some_and(|landing| landing.is_for(id)))
+        let find = |state: &MailboxState| {
+            state.peers.iter().position(|peer| peer.direct_receive.as_ref().is_some_and(|receive| receive.is_for(id)))
         };
-        while let Some(from) = landings(state) {
-            let landing = state.peers[from].landing.as_mut().expect("it was found");
-            if landing.busy {
-                self.landed.wait(state);
+        while let Some(from) = find(state) {
+            let receive = state.peers[from].direct_receive.as_mut().expect("it was found");
+            if receive.busy {
+                self.direct_read_ended.wait(state);
                 continue;
             }
-            let tag = match &landing.target {
-                LandingTarget::Eager(recv) => Some(recv.tag),
+            let tag = match &receive.target {
+                DirectTarget::Eager(recv) => Some(recv.tag),
                 _ => None,
             };
             // SAFETY: the memory of a receive is valid for its length until the message is cancelled, and no read is
             // in progress.
-            let memory = unsafe { std::slice::from_raw_parts(landing.place(), landing.bytes) }.to_vec();
-            landing.target = LandingTarget::Kept { tag, memory };
+            let memory = unsafe { std::slice::from_raw_parts(receive.place(), receive.bytes) }.to_vec();
+            receive.target = DirectTarget::Kept { tag, memory };
         }
     }
 }
@@ -166,7 +169,7 @@ mod tests {
 
     const BYTES: usize = 100;
 
-    /// Keeps the frames that the mailbox sends; frames with payloads arrive as landings only.
+    /// Keeps the frames that the mailbox sends; frames with payloads arrive as direct receives only.
     #[derive(Default)]
     struct SilentLink {
         arriving: Mutex<VecDeque<Header>>,
@@ -209,23 +212,23 @@ mod tests {
     }
 
     fn write(mailbox: &Mailbox<SilentLink>, ticket: u64, range: std::ops::Range<usize>, value: u8) {
-        // SAFETY: a landing's memory has BYTES bytes.
+        // SAFETY: a direct receive's memory has BYTES bytes.
         mailbox.fill(1, ticket, &mut |place| unsafe { place.add(range.start).write_bytes(value, range.len()) });
     }
 
     #[test]
     fn an_eager_payload_lands_only_where_a_receive_of_its_length_waits() {
         let (mailbox, mut memory) = (mailbox(), [0; BYTES]);
-        assert_eq!(mailbox.land(1, eager(3, BYTES)), None, "nothing is posted");
+        assert_eq!(mailbox.begin_direct_receive(1, eager(3, BYTES)), None, "nothing is posted");
         let message = recv(&mailbox, 3, &mut memory);
-        assert_eq!(mailbox.land(1, eager(4, BYTES)), None, "another tag");
-        assert_eq!(mailbox.land(1, eager(3, BYTES - 1)), None, "another length");
-        assert_eq!(mailbox.land(1, eager(3, BYTES + 1)), None, "longer than a frame");
-        let ticket = mailbox.land(1, eager(3, BYTES)).expect("it waits");
-        assert_eq!(mailbox.land(1, eager(3, BYTES)), None, "one landing at a time");
+        assert_eq!(mailbox.begin_direct_receive(1, eager(4, BYTES)), None, "another tag");
+        assert_eq!(mailbox.begin_direct_receive(1, eager(3, BYTES - 1)), None, "another length");
+        assert_eq!(mailbox.begin_direct_receive(1, eager(3, BYTES + 1)), None, "longer than a frame");
+        let ticket = mailbox.begin_direct_receive(1, eager(3, BYTES)).expect("it waits");
+        assert_eq!(mailbox.begin_direct_receive(1, eager(3, BYTES)), None, "one direct receive at a time");
         write(&mailbox, ticket, 0..BYTES, 5);
         assert!(message.poll().is_none(), "it is not known to be authentic");
-        mailbox.end_landing(1, ticket, true);
+        mailbox.end_direct_receive(1, ticket, true);
         assert!(matches!(message.poll(), Some(Ok(1))));
         assert_eq!((memory, mailbox.state.lock().peers[1].eager_kept), ([5; BYTES], 0));
     }
@@ -235,9 +238,9 @@ mod tests {
         let (mailbox, mut first, mut second) = (mailbox(), [0; BYTES], [0; BYTES]);
         let messages = [recv(&mailbox, 3, &mut first), recv(&mailbox, 3, &mut second)];
         mailbox.link.arriving.lock().push_back(eager(3, BYTES));
-        let ticket = mailbox.land(1, eager(3, BYTES)).expect("the second one waits");
+        let ticket = mailbox.begin_direct_receive(1, eager(3, BYTES)).expect("the second one waits");
         write(&mailbox, ticket, 0..BYTES, 5);
-        mailbox.end_landing(1, ticket, true);
+        mailbox.end_direct_receive(1, ticket, true);
         assert!(messages.iter().all(|message| matches!(message.poll(), Some(Ok(1)))));
         assert_eq!((first, second), ([9; BYTES], [5; BYTES]));
     }
@@ -250,11 +253,11 @@ mod tests {
         mailbox.progress();
         let [_, _, slot, ..] = mailbox.link.sent.lock()[0];
         let data = |offset: usize| [FrameKind::Data as u64, slot, offset as u64, 0, BYTES as u64];
-        assert_eq!(mailbox.land(1, data(BYTES)), None, "parts come in order");
+        assert_eq!(mailbox.begin_direct_receive(1, data(BYTES)), None, "parts come in order");
         for part in 0..2 {
-            let ticket = mailbox.land(1, data(part * BYTES)).expect("it waits");
+            let ticket = mailbox.begin_direct_receive(1, data(part * BYTES)).expect("it waits");
             write(&mailbox, ticket, 0..BYTES, part as u8 + 1);
-            mailbox.end_landing(1, ticket, true);
+            mailbox.end_direct_receive(1, ticket, true);
         }
         assert!(matches!(message.poll(), Some(Ok(1))));
         assert!(memory[..BYTES].iter().all(|byte| *byte == 1) && memory[BYTES..].iter().all(|byte| *byte == 2));
@@ -264,12 +267,12 @@ mod tests {
     fn a_cancelled_receive_leaves_its_message_to_the_next_one() {
         let (mailbox, mut memory, mut next) = (mailbox(), [0; BYTES], [0; BYTES]);
         let message = recv(&mailbox, 3, &mut memory);
-        let ticket = mailbox.land(1, eager(3, BYTES)).expect("it waits");
+        let ticket = mailbox.begin_direct_receive(1, eager(3, BYTES)).expect("it waits");
         write(&mailbox, ticket, 0..40, 5);
         mailbox.cancel(&message);
         write(&mailbox, ticket, 40..BYTES, 6);
         assert!(memory[40..].iter().all(|byte| *byte == 0), "nothing is written after the cancellation");
-        mailbox.end_landing(1, ticket, true);
+        mailbox.end_direct_receive(1, ticket, true);
         assert!(matches!(recv(&mailbox, 3, &mut next).poll(), Some(Ok(1))));
         assert!(next[..40].iter().all(|byte| *byte == 5) && next[40..].iter().all(|byte| *byte == 6));
     }
@@ -278,7 +281,7 @@ mod tests {
     fn a_cancellation_waits_for_the_read_in_progress() {
         let (mailbox, mut memory) = (mailbox(), [0; BYTES]);
         let message = recv(&mailbox, 3, &mut memory);
-        let ticket = mailbox.land(1, eager(3, BYTES)).expect("it waits");
+        let ticket = mailbox.begin_direct_receive(1, eager(3, BYTES)).expect("it waits");
         let reading = std::sync::Barrier::new(2);
         let read_ended = std::sync::atomic::AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -299,9 +302,9 @@ mod tests {
     fn a_payload_that_is_not_authentic_completes_nothing() {
         let (mailbox, mut memory) = (mailbox(), [0; BYTES]);
         let message = recv(&mailbox, 3, &mut memory);
-        let ticket = mailbox.land(1, eager(3, BYTES)).expect("it waits");
+        let ticket = mailbox.begin_direct_receive(1, eager(3, BYTES)).expect("it waits");
         write(&mailbox, ticket, 0..BYTES, 5);
-        mailbox.end_landing(1, ticket, false);
+        mailbox.end_direct_receive(1, ticket, false);
         assert!(message.poll().is_none());
         mailbox.link.arriving.lock().push_back(eager(3, BYTES));
         mailbox.progress();
