@@ -104,7 +104,7 @@ bench-faults: $(STAMPS)/torch $(STAMPS)/tensorflow $(STAMPS)/develop ## Kill ran
 	$(BIN)/python tests/faults/kill_tensorflow_saves.py --runs $(or $(RUNS),200) --seed $(or $(SEED),0)
 	$(BIN)/python tests/faults/end_tensorflow_steps.py --runs $(or $(RUNS),100) --seed $(or $(SEED),0)
 
-test-trainer: $(STAMPS)/digits $(STAMPS)/develop ## The Trainer of transformers 4.40.2 trains, saves and resumes with each kind of parallelism (installs it into build/)
+test-trainer: $(STAMPS)/digits $(STAMPS)/develop ## The Trainer of transformers 4.40.2 and 5 trains, saves and resumes with each kind of parallelism (installs into build/)
 	$(BIN)/python tests/e2e/trainer.py $(ARGS)
 
 matrix: $(STAMPS)/develop ## A short suite with every version of PyTorch and TensorFlow that is supported (hours; ARGS='--only torch==2.15')

@@ -1,6 +1,7 @@
-"""The Trainer of transformers 4.40.2, the last one with a branch for model parallelism on SageMaker: it trains, saves and resumes.
+"""The Trainer of transformers with model parallelism: it trains, saves and resumes.
 
-`make test-trainer` installs that version into a folder of its own and starts this file; `smdrun` starts it again as the script of a job.
+`make test-trainer` starts this file with two versions: 4.40.2, which public scripts pin, and the one that is tested otherwise, with
+`enable_trainer`. What is not installed goes into a folder of its own; `smdrun` starts this file again as the script of a job.
 """
 
 from __future__ import annotations
@@ -15,48 +16,71 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-PINNED = ["transformers==4.40.2", "tokenizers==0.19.1", "huggingface-hub==0.23.5", "accelerate==0.30.1"]
-#: What these need beside PyTorch and numpy.
-NEEDED = ["requests", "psutil", "pyyaml", "regex", "tqdm", "packaging", "filelock", "fsspec", "safetensors"]
+OLD, NEW = "4.40.2", "5.23.0"
+
+
+class Version(NamedTuple):
+    """Packages to install without what they need, what they need beside PyTorch and numpy, variables of the job, and what it does not do."""
+
+    packages: list[str]
+    needed: list[str]
+    variables: dict[str, str]
+    left_out: frozenset[str] = frozenset()
+
+
+VERSIONS = {
+    OLD: Version(
+        [f"transformers=={OLD}", "tokenizers==0.19.1", "huggingface-hub==0.23.5", "accelerate==0.30.1"],
+        ["requests", "psutil", "pyyaml", "regex", "tqdm", "packaging", "filelock", "fsspec", "safetensors"],
+        # The Trainer's file of random states is a pickle, which PyTorch 2.6 and newer do not read by themselves.
+        {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"},
+    ),
+    # `make test-trainer` has installed transformers itself.
+    # It saves ViT with the names of transformers 4, by which it is not resumed; with slices, it does not resume bit for bit.
+    NEW: Version(["accelerate==1.15.0"], ["psutil", "pyyaml"], {}, frozenset({"images", "tensors"})),
+}
 WORDS, LENGTH, STEPS = 64, 12, 8
 TINY = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-def install(folder: Path) -> None:
+def install(folder: Path, version: Version) -> None:
     """Puts the packages into `folder`, once."""
     stamp = folder / ".installed"
-    wanted = "\n".join(PINNED + NEEDED)
+    wanted = "\n".join(version.packages + version.needed)
     if stamp.exists() and stamp.read_text() == wanted:
         return
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--target", str(folder)]
     # Without their dependencies: PyTorch is there.
-    subprocess.run([*pip, "--upgrade", *NEEDED], check=True)
-    subprocess.run([*pip, "--upgrade", "--no-deps", *PINNED], check=True)
+    subprocess.run([*pip, "--upgrade", *version.needed], check=True)
+    subprocess.run([*pip, "--upgrade", "--no-deps", *version.packages], check=True)
     stamp.write_text(wanted)
 
 
 class Feature(NamedTuple):
-    """A configuration, the number of processes that it needs, and further arguments of the training.
+    """A configuration, the number of processes that it needs, further arguments of the training, and of the loss scale.
 
-    The Trainer looks for a backend of 16-bit training, though the model does it, and finds none on CPUs.
+    The old Trainer looks for a backend of 16-bit training, though the model does it, and finds none on CPUs.
     """
 
     parameters: dict[str, Any]
     processes: int = 2
     options: dict[str, Any] | None = None
+    scale: dict[str, Any] | None = None
 
 
+#: Large enough to overflow in the first steps, and to grow again.
+SCALE = {"dynamic_loss_scale": True, "init_scale": 2.0**17, "scale_window": 2}
 #: Beside a pipeline of two partitions alone.
 FEATURES: dict[str, Feature] = {
     "states": Feature({"ddp": True, "shard_optimizer_state": True}),
     "sharded": Feature({"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}),
     "tensors": Feature({"ddp": True, "partitions": 2, "tensor_parallel_degree": 2}, 4),
-    "fp16": Feature({"partitions": 2, "fp16": True}, options={"half_precision_backend": "cuda_amp"}),
-}
+    "fp16": Feature({"partitions": 2, "fp16": True}, options={"half_precision_backend": "cuda_amp"}, scale=SCALE),
+}  # fmt: skip
 
 
-def launch(folder: Path, tasks: list[str], feature: Feature) -> None:
+def launch(folder: Path, version: str, tasks: list[str], feature: Feature) -> None:
     """Runs the tasks with a configuration.
 
     Raises:
@@ -71,10 +95,10 @@ def launch(folder: Path, tasks: list[str], feature: Feature) -> None:
         config = Path(work) / "config.json"
         config.write_text(json.dumps(distribution))
         path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-        # The Trainer's file of random states is a pickle, which PyTorch 2.6 and newer do not read by themselves.
-        own = {"PYTHONPATH": path, "USE_TF": "0", "USE_FLAX": "0", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
+        own = {"PYTHONPATH": path, "USE_TF": "0", "USE_FLAX": "0", **VERSIONS[version].variables}
         command = [sys.executable, "-m", "smdistributed", "-n", str(feature.processes), "--config", str(config)]
-        command += [__file__, "--work", work, "--tasks", *tasks, "--options", json.dumps(feature.options or {})]
+        command += [__file__, "--work", work, "--versions", version, "--tasks", *tasks]
+        command += ["--options", json.dumps(feature.options or {}), "--scale", json.dumps(feature.scale or {})]
         subprocess.run(command, env={**os.environ, **own}, check=True, timeout=1800)
 
 
@@ -145,17 +169,64 @@ def _on_cpu(arguments: Any) -> Any:
     return torch.device("cpu")
 
 
-def rank(work: Path, tasks: list[str], more: dict[str, Any]) -> None:
+def renamed(options: dict[str, Any], version: str) -> dict[str, Any]:
+    """Options by the names of a version of the Trainer, which writes safetensors only since version 5."""
+    if version == OLD:
+        return options
+    names = {"evaluation_strategy": "eval_strategy", "save_safetensors": None, "half_precision_backend": None}
+    return {names.get(key, key): value for key, value in options.items() if names.get(key, key) is not None}
+
+
+def overflowing(transformers: Any) -> Any:
+    """A callback that makes a gradient of the last rank infinite in one step, and notes loss scales and skipped steps."""
+    import smdistributed.modelparallel.torch as smp
+
+    class Overflow(transformers.TrainerCallback):
+        def __init__(self) -> None:
+            self.scales: dict[int, tuple[float, bool]] = {}
+            self._hook = None
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.global_step == STEPS - 3 and smp.rank() == smp.size() - 1:
+                parameter = next(each for each in smp.state.model.local_parameters() if each.requires_grad)
+                self._hook = parameter.register_hook(lambda gradient: gradient * float("inf"))
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            optimizer = smp.state.optimizer
+            self.scales[state.global_step] = (optimizer.loss_scale, optimizer.overflow)
+            if self._hook is not None:
+                self._hook.remove()
+                self._hook = None
+
+    return Overflow()
+
+
+def check_scales(smp: Any, scales: dict[int, tuple[float, bool]], is_first: bool) -> None:
+    """All ranks skip the same steps, and the scale follows."""
+    assert all(each == scales for each in smp.allgather(scales, smp.WORLD)), scales
+    assert scales[STEPS - 2][1], scales
+    assert not scales[STEPS][1], scales
+    if is_first:
+        # Nothing was skipped in the step before the overflow, and the scale is half of what it was.
+        assert not scales[STEPS - 3][1], scales
+        assert scales[STEPS - 2][0] == scales[STEPS - 3][0] / 2, scales
+
+
+def rank(work: Path, version: str, tasks: list[str], more: dict[str, Any], scale: dict[str, Any]) -> None:
     """Trains each model without a break and with one, after half of the steps."""
+    if version != OLD or scale:
+        from smdistributed.modelparallel.torch.integrations import enable_trainer
+
+        enable_trainer(**scale)
     import torch
     import transformers
 
     import smdistributed.modelparallel.torch as smp
 
-    assert transformers.__version__ == "4.40.2"
+    assert transformers.__version__ == version
     make = models(transformers)
 
-    if not torch.cuda.is_available():
+    if version == OLD and not torch.cuda.is_available():
         # For model parallelism the Trainer takes no device but CUDA's.
         transformers.TrainingArguments._setup_devices = property(_on_cpu)
 
@@ -176,15 +247,20 @@ def rank(work: Path, tasks: list[str], more: dict[str, Any]) -> None:
         options = {"per_device_train_batch_size": 4, "max_steps": STEPS, "save_steps": STEPS // 2, "logging_steps": 1}
         options |= {"learning_rate": 0.01, "report_to": [], "seed": 3, "dataloader_pin_memory": False}
         options |= {"disable_tqdm": True, **OPTIONS[task], **more}
+        callback = overflowing(transformers)
         with smp.tensor_parallelism(smp.tp_size() > 1):
             model = make[task]()
         trainer = transformers.Trainer(
             model,
-            transformers.TrainingArguments(str(work / task), **options),
+            transformers.TrainingArguments(str(work / task), **renamed(options, version)),
             train_dataset=Data(task),
             eval_dataset=Data(task),
+            callbacks=[callback] if scale else [],
         )
         trainer.train(resume_from_checkpoint=resume)
+        if scale:
+            check_scales(smp, callback.scales, resume is None)
+            scales.append(callback.scales)
         found = {each["step"]: each["loss"] for each in trainer.state.log_history if "loss" in each}
         predicted = trainer.predict(Data(task))
         evaluated = predicted.metrics["test_loss"]
@@ -201,6 +277,7 @@ def rank(work: Path, tasks: list[str], more: dict[str, Any]) -> None:
         smp.shutdown()
         return [found[step] for step in sorted(found)], evaluated
 
+    scales: list[dict[int, tuple[float, bool]]] = []
     for task in tasks:
         expected, last = train(task, None)
         resumed, again = train(task, str(work / task / f"checkpoint-{STEPS // 2}"))
@@ -208,6 +285,10 @@ def rank(work: Path, tasks: list[str], more: dict[str, Any]) -> None:
         assert resumed == expected, (task, expected, resumed)
         assert expected[-1] < expected[0], (task, expected)
         assert again == last, (task, last, again)
+        if scale:
+            whole, half = scales
+            assert half.items() <= whole.items(), (whole, half)
+            assert len(half) == STEPS // 2
         # Plain transformers reads what was saved.
         plain = make[task]().from_pretrained(work / f"{task}-True")
         assert all(torch.isfinite(parameter).all() for parameter in plain.parameters())
@@ -220,24 +301,31 @@ def rank(work: Path, tasks: list[str], more: dict[str, Any]) -> None:
 def main() -> None:
     """Of both."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "transformers-4.40.2")
+    parser.add_argument("--versions", nargs="+", choices=list(VERSIONS), default=list(VERSIONS))
+    parser.add_argument("--folder", type=Path, default=ROOT / "build", help="where packages are installed")
     parser.add_argument("--processes", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--tasks", nargs="+", default=list(OPTIONS))
     parser.add_argument("--features", nargs="*", choices=list(FEATURES), default=list(FEATURES))
     parser.add_argument("--work", type=Path, help="set by this file where it starts itself")
     parser.add_argument("--options", type=json.loads, help="the same")
+    parser.add_argument("--scale", type=json.loads, help="the same")
     parser.add_argument(
         "--mp_parameters", help="what the launcher adds for the Trainer; this file has them from the environment"
     )
     arguments = parser.parse_args()
     if arguments.work is not None:
-        rank(arguments.work, arguments.tasks, arguments.options)
+        rank(arguments.work, arguments.versions[0], arguments.tasks, arguments.options, arguments.scale)
         return
-    install(arguments.folder)
-    for processes in arguments.processes:
-        launch(arguments.folder, arguments.tasks, Feature({"partitions": 2, "ddp": processes > 2}, processes))
-    for feature in arguments.features:
-        launch(arguments.folder, ["causal"], FEATURES[feature])
+    for version in arguments.versions:
+        folder = arguments.folder / f"transformers-{version}"
+        install(folder, VERSIONS[version])
+        left_out = VERSIONS[version].left_out
+        for processes in arguments.processes:
+            feature = Feature({"partitions": 2, "ddp": processes > 2}, processes)
+            launch(folder, version, [task for task in arguments.tasks if task not in left_out], feature)
+        for name in arguments.features:
+            if name not in left_out:
+                launch(folder, version, ["causal"], FEATURES[name])
 
 
 if __name__ == "__main__":

@@ -174,3 +174,27 @@ def test_the_branch_of_transformers_5_gets_an_optimizer_and_evaluates_the_wrappe
     output = smp.StepOutput([torch.ones(1, requires_grad=True) * 2]).detach()
     assert not output[0].requires_grad
     assert output.concat().tolist() == [2.0]
+
+
+def test_the_optimizer_of_the_trainer_gets_the_chosen_loss_scale(monkeypatch):
+    from smdistributed.modelparallel.torch.precision import loss_scale
+
+    for name in ("SM_HP_MP_PARAMETERS", "SM_FRAMEWORK_PARAMS"):
+        monkeypatch.setenv(name, "{}")
+    monkeypatch.setattr(loss_scale, "chosen", {})
+    with pytest.raises(TypeError, match="no argument `window`"):
+        enable_trainer(window=3)
+    with pytest.raises(smp.exceptions.SMPValidationError, match="`scale_factor` is 1"):
+        enable_trainer(dynamic_loss_scale=True, scale_factor=1.0)
+    assert loss_scale.chosen == {}
+    monkeypatch.setitem(sys.modules, "transformers.utils", types.SimpleNamespace(is_sagemaker_mp_enabled=lambda: True))
+    enable_trainer(dynamic_loss_scaling=True, dynamic_loss_args={"init_scale": 2.0**7})
+    smp.init({"fp16": True})
+    try:
+        model = smp.DistributedModel(torch.nn.Linear(2, 2))
+        assert smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1)).loss_scale == 2.0**7
+        own = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), static_loss_scale=8.0)
+        assert own.loss_scale == 8.0
+    finally:
+        smp.shutdown()
+        lifecycle.shutdown()

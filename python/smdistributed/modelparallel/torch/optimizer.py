@@ -14,7 +14,7 @@ from smdistributed import _core
 from smdistributed.modelparallel.exceptions import SMPUnsupportedError, SMPUsageError
 from smdistributed.modelparallel.torch import norms
 from smdistributed.modelparallel.torch.checkpoint import optimizer_state
-from smdistributed.modelparallel.torch.precision import half_model
+from smdistributed.modelparallel.torch.precision import half_model, loss_scale
 from smdistributed.modelparallel.torch.precision.loss_scale import DYNAMIC_DEFAULTS, make_loss_scale
 from smdistributed.modelparallel.torch.precision.master_weights import MasterWeights
 from smdistributed.modelparallel.torch.sharding.optimizer_shards import OptimizerShards, ReplicaGroup, check_elementwise
@@ -64,6 +64,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         dynamic_loss_args: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> None:
+        if (static_loss_scale, dynamic_loss_scale, dynamic_loss_args) == (1.0, False, None) and not more:
+            more = dict(loss_scale.chosen)
+            static_loss_scale = more.pop("static_loss_scale", static_loss_scale)
+            dynamic_loss_scale = more.pop("dynamic_loss_scale", dynamic_loss_scale)
         static_loss_scale = more.pop("static_loss_scaling", static_loss_scale)
         dynamic_loss_scale = more.pop("dynamic_loss_scaling", dynamic_loss_scale)
         unknown = {*more, *(dynamic_loss_args or ())} - DYNAMIC_DEFAULTS.keys()
@@ -74,14 +78,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
             raise TypeError(f"`smp.DistributedOptimizer` takes an optimizer, not a {type(optimizer).__name__}")
         dtype = half_model.model_dtype(state.cfg) if state.initialized else None
-        loss_scale = _core.LossScale(1.0)
+        scale = _core.LossScale(1.0)
         if dtype is torch.float16:
-            loss_scale = make_loss_scale(static_loss_scale, dynamic_loss_scale, {**(dynamic_loss_args or {}), **more})
+            scale = make_loss_scale(static_loss_scale, dynamic_loss_scale, {**(dynamic_loss_args or {}), **more})
         elif static_loss_scale not in (None, 1.0) or dynamic_loss_scale or dynamic_loss_args or more:
             _warn_of_scales()
         # Does not call `super().__init__`: all attributes of an optimizer are the wrapped one's.
         self.__dict__["optimizer"] = optimizer
-        self._half, self._loss_scale = dtype, loss_scale
+        self._half, self._loss_scale = dtype, scale
         self._masters: MasterWeights | None = None
         self._shards: OptimizerShards | None = None
         #: Whether `model.backward` has scaled a loss since the last step.

@@ -18,28 +18,34 @@ import torch
 from smdistributed import _core
 from smdistributed._common import import_hooks
 from smdistributed.modelparallel.exceptions import SMPUsageError
+from smdistributed.modelparallel.torch.precision import loss_scale
 from smdistributed.modelparallel.torch.state import state
 
 _PARAMETERS, _FRAMEWORK = "SM_HP_MP_PARAMETERS", "SM_FRAMEWORK_PARAMS"
 _ARGUMENTS, _TRAINER = "transformers.training_args", "transformers.trainer"
 
 
-def enable_trainer(config: Mapping[str, Any] | None = None) -> None:
+def enable_trainer(config: Mapping[str, Any] | None = None, **scale: Any) -> None:
     """Make the Trainer of transformers train with model parallelism. A script calls it before it imports the Trainer.
 
     The import of the Trainer calls ``smp.init``. Without CUDA devices, the Trainer trains on CPUs.
 
     Args:
         config: Keys of the configuration; those that the launcher gives take precedence.
+        **scale: For the configuration's ``fp16``: arguments of ``smp.DistributedOptimizer`` that describe the loss
+            scale, such as ``dynamic_loss_scale``. The Trainer passes none, so its losses are not scaled by default.
 
     Raises:
         SMPUsageError: transformers was imported before, and has decided that there is no model parallelism.
+        SMPValidationError: A value of the loss scale is invalid.
+        TypeError: An argument of the loss scale is unknown.
 
     Examples:
         >>> from smdistributed.modelparallel.torch.integrations import enable_trainer
-        >>> enable_trainer({"partitions": 2, "microbatches": 4})
+        >>> enable_trainer({"partitions": 2, "microbatches": 4, "fp16": True}, dynamic_loss_scale=True)
         >>> from transformers import Trainer, TrainingArguments
     """
+    loss_scale.choose(scale)
     parameters = {**(config or {}), **json.loads(os.environ.get(_PARAMETERS) or "{}")}
     # transformers looks for this key.
     parameters.setdefault("partitions", parameters.pop("pipeline_parallel_degree", 1))

@@ -18,7 +18,31 @@ DYNAMIC_DEFAULTS: dict[str, Any] = {
     "delayed_shift": 1,
     "consecutive_hysteresis": False,
 }
+#: Arguments for optimizers whose caller passes none, such as the Trainer of transformers.
+chosen: dict[str, Any] = {}
+_ALIASES = {"static_loss_scaling": "static_loss_scale", "dynamic_loss_scaling": "dynamic_loss_scale"}
 _CLASSES = {**CLASSES, "invalid_argument": SMPValidationError}
+
+
+def choose(arguments: Mapping[str, Any]) -> None:
+    """Set the arguments for optimizers whose caller passes none.
+
+    Args:
+        arguments: As those of ``smp.DistributedOptimizer``.
+
+    Raises:
+        SMPValidationError: A value is invalid.
+        TypeError: A name is unknown.
+    """
+    found = {_ALIASES.get(name, name): value for name, value in arguments.items()}
+    found |= found.pop("dynamic_loss_args", None) or {}
+    unknown = found.keys() - DYNAMIC_DEFAULTS.keys() - set(_ALIASES.values())
+    if unknown:
+        raise TypeError(f"a loss scale has no argument `{min(unknown)}`")
+    dynamic = {name: value for name, value in found.items() if name in DYNAMIC_DEFAULTS}
+    make_loss_scale(found.get("static_loss_scale", 1.0), found.get("dynamic_loss_scale", False), dynamic)
+    chosen.clear()
+    chosen.update(found)
 
 
 def make_loss_scale(static: float | None, dynamic: bool, dynamic_args: Mapping[str, Any]) -> _core.LossScale:
