@@ -253,6 +253,19 @@ def load_own_part(
     _load_optimizer(model, optimizer, found, None, precision_only)
 
 
+def _laid_out(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a state with memory of its own and, if it has the parameter's shape, with the parameter's strides.
+
+    The kernels of fused optimizers read states in the memory layout of the parameter, and do not check it. A slice of a
+    larger tensor would also keep the whole one in memory.
+    """
+    model = parameter.detach() if value.shape == parameter.shape else value
+    strides = torch.empty_like(model, device="meta").stride()
+    if value.stride() == strides and value.untyped_storage().nbytes() == value.nbytes:
+        return value
+    return torch.empty_like(model, dtype=value.dtype).copy_(value)
+
+
 def _without_tensors(found: dict[str, Any]) -> dict[str, Any]:
     return {"state": {}, "param_groups": found["param_groups"], PARTIAL: True}
 
@@ -297,7 +310,7 @@ def _load_optimizer(
         # Compared by name: the step count is a number, and a parameter may have one element, too.
         if name not in shards and tuple(value.shape) == piece.shape and not (value.dim() == 0 and key == "step"):
             value = piece.cut(value)
-        return piece.padded(value, parameter.numel())
+        return _laid_out(piece.padded(value, parameter.numel()), parameter)
 
     state_here = {
         name: {key: fitted(name, key, value) for key, value in entries[name].items()} for name in own if name in entries
