@@ -64,7 +64,7 @@ def _alike(torch, one, other):
     return torch.equal(one, other)
 
 
-def _body(folder):
+def _check_resumed_steps(folder):
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -100,4 +100,4 @@ def _body(folder):
 
 @pytest.mark.timeout(150)
 def test_fused_optimizers_resume_bit_for_bit(tmp_path):
-    run_ranks(_body, 4, os.fspath(tmp_path), launcher=Forked("torch"), timeout=140)
+    run_ranks(_check_resumed_steps, 4, os.fspath(tmp_path), launcher=Forked("torch"), timeout=140)
