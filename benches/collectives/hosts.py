@@ -2,7 +2,7 @@
 
     python benches/collectives/hosts.py [--hosts 2] [--per-host 2] [--rounds 3]
 
-The hosts are network namespaces of this machine (`tests/support/hosts.py`), so the network is the machine's memory and costs
+The hosts are network namespaces of this machine (`tests/support/hosts`), so the network is the machine's memory and costs
 processor time that a real one does not; it needs root. Each figure is the median, over all repeats of all rounds, of the
 time of one call on the slowest rank; behind it are the 10th and the 90th percentile. Needs torch, and for MPI Open MPI.
 """

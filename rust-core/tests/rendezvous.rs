@@ -375,3 +375,18 @@ fn a_member_that_breaks_the_protocol_is_out_and_the_others_hear_of_it() {
         assert_alive(&ranks, 0);
     }
 }
+
+#[test]
+fn a_worker_gives_up_a_launcher_that_does_not_answer() {
+    let nobody = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().to_string();
+    let options = ClientOptions {
+        location: RendezvousLocation::At { addresses: vec![nobody.clone()], key: JobKey::new(SECRET) },
+        served_by_rank_0: false,
+        deadline: Instant::now() + Duration::from_millis(20),
+        peer_timeout: Duration::from_secs(10),
+    };
+    let error = Client::reach_launcher(&options, Arc::new(Monitor::new(0))).map(drop).unwrap_err();
+    // Not a timeout, after which a worker would try again.
+    assert_eq!(error.code(), Code::Rendezvous);
+    assert!(error.text().contains(&nobody) && error.text().contains("launcher"), "{error}");
+}

@@ -18,7 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 SAMPLES = 96
 BATCH = 4
@@ -79,16 +81,26 @@ def train(folder: Path, pace: float) -> None:
             state.check_host_updates()
         with torch.no_grad():
             loss = torch.nn.functional.mse_loss(model(inputs).squeeze(1), targets).item()
+        weights = hvd.allgather_object([each.tolist() for each in model.parameters()])
+        moments = hvd.allgather_object([each["momentum_buffer"].tolist() for each in optimizer.state.values()])
         if hvd.rank() == 0:
-            write("result", {"seen": state.seen[:EPOCHS], "loss": loss})
+            equal = all(each == weights[0] for each in weights) and all(each == moments[0] for each in moments)
+            write("result", {"seen": state.seen[:EPOCHS], "loss": loss, "equal": equal})
 
     loop(hvd.elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, seen=[[]]))
 
 
 class Job:
-    """A run, seen from outside."""
+    """A run, seen from outside. `on` starts a command on the launcher's host, `variables` are its own."""
 
-    def __init__(self, folder: Path, hosts: dict[str, int], pace: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        hosts: dict[str, int],
+        pace: float,
+        on: Sequence[str] = (),
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.folder = folder
         self.hosts = dict(hosts)
         self.announce()
@@ -96,11 +108,11 @@ class Job:
         script.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
         script.chmod(0o755)
         (folder / "output").touch()
-        command = [sys.executable, "-m", "horovod.runner.launch", "-np", str(sum(hosts.values())), "--min-np", "1"]
+        command = [*on, sys.executable, "-m", "horovod.runner.launch", "-np", str(sum(hosts.values())), "--min-np", "1"]
         command += ["--max-np", "4", "--host-discovery-script", str(script), "--elastic-timeout", "200"]
         command += [sys.executable, __file__, "--worker", str(folder), "--pace", str(pace)]
         with (folder / "output").open("w") as output:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
             self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
 
     def announce(self) -> None:
@@ -180,6 +192,7 @@ def check(folder: Path, sizes: list[int], expected_loss: float) -> None:
     for epoch, seen in enumerate(result["seen"]):
         assert set(seen) == set(range(SAMPLES)), f"epoch {epoch} lacks {set(range(SAMPLES)) - set(seen)}"
         assert len(seen) <= SAMPLES + padding, f"epoch {epoch}: {len(seen)} samples of {SAMPLES}, sessions of {sizes}"
+    assert result["equal"], "weights or momenta differ between ranks"
     # It begins at 140, and ends near the noise of the targets, 0.01; with more ranks there are fewer steps.
     assert math.isclose(result["loss"], expected_loss, abs_tol=0.01), (result["loss"], expected_loss)
 

@@ -1,6 +1,7 @@
 //! Joins an elastic job, whose launcher assigns new ranks for each session.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::{Control, Session, introduction};
@@ -13,6 +14,10 @@ use crate::world::env::{self, Launch};
 use crate::world::rendezvous::client::{self, Client};
 use crate::world::rendezvous::message::HostsUpdated;
 use crate::world::rendezvous::{JobKey, RendezvousLocation};
+
+/// Whether this process has reached the launcher before. The launcher listens as long as the job runs, so silence then
+/// means that it has ended, or that it has given this host up for the same silence.
+static HAS_REACHED_LAUNCHER: AtomicBool = AtomicBool::new(false);
 
 impl Session {
     /// Joins the job as `worker` and becomes a member of its next session. If a session fails before all its members
@@ -49,14 +54,18 @@ impl Session {
             )));
         };
         let init_timeout = config::INIT_TIMEOUT_SECONDS.seconds()?;
+        let peer_timeout = config::PEER_TIMEOUT_SECONDS.seconds()?;
+        let patience = if HAS_REACHED_LAUNCHER.load(Ordering::Relaxed) { peer_timeout } else { init_timeout };
         let options = client::ClientOptions {
             location: RendezvousLocation::At { addresses: vec![address.clone()], key: JobKey::new(secret.as_bytes()) },
             served_by_rank_0: false,
-            deadline: Instant::now() + init_timeout,
-            peer_timeout: config::PEER_TIMEOUT_SECONDS.seconds()?,
+            deadline: Instant::now() + patience,
+            peer_timeout,
         };
         let monitor = Arc::new(Monitor::new(0));
-        let (client, seat) = Client::enter(&options, worker, monitor.clone())?;
+        let client = Client::reach_launcher(&options, monitor.clone())?;
+        HAS_REACHED_LAUNCHER.store(true, Ordering::Relaxed);
+        let seat = client.wait_for_rank(worker)?;
         let (rank, size) = (seat.rank as usize, seat.size as usize);
         monitor.set_me(rank);
         crate::log::start((size > 1).then_some(rank));

@@ -37,6 +37,8 @@ const LONGEST_SLEEP: Duration = Duration::from_millis(250);
 const TERMINATE_TIME: Duration = Duration::from_secs(5);
 /// How long a worker without a place has to end by itself.
 const FAREWELL_TIME: Duration = Duration::from_secs(30);
+/// Why a worker that the job goes on without gets no rank.
+const GIVEN_UP: &str = "its host did not answer, or the `ssh` that started it has ended";
 
 /// Runs the job to its end and returns the exit code.
 ///
@@ -117,6 +119,8 @@ struct Running {
     rank: usize,
     /// When it gets SIGKILL.
     deadline: Option<(Instant, Signal)>,
+    /// Why it was given up, if it was.
+    lost: Option<String>,
 }
 
 struct ElasticSupervisor {
@@ -198,8 +202,18 @@ impl ElasticSupervisor {
         for event in self.server.take_events() {
             let now = Instant::now();
             match event {
-                JobEvent::Entered(name) => id(&name).into_iter().for_each(|id| self.driver.entered(id, now)),
+                JobEvent::Entered(name) => match id(&name).filter(|id| self.workers.contains_key(id)) {
+                    Some(id) => self.driver.entered(id, now),
+                    None => self.server.remove(&name, GIVEN_UP),
+                },
                 JobEvent::Withdrew(name) => id(&name).into_iter().for_each(|id| self.driver.withdrew(id, now)),
+                // The `ssh` that started it may wait for its host for ever.
+                JobEvent::Lost { worker, detail } => {
+                    if let Some(worker) = id(&worker).and_then(|id| self.workers.get_mut(&id)) {
+                        worker.lost = Some(detail);
+                        worker.process.signal(Signal::KILL);
+                    }
+                }
             }
         }
     }
@@ -218,6 +232,8 @@ impl ElasticSupervisor {
         }
         for (id, exit) in ended {
             self.server.report_worker_death(&name(id), &exit.to_string());
+            // What has ended may be the `ssh` of a worker that lives and waits for a rank.
+            self.server.remove(&name(id), GIVEN_UP);
             let Some(worker) = self.workers.remove(&id) else { continue };
             let failure = (!exit.success()).then(|| describe(&worker, exit));
             self.release(worker);
@@ -307,7 +323,7 @@ impl ElasticSupervisor {
         }
         let streams = Streams::new(pipes, folder.as_deref())?;
         self.reaper.add(process.pid());
-        Ok(Running { process, streams, tail: Tail::default(), rank, deadline: None })
+        Ok(Running { process, streams, tail: Tail::default(), rank, deadline: None, lost: None })
     }
 
     fn variables(
@@ -363,6 +379,9 @@ fn id(name: &str) -> Option<WorkerId> {
 /// How a worker failed, in one line.
 fn describe(worker: &Running, exit: Exit) -> String {
     let rank = worker.rank;
+    if let Some(lost) = &worker.lost {
+        return format!("process {rank} was given up: {lost}");
+    }
     match worker.tail.exception() {
         Some(exception) => format!("process {rank} exit with status code {}: {exception}", exit.code()),
         None => format!("process {rank} exit with status code {}", exit.code()),

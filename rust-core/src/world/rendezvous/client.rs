@@ -154,32 +154,42 @@ impl Client {
         Ok((client, welcome))
     }
 
-    /// Finds the rendezvous of an elastic job and waits for a rank without a time limit: the launcher ends jobs that
-    /// wait too long, and its own end is noticed. [`Client::take_place`] follows.
+    /// Finds the rendezvous of an elastic job. [`Client::wait_for_rank`] follows.
     ///
     /// # Errors
-    /// As [`Client::join`]; [`Error::Removed`] if the launcher has no place for this worker.
-    pub fn enter(options: &ClientOptions, worker: &str, monitor: Arc<Monitor>) -> Result<(Arc<Self>, RankAssignment)> {
+    /// [`Error::Rendezvous`] if the launcher does not answer before the deadline, or has another secret;
+    /// [`Error::Interrupted`].
+    pub fn reach_launcher(options: &ClientOptions, monitor: Arc<Monitor>) -> Result<Arc<Self>> {
+        Self::connect(options, monitor, Instant::now()).map_err(|error| match error {
+            // No later attempt would succeed: the launcher has served the rendezvous since before this process began.
+            Error::Timeout { during, waited, .. } => Error::Rendezvous(format!(
+                "{during}: the launcher of this elastic job, which serves it, did not answer for {waited:.1?}"
+            )),
+            other => other,
+        })
+    }
+
+    /// Waits for a rank without a time limit: the launcher ends jobs that wait too long, and its own end is noticed.
+    /// [`Client::take_place`] follows.
+    ///
+    /// # Errors
+    /// [`Error::Rendezvous`] if the launcher rejects this worker; [`Error::Removed`] if it has no place for it;
+    /// [`Error::Closed`] if the connection ends; [`Error::Interrupted`].
+    pub fn wait_for_rank(&self, worker: &str) -> Result<RankAssignment> {
         let start = Instant::now();
-        let client = Self::connect(options, monitor, start)?;
-        client.send(&ToServer::Enter { worker: worker.to_owned() })?;
         let during = "init(): waiting for a place in the job";
-        let outcome = client.wait(during, start, start + NEVER, &[], |state| {
-            if let Some(reason) = state.refused.take() {
-                return Ok(Err(Error::Rendezvous(reason)));
-            }
-            if let Some(reason) = state.removed.take() {
-                return Ok(Err(Error::Removed(reason)));
-            }
-            state.seat.take().map(Ok).ok_or(Departures::Wait)
+        let outcome = self.send(&ToServer::Enter { worker: worker.to_owned() }).and_then(|()| {
+            self.wait(during, start, start + NEVER, &[], |state| {
+                if let Some(reason) = state.refused.take() {
+                    return Ok(Err(Error::Rendezvous(reason)));
+                }
+                if let Some(reason) = state.removed.take() {
+                    return Ok(Err(Error::Removed(reason)));
+                }
+                state.seat.take().map(Ok).ok_or(Departures::Wait)
+            })
         });
-        match outcome.and_then(|seat| seat) {
-            Ok(seat) => Ok((client, seat)),
-            Err(error) => {
-                client.leave();
-                Err(error)
-            }
-        }
+        outcome.and_then(|seat| seat).inspect_err(|_| self.leave())
     }
 
     fn connect(options: &ClientOptions, monitor: Arc<Monitor>, start: Instant) -> Result<Arc<Self>> {

@@ -74,6 +74,13 @@ pub enum JobEvent {
     Entered(String),
     /// Its request is withdrawn: its connection has ended.
     Withdrew(String),
+    /// Nothing is heard of its host any more: its process may run on, but the job goes on without it.
+    Lost {
+        /// The worker.
+        worker: String,
+        /// What was noticed.
+        detail: String,
+    },
 }
 
 #[derive(Default)]
@@ -289,7 +296,11 @@ impl Job {
 
     /// The host of a connection has not answered for `silence`: all of its ranks count as dead.
     pub fn host_lost(&mut self, connection: ConnectionId, silence: Duration) {
-        let Some((id, rank)) = self.forget_connection(connection) else { return };
+        self.report_lost_worker(connection, silence);
+        let Some((id, rank)) = self.forget_connection(connection) else {
+            return self
+                .withdraw(connection, Departure::Died { detail: format!("no sign of its host for {silence:.0?}") });
+        };
         let Some(session) = self.sessions.get(&id) else { return };
         let lost = session.joins[rank].as_ref().expect("a connection's rank has joined");
         let is_there = |rank: &usize| {
@@ -302,6 +313,20 @@ impl Job {
             let departure = Departure::Died { detail: detail.clone() };
             self.note_gone(rank, &departure);
             self.depart(id, rank, departure);
+        }
+    }
+
+    /// Tells the launcher of an elastic job, which cannot see that the host of a process is gone.
+    fn report_lost_worker(&mut self, connection: ConnectionId, silence: Duration) {
+        let Some(elastic) = &mut self.elastic else { return };
+        let place = self.connections.get(&connection).or_else(|| elastic.seated.get(&connection));
+        let is_seated = || elastic.workers.iter().find(|(_, seat)| Some(*seat) == place).map(|(worker, _)| worker);
+        let entered = elastic.entered.iter().find(|(_, from)| **from == connection).map(|(worker, _)| worker);
+        // A worker that has entered again since, by another connection, is there.
+        let is_there = |worker: &&String| elastic.entered.get(*worker).is_some_and(|from| *from != connection);
+        if let Some(worker) = entered.or_else(is_seated).filter(|worker| !is_there(worker)).cloned() {
+            let detail = format!("no sign of its host for {silence:.0?}");
+            elastic.events.push(JobEvent::Lost { worker, detail });
         }
     }
 

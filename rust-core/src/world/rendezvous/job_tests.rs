@@ -289,3 +289,28 @@ fn places_on_hosts() {
     // Some ranks of host b have no local rank, so they are counted; all ranks of host a have one.
     assert_eq!(found, [place(0, 0, 2), place(1, 5, 6), place(0, 1, 2), place(1, 4, 6)]);
 }
+
+#[test]
+fn the_launcher_hears_of_workers_on_a_silent_host() {
+    let mut job = Job::elastic(NO_PATIENCE, 1);
+    let workers = ["worker-0", "worker-1"].map(str::to_owned);
+    for (connection, worker) in (0..).zip(&workers) {
+        job.receive(connection, ToServer::Enter { worker: worker.clone() }).unwrap();
+    }
+    job.take_events();
+    let silence = Duration::from_secs(10);
+    let lost =
+        |worker: &String| JobEvent::Lost { worker: worker.clone(), detail: "no sign of its host for 10s".into() };
+    job.seat(&workers);
+    job.host_lost(1, silence);
+    assert_eq!(job.take_events(), [lost(&workers[1])], "a worker that has a rank");
+    job.receive(2, ToServer::Enter { worker: "worker-2".to_owned() }).unwrap();
+    job.take_events();
+    job.host_lost(2, silence);
+    let withdrew = JobEvent::Withdrew("worker-2".to_owned());
+    assert_eq!(job.take_events(), [lost(&"worker-2".to_owned()), withdrew], "one that waits for a rank");
+    job.receive(3, ToServer::Enter { worker: "worker-0".to_owned() }).unwrap();
+    job.take_events();
+    job.host_lost(0, silence);
+    assert_eq!(job.take_events(), [], "one that has entered again");
+}

@@ -35,6 +35,16 @@ host=$(($(echo "$1" | sed 's/.*[.]//') - 10)); shift
 exec {on_host} "$host" sh -c "$*"
 """
 
+#: What `smdrun` and `horovodrun` call: its arguments are options with values, the address, options, the command.
+_SSH = """#!/bin/sh
+while case "$1" in -*) true ;; *) false ;; esac; do shift 2; done
+host=$1; shift
+while case "$1" in -*) true ;; *) false ;; esac; do shift 2; done
+exec {python} {sshd} run "$host" "$*"
+"""
+
+_SSHD = Path(__file__).with_name("sshd.py")
+
 #: Runs a command on the host with the number `$1`.
 _ON_HOST = """#!/bin/sh
 host=$1; shift
@@ -49,6 +59,7 @@ class Hosts:
         self.count = count
         self.name = f"{_PREFIX}{os.getpid()}"
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._servers: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Hosts:
         _remove_leftovers()
@@ -65,9 +76,13 @@ class Hosts:
             raise
         self._script("on-host", _ON_HOST.format(name=self.name))
         self._script("remote-shell", _REMOTE_SHELL.format(on_host=self._path("on-host")))
+        self._script("ssh", _SSH.format(python=sys.executable, sshd=_SSHD))
         return self
 
     def __exit__(self, *_: object) -> None:
+        for server in self._servers:
+            with server:
+                """Its input ends, and so does it."""
         for name in (*(f"{self.name}-{host}" for host in range(self.count)), f"{self.name}-switch"):
             subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
         if self._folder:
@@ -99,6 +114,16 @@ class Hosts:
     def on(self, host: int) -> list[str]:
         """What runs on `host` the command that is appended to it."""
         return [self._path("on-host"), str(host)]
+
+    def with_ssh(self) -> dict[str, str]:
+        """Starts the servers of `ssh`; returns variables with which it reaches the hosts."""
+        for host in range(self.count):
+            command = [*self.on(host), sys.executable, str(_SSHD), "serve", address(host)]
+            self._servers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        for host, server in enumerate(self._servers):
+            assert server.stdout
+            assert server.stdout.readline() == "ready\n", f"no server of `ssh` on host {host}"
+        return {"PATH": os.pathsep.join([self._path(""), os.environ["PATH"]])}
 
     def cut(self, host: int) -> None:
         """Takes the link of `host` down: it neither sends nor gets anything any more."""
