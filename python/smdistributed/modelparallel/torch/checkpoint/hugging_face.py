@@ -2,11 +2,16 @@
 
 The Trainer saves ``model.safetensors``, or several files with an index, and resumes a pipeline by the name of the
 older file, ``pytorch_model.bin``. Files are mapped into memory, and each rank reads only the elements that it holds.
+
+For some models, transformers 5 writes files with the names, and the division into tensors, of transformers 4. It
+publishes how they are converted, and files are read by its functions.
 """
 
 from __future__ import annotations
 
+import copy
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smdistributed.modelparallel.exceptions import SMPCheckpointError
-from smdistributed.modelparallel.torch.checkpoint import deferred, state_dicts
+from smdistributed.modelparallel.torch.checkpoint import deferred, slices, state_dicts
+from smdistributed.modelparallel.torch.state import state
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.model import DistributedModel
@@ -115,9 +121,69 @@ def with_all_names(found: Mapping[str, Any], model: DistributedModel) -> dict[st
         The tensors by each name in the model.
     """
     entries = state_dicts.model_entries(model)
-    result = state_dicts.from_own_names(found) if found.keys() - entries.keys() else dict(found)
+    result = dict(found)
+    if result.keys() - entries.keys():
+        result = state_dicts.from_own_names(_converted(result, model, entries))
     by_tensor = {id(tensor): result[name] for name, tensor in entries.items() if name in result}
     for name, tensor in entries.items():
         if name not in result and id(tensor) in by_tensor:
             result[name] = by_tensor[id(tensor)]
     return result
+
+
+def _converted(found: dict[str, Any], model: DistributedModel, entries: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return a state from a file by the names in Hugging Face's model, as ``from_pretrained`` of transformers reads it.
+
+    Names that remain unknown are kept; the load reports them.
+
+    Raises:
+        SMPCheckpointError: The file lacks some of the tensors that transformers joins, or they do not fit together.
+    """
+    root: Any = model.module
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None or not isinstance(root, modeling.PreTrainedModel):
+        # Modules that replace a whole model of transformers translate names themselves.
+        return found
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    except ImportError:
+        # Versions before 5 save the names of the model.
+        return found
+    known = _own_shapes(model, entries)
+    conversions = get_model_conversion_mapping(root)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    result: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
+    # In the order of numbers in names, in which parts such as experts are joined.
+    for key in sorted(found, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, root.base_model_prefix, known)
+        if name not in known and key in known:
+            name, pattern = key, None
+        if pattern is None:
+            result[name] = found[key]
+        else:
+            parts.setdefault(name, copy.deepcopy(by_pattern[pattern])).add_tensor(name, key, pattern, found[key])
+    for name, converter in parts.items():
+        try:
+            joined = converter.convert(name, model=root, config=root.config)
+        except (RuntimeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            raise SMPCheckpointError(
+                f"the parts of `{name}` cannot be joined as transformers {_version()} does: {error}"
+            ) from error
+        result |= {each: value[0] if isinstance(value, list) else value for each, value in joined.items()}
+    return result
+
+
+def _version() -> str:
+    return str(sys.modules["transformers"].__version__)
+
+
+def _own_shapes(model: DistributedModel, entries: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors without elements by the names in Hugging Face's model, of the whole shapes."""
+    divided = slices.named_shards(model.module)
+    shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in entries.items()}
+    whole = {name: divided[name].whole_shape(shape) if name in divided else shape for name, shape in shapes.items()}
+    return state.module_manager.to_own_names({name: torch.empty(shape, device="meta") for name, shape in whole.items()})
