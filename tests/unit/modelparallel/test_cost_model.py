@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from smdistributed.modelparallel.torch import activation_checkpointing  # noqa: E402
-from smdistributed.modelparallel.torch.partitioning import cost_model  # noqa: E402
+from smdistributed.modelparallel.torch.partitioning import cost_model, cost_trace  # noqa: E402
 from smdistributed.modelparallel.torch.tracing.metadata import OutputSpecs  # noqa: E402
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta  # noqa: E402
 
@@ -73,3 +75,26 @@ def test_an_operation_whose_formula_fails_has_a_price(monkeypatch):
     known = _cost(None, nn.Linear(64, 64))
     monkeypatch.setitem(cost_model._FLOPS, torch.ops.aten.addmm, fails)
     assert _cost(None, nn.Linear(64, 64)) == known
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this PyTorch has no products of groups")
+@pytest.mark.parametrize("way", ["call", "model"])
+def test_operations_that_fail_on_fake_tensors_are_not_logged(way, caplog, monkeypatch):
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2, 64, 64))
+
+        def forward(self, x):
+            # Runs on CPUs, and is refused on fake tensors of float32.
+            return torch._grouped_mm(x, self.weight, offs=torch.tensor([16, 32], dtype=torch.int32))
+
+    monkeypatch.setattr(logging.getLogger("torch"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "propagate", True)
+    if way == "call":
+        cost = _cost(None, Experts())
+        assert cost is not None
+    else:
+        tree = cost_trace.trace(Experts(), (torch.ones(32, 64),), {})
+        assert len(tree.modules) == 1
+    assert not caplog.records

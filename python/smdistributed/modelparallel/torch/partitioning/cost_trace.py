@@ -25,7 +25,7 @@ from smdistributed import _core
 from smdistributed.modelparallel.torch import pytree as structures
 from smdistributed.modelparallel.torch.nn.module import units
 from smdistributed.modelparallel.torch.partitioning import cost_model
-from smdistributed.modelparallel.torch.tracing import object_state
+from smdistributed.modelparallel.torch.tracing import object_state, shape_probe
 from smdistributed.modelparallel.torch.tracing.metadata import OutputSpecs, UnknownOutputError
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta
 
@@ -138,6 +138,7 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, measure_tim
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
         if not measure_times:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(shape_probe.failures_not_logged())
         copies: dict[int, torch.Tensor] = {}
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:

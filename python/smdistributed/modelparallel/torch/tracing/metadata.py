@@ -219,7 +219,10 @@ class OutputSpecs:
         found: Exception
         try:
             # Inference tensors have no versions; tasks run without gradients instead.
-            with torch.inference_mode(False), torch.set_grad_enabled(wants_gradients), self._mode:
+            with (
+                torch.inference_mode(False), torch.set_grad_enabled(wants_gradients), self._mode,
+                shape_probe.failures_not_logged(),
+            ):  # fmt: skip
                 return self._output_spec(call, args, kwargs, meta_of, is_module, in_containers)
         except UnknownOutputError:
             raise
