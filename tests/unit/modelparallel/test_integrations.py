@@ -159,6 +159,9 @@ def test_the_branch_of_transformers_5_gets_an_optimizer_and_evaluates_the_wrappe
         def create_scheduler(self, num_training_steps, optimizer=None):
             self.made.append((num_training_steps, self.optimizer))
 
+        def _load_optimizer_and_scheduler(self, checkpoint):
+            self.model_wrapped.register_post_step_hook(lambda model, optimizer: self.made.append((checkpoint, model)))
+
     monkeypatch.setitem(sys.modules, "transformers.trainer", types.SimpleNamespace(Trainer=Trainer))
     integration._adapt()
     integration._adapt()
@@ -171,6 +174,11 @@ def test_the_branch_of_transformers_5_gets_an_optimizer_and_evaluates_the_wrappe
     trainer.optimizer = "the script's"
     trainer.create_scheduler(4)
     assert trainer.made == [(3, model), (4, "the script's")]
+    # Before the first step, and once; other hooks wait for the step.
+    model.register_post_step_hook(others := [].append)
+    trainer._load_optimizer_and_scheduler("checkpoint-4")
+    assert trainer.made[2:] == [("checkpoint-4", model)]
+    assert model.post_step_hooks == [others]
     output = smp.StepOutput([torch.ones(1, requires_grad=True) * 2]).detach()
     assert not output[0].requires_grad
     assert output.concat().tolist() == [2.0]

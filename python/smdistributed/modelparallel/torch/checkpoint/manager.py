@@ -416,7 +416,7 @@ class CheckpointManager:
             ]
             groups = json.loads(json_codec.encode(hyper, _no_tensors_kept))
         masters = None if state.optimizer is None else state.optimizer._masters
-        scale = None if masters is None else masters.scale.state()
+        scale = None if masters is None else masters.scale_state()
         return json.dumps({"user": user, "groups": groups, "loss_scale": scale})
 
     def _on_host(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], set[str]]:

@@ -64,7 +64,7 @@ def local_optimizer(model: DistributedModel, optimizer: DistributedOptimizer) ->
             for each in parameters
             if id(each) in masters.sources
         }
-        found[LOSS_SCALE] = masters.scale.state()
+        found[LOSS_SCALE] = masters.scale_state()
     return found
 
 
@@ -327,4 +327,4 @@ def _load_optimizer(
                 if name in own and id(own[name][1]) in masters.sources:
                     own[name][1].copy_(fitted(name, "", value))
     if LOSS_SCALE in found:
-        masters.scale.restore(*found[LOSS_SCALE])
+        masters.load_scale(found[LOSS_SCALE], optimizer._has_scaled_loss)

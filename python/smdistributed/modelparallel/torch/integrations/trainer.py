@@ -18,6 +18,7 @@ import torch
 from smdistributed import _core
 from smdistributed._common import import_hooks
 from smdistributed.modelparallel.exceptions import SMPUsageError
+from smdistributed.modelparallel.torch.hooks import call_hook
 from smdistributed.modelparallel.torch.precision import loss_scale
 from smdistributed.modelparallel.torch.state import state
 
@@ -65,9 +66,15 @@ def enable_trainer(config: Mapping[str, Any] | None = None, **scale: Any) -> Non
 
 
 def _adapt() -> None:
-    """Correct the branch of transformers 5, which makes no optimizer and wraps the model again to evaluate it."""
+    """Correct the Trainer's branch.
+
+    That of transformers 5 makes no optimizer and wraps the model again to evaluate it. All versions load the optimizer
+    after the first forward and backward, whose gradients then have the loss scale of a new optimizer and may overflow.
+    """
     kind: Any = vars(sys.modules[_TRAINER])["Trainer"]
-    create_scheduler, wrap_model = kind.create_scheduler, kind._wrap_model
+    create_scheduler, wrap_model, load_optimizer = (
+        kind.create_scheduler, kind._wrap_model, kind._load_optimizer_and_scheduler
+    )  # fmt: skip
     if hasattr(create_scheduler, "__wrapped__"):
         return
 
@@ -82,7 +89,18 @@ def _adapt() -> None:
         is_wrapped = state.model is not None and self.model_wrapped is state.model
         return state.model if is_wrapped else wrap_model(self, model, *args, **kwargs)
 
+    @functools.wraps(load_optimizer)
+    def load_before_step(self: Any, checkpoint: str | None) -> None:
+        model = state.require_model()
+        others = list(model.post_step_hooks)
+        load_optimizer(self, checkpoint)
+        hooks, model.post_step_hooks[:] = model.post_step_hooks[len(others) :], others
+        for hook in hooks:
+            # The optimizer itself waits for the partition.
+            call_hook(hook, model)
+
     kind.create_scheduler, kind._wrap_model = create_both, wrap_once
+    kind._load_optimizer_and_scheduler = load_before_step
 
 
 def _allow_cpus() -> None:

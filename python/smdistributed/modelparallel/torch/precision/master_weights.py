@@ -50,6 +50,8 @@ class MasterWeights:
         self._rows: list[list[tuple[torch.Tensor, nn.Parameter, torch.Tensor]]] = []
         self._others: list[torch.Tensor] = []
         self._is_unscaled = False
+        #: A state of the scale that was loaded when gradients of the current step existed already.
+        self._next_scale: tuple[float, int, int] | None = None
         self.adopt()
 
     def adopt(self) -> None:
@@ -153,9 +155,38 @@ class MasterWeights:
             if any(group["params"] for group in self._optimizer.param_groups):
                 result = self._optimizer.step()
             self.publish()
-        self.scale.update(overflow)
+        self._update_scale(overflow)
         self._is_unscaled = False
         return result
+
+    def _update_scale(self, overflow: bool) -> None:
+        used = self.scale.scale
+        if self._next_scale is not None:
+            self.scale.restore(*self._next_scale)
+            self._next_scale = None
+            if overflow and used > self.scale.scale:
+                # The loaded scale is smaller, so this overflow says nothing about it.
+                return
+        self.scale.update(overflow)
+
+    def scale_state(self) -> tuple[float, int, int]:
+        """Return the state of the scale for a checkpoint."""
+        return self.scale.state() if self._next_scale is None else self._next_scale
+
+    def load_scale(self, found: tuple[float, int, int], has_gradients: bool) -> None:
+        """Continue from a state of the scale.
+
+        Args:
+            found: The result of :meth:`scale_state`.
+            has_gradients: Whether gradients of the current step exist. They have been multiplied by the present scale,
+                which then stays until the step has ended.
+        """
+        present = self.scale.state()
+        self.scale.restore(*found)
+        self._next_scale = None
+        if has_gradients and self.scale.scale != present[0]:
+            self._next_scale = self.scale.state()
+            self.scale.restore(*present)
 
     def forget_gradients(self) -> None:
         """Begin a new step: unscaled gradients are not used any more."""
