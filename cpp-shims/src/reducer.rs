@@ -41,7 +41,7 @@ pub fn cast_ballot(group: u64, name: &str, what: &str, readiness: ffi::Readiness
             _ => Readiness::ByName,
         };
         let (negotiator, group) = (session.negotiator(group)?, session.communicator(group)?);
-        Ok(Box::new(Ballot(ballot::Ballot::cast(&negotiator, &group, name, what, readiness, |_| ())?)))
+        Ok(Box::new(Ballot(ballot::Ballot::cast(&negotiator, &group, name, what, readiness, |_| (), |_| ())?)))
     })
 }
 

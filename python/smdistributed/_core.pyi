@@ -177,6 +177,12 @@ def next_hosts_update(seconds: float) -> tuple[float, int] | None:
     removed (1), added (2) or both (3); waits at most `seconds`. `None` if nothing changed, or without a session.
     """
 
+def declined_rounds(seen: int, seconds: float) -> int:
+    """
+    Waits until the number of rounds of optimizers whose gradients were held and are reduced by name after all is not
+    `seen`, at most `seconds`; returns the number.
+    """
+
 def hosts_known_anywhere(acted: int, heard: int, kinds: int) -> tuple[int, int, int]:
     """
     Combines the ranks' knowledge of changed hosts: the latest change that was handled and the latest one that is

@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 use smd_core::collectives::Request;
 use smd_core::config;
 use smd_core::negotiation::timeline;
+use smd_core::reducer::ballot;
 use smd_core::session::place::{self, Place};
 use smd_core::session::{self, InitOptions, Session, replicas};
 use smd_core::transport::mpi;
@@ -185,6 +186,14 @@ fn hosts_known_anywhere(py: Python<'_>, acted: u64, heard: u64, kinds: u8) -> Py
     enter(py, || session::current("check_host_updates")?.hosts_known_anywhere(acted, heard, kinds))
 }
 
+/// Waits until the number of rounds of optimizers whose gradients were held and are reduced by name after all is not
+/// `seen`, at most `seconds`; returns the number.
+#[pyfunction]
+fn declined_rounds(py: Python<'_>, seen: u64, seconds: f64) -> PyResult<u64> {
+    let timeout = Duration::try_from_secs_f64(seconds).unwrap_or_default();
+    enter(py, || Ok(ballot::wait_for_declined(seen, timeout)))
+}
+
 /// From now on, rank 0 writes a timeline of collectives by name to this file; other ranks do nothing.
 #[pyfunction]
 fn start_names_timeline(py: Python<'_>, path: &str, mark_cycles: bool) -> PyResult<()> {
@@ -301,6 +310,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(start_names_timeline, module)?)?;
     module.add_function(wrap_pyfunction!(stop_names_timeline, module)?)?;
     module.add_function(wrap_pyfunction!(next_hosts_update, module)?)?;
+    module.add_function(wrap_pyfunction!(declined_rounds, module)?)?;
     module.add_function(wrap_pyfunction!(is_started_by_mpi, module)?)?;
     module.add_function(wrap_pyfunction!(tell_replica, module)?)?;
     module.add_function(wrap_pyfunction!(note_broadcast, module)?)?;

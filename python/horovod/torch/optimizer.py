@@ -6,6 +6,7 @@ that shares its ``__dict__``. So options, state and hooks are one, whichever of 
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import warnings
@@ -72,7 +73,7 @@ class _DistributedOptimizer(_Base):
         self._groups: list[list[torch.Tensor]] = []
         self._arrived: dict[int, set[torch.Tensor]] = {}
         self._planned_reducer = PlannedReducer(
-            self._parameter_names, op, gradient_predivide_factor, compression, process_set
+            self._parameter_names, op, gradient_predivide_factor, compression, process_set, self._give_back
         )
         # `size` comes first, because it raises if `init` has not been called.
         self._active = (size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1") and process_set.included()
@@ -130,13 +131,23 @@ class _DistributedOptimizer(_Base):
     def _start(self, parameter: torch.Tensor, accumulating: bool) -> None:
         """Reduce a complete gradient; if `accumulating`, it is complete only when autograd has finished."""
         self._hear_of_comparison()
-        self._planned_reducer.begin(self._parameters())
-        for earlier in self._planned_reducer.given_back():
-            self._start_by_name(earlier)
-        if self._planned_reducer.take(parameter, accumulating):
-            self._handles[parameter] = None
-        else:
-            self._start_by_name(parameter)
+        with self._planned_reducer.lock:
+            self._planned_reducer.begin(self._parameters())
+            for earlier in self._planned_reducer.given_back(in_hook=True):
+                self._start_by_name(earlier)
+            if self._planned_reducer.take(parameter, accumulating):
+                self._handles[parameter] = None
+            else:
+                self._start_by_name(parameter)
+
+    def _give_back(self) -> None:
+        with self._planned_reducer.lock:
+            for parameter in self._planned_reducer.given_back(in_hook=False):
+                try:
+                    self._start_by_name(parameter)
+                except (RuntimeError, ValueError) as error:
+                    # The end of the step raises it.
+                    self._handles[parameter] = functools.partial(_raise, error)
 
     def _start_by_name(self, parameter: torch.Tensor) -> None:
         number = self._group_of.get(parameter)
@@ -456,6 +467,10 @@ def _sample(tensor: torch.Tensor) -> bytes:
 
 def _nothing() -> None:
     pass
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _ignored(_: Any) -> None:

@@ -7,6 +7,7 @@ The gradients lie in buckets that fill during backward, wherever all ranks have 
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from horovod.common.basics import warn_once
 from horovod.common.exceptions import at_execution, may_pass
 from horovod.common.process_sets import ProcessSet
+from horovod.torch import declined_rounds
 from horovod.torch.compression import Compression
 from horovod.torch.mpi_ops import Average, Sum
 from smdistributed import _core
@@ -39,10 +41,18 @@ class PlannedReducer:
         factor: ``gradient_predivide_factor``.
         compression: Type in which gradients travel.
         process_set: The ranks that take part.
+        give_back: The optimizer's method that reduces by name what :meth:`given_back` returns. It is called when that
+            is not empty after the last gradient, on any thread.
     """
 
     def __init__(
-        self, names: dict[torch.Tensor, str], op: int, factor: float, compression: Any, process_set: ProcessSet
+        self,
+        names: dict[torch.Tensor, str],
+        op: int,
+        factor: float,
+        compression: Any,
+        process_set: ProcessSet,
+        give_back: Callable[[], None],
     ) -> None:
         self._names, self._op, self._process_set = names, op, process_set
         self._compression = compression
@@ -61,6 +71,9 @@ class PlannedReducer:
         self._name = self._what = ""
         self._reducer: Any = None
         self._pending_reducer: Any = None
+        #: Held while gradients are taken, given back or submitted: a thread gives them back, too.
+        self.lock = threading.Lock()
+        self._give_back, self._is_watched = give_back, False
         self._reset()
 
     def _reset(self) -> None:
@@ -69,6 +82,8 @@ class PlannedReducer:
         # Whether the reducer has an open round, whose vote is in progress or has a result.
         self._is_open = False
         self._taken: dict[torch.Tensor, None] = {}
+        # Whether a backward is running that has taken gradients: autograd still uses the last one.
+        self._in_backward = False
         # Indices of planned parameters, in the order in which their gradients arrived.
         self._order: list[int] = []
 
@@ -144,6 +159,9 @@ class PlannedReducer:
                 _core.note_fallback("gradients_one_by_one")
                 warn_once(f"gradients are reduced one by one instead of in buckets: {at_execution(error)}")
         self._pending_reducer = None
+        if self._reducer is not None and not self._is_watched:
+            self._is_watched = True
+            declined_rounds.watch(self._give_back)
 
     def take(self, parameter: torch.Tensor, accumulating: bool) -> bool:
         """Take a complete gradient into the round, if its parameter is planned.
@@ -164,18 +182,33 @@ class PlannedReducer:
         self._taken[parameter] = None
         if accumulating:
             self._reducer.announce(index)
+            if not self._in_backward:
+                self._in_backward = True
+                # If the backward fails, this is not called, and the gradients are held until the round ends.
+                torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
         else:
             self._reducer.ready([index])
         return True
 
-    def given_back(self) -> list[torch.Tensor]:
+    def _after_backward(self) -> None:
+        with self.lock:
+            self._in_backward = False
+        # The vote may have declined the plan since the last gradient.
+        self._give_back()
+
+    def given_back(self, in_hook: bool) -> list[torch.Tensor]:
         """Return parameters that were taken, once it is known that they go by name.
+
+        Args:
+            in_hook: Whether the caller is a hook of a gradient, so that autograd has finished all earlier ones.
 
         Returns:
             The parameters; none while the vote is open, or if it allowed the plan.
         """
         try:
-            if not self._is_open or self._ballot.result_so_far() in (UNKNOWN, PLANNED):
+            if not self._is_open or (self._in_backward and not in_hook):
+                return []
+            if self._ballot.result_so_far() in (UNKNOWN, PLANNED):
                 return []
         except RuntimeError:
             # `end` reports the error.
@@ -208,13 +241,14 @@ class PlannedReducer:
                 self._reducer.close()
                 self._is_open = False
                 return []
-            taken = list(self._taken)
-            if self.vote_result == MAKE:
-                self._make()
-            else:
-                # With a reducer, gradients wait for the result of the vote. Without one they are reduced at once.
-                self._let_go()
-            return taken
+            with self.lock:
+                taken = list(self._taken)
+                if self.vote_result == MAKE:
+                    self._make()
+                else:
+                    # With a reducer, gradients wait for the result of the vote. Without one they are reduced at once.
+                    self._let_go()
+                return taken
         except (RuntimeError, ValueError) as error:
             self._let_go()
             raise at_execution(error) from None

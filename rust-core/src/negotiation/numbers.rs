@@ -27,8 +27,8 @@ struct NumbersState {
 }
 
 impl Numbers {
-    /// Submits the reduction of these 64-bit integers. `told` is called with the result, on any thread; it is not
-    /// called if this function returns an error.
+    /// Submits the reduction of these 64-bit integers. Both functions are called with the result, on any thread: `told`
+    /// before [`Numbers::known`] returns it, and `known` after that. Neither is called if this returns an error.
     ///
     /// # Errors
     /// As [`Negotiator::request`].
@@ -38,6 +38,7 @@ impl Numbers {
         mut numbers: Vec<u64>,
         op: ReduceOp,
         told: impl FnOnce(&Result<Vec<u64>>) + Send + 'static,
+        known: impl FnOnce(&Result<Vec<u64>>) + Send + 'static,
     ) -> Result<Self> {
         // SAFETY: the completion owns the numbers, which are on the heap; no other code accesses them before it is
         // called.
@@ -49,8 +50,9 @@ impl Numbers {
         let done = move |result: Result<Option<usize>>| {
             let result = result.map(|_| numbers);
             told(&result);
-            *learned.told.lock() = Some(result);
+            *learned.told.lock() = Some(result.clone());
             learned.decided.notify_all();
+            known(&result);
         };
         let ask = NamedRequest {
             name,

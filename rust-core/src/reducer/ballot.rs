@@ -12,9 +12,14 @@
 //!   always visible to the negotiation, which reports stalls. For this, a thread of the core creates reducers
 //!   ([`crate::session::pending_reducer`]) while rounds are reduced by name, and each member requests the end of its
 //!   round by name.
+//! - VOTE-3: a member that has a reducer holds its gradients until the result is known. If they go by name, it must
+//!   submit them even if its caller does something else: other members may wait for them before they call that. So
+//!   the process is told of each such result ([`wait_for_declined`]).
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex};
 use sha2::{Digest, Sha256};
 
 use super::Reducer;
@@ -52,6 +57,23 @@ pub enum VoteResult {
 /// This rank's vote, and the result once it is known.
 pub struct Ballot(Numbers);
 
+/// The number of this process's rounds whose gradients were held and go by name (VOTE-3).
+struct DeclinedRounds {
+    count: Mutex<u64>,
+    changed: Condvar,
+}
+
+static DECLINED: DeclinedRounds = DeclinedRounds { count: Mutex::new(0), changed: Condvar::new() };
+
+/// Waits until the number of this process's rounds whose gradients were held and go by name is not `seen`, at most for
+/// `timeout`; returns the number. When a round is counted, [`Ballot::is_decided`] is true for it.
+pub fn wait_for_declined(seen: u64, timeout: Duration) -> u64 {
+    let deadline = Instant::now() + timeout;
+    let mut count = DECLINED.count.lock();
+    while *count == seen && !DECLINED.changed.wait_until(&mut count, deadline).timed_out() {}
+    *count
+}
+
 /// The name and negotiator of a round that began with a vote; used to request its end.
 pub(super) struct Vote {
     negotiator: Arc<Negotiator>,
@@ -61,8 +83,9 @@ pub(super) struct Vote {
 impl Ballot {
     /// Casts a vote in the group of `negotiator`, whose operations `group` runs. `name` is the round's name; no other
     /// vote may have it at the same time. `what` describes the plan: ranks reduce by plan only if it is equal on all.
-    /// `decided` is called with the result, on any thread, and with [`VoteResult::ByName`] after an error. It is not
-    /// called if this returns an error.
+    /// `decided` and `known` are called with the result, on any thread, and with [`VoteResult::ByName`] after an error:
+    /// `decided` before [`Ballot::is_decided`] is true, and `known` after that. Neither is called if this returns an
+    /// error.
     ///
     /// # Errors
     /// Those of [`Negotiator::request`].
@@ -73,6 +96,7 @@ impl Ballot {
         what: &str,
         readiness: Readiness,
         decided: impl FnOnce(VoteResult) + Send + 'static,
+        known: impl FnOnce(VoteResult) + Send + 'static,
     ) -> Result<Self> {
         let members = group.members();
         // Timelines and autotuning work with gradients by name.
@@ -85,10 +109,10 @@ impl Ballot {
             votes[members.size()] =
                 getrandom::u64().map_err(|error| Error::Internal(format!("no random numbers: {error}")))?;
         }
-        let told = move |votes: &Result<Vec<u64>>| {
-            decided(votes.as_ref().map_or(VoteResult::ByName, |votes| result_of(votes)))
-        };
-        Numbers::submit(negotiator, Name::Given(format!("{name}{VOTE}")), votes, ReduceOp::Sum, told).map(Self)
+        let result = |votes: &Result<Vec<u64>>| votes.as_ref().map_or(VoteResult::ByName, |votes| result_of(votes));
+        let name = Name::Given(format!("{name}{VOTE}"));
+        let (told, known) = (move |votes: &_| decided(result(votes)), move |votes: &_| known(result(votes)));
+        Numbers::submit(negotiator, name, votes, ReduceOp::Sum, told, known).map(Self)
     }
 
     /// Waits for the result.
@@ -127,7 +151,7 @@ impl Vote {
         };
         // The request of the previous round may still be in flight.
         let name = Name::Shared(format!("{}{}", self.name, VOTE_END));
-        match Numbers::submit(&self.negotiator, name, vec![0], ReduceOp::Sum, told) {
+        match Numbers::submit(&self.negotiator, name, vec![0], ReduceOp::Sum, told, |_| ()) {
             // The departure has already ended the negotiation.
             Err(error) if error.is_orderly_departure() => Ok(()),
             submitted => submitted.map(drop),
@@ -154,7 +178,13 @@ impl Reducer {
             VoteResult::Planned => reducer.release(round),
             _ => reducer.cancel(round),
         };
-        Ballot::cast(negotiator, group, name, what, Readiness::Ready, decided).inspect_err(|_| {
+        let known = |result| {
+            if result != VoteResult::Planned {
+                *DECLINED.count.lock() += 1;
+                DECLINED.changed.notify_all();
+            }
+        };
+        Ballot::cast(negotiator, group, name, what, Readiness::Ready, decided, known).inspect_err(|_| {
             self.cancel(round);
             self.abandon("never told: there is no vote", false);
         })
@@ -188,12 +218,26 @@ mod tests {
     use std::sync::mpsc::{RecvTimeoutError, channel};
     use std::time::Duration;
 
+    use super::super::{ParamSpec, ReducerOptions};
     use super::*;
+    use crate::buffer::DType;
     use crate::negotiation::NegotiatorOptions;
     use crate::transport::mock::{MockOptions, MockTransport};
     use crate::world::{Departure, Monitor};
 
     const LIMIT: Duration = Duration::from_secs(20);
+
+    fn negotiator_options() -> NegotiatorOptions {
+        NegotiatorOptions {
+            cache_capacity: 100,
+            fusion_bytes: 1 << 20,
+            stall_warning: LIMIT,
+            stall_limit: LIMIT,
+            tuning: None,
+            core: None,
+            local_rank: 0,
+        }
+    }
 
     /// When another member departs.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -212,22 +256,13 @@ mod tests {
         let communicator = |id| Communicator::new(id, net[0].clone(), monitor.clone(), LIMIT);
         let (first, second) = (communicator(3), communicator(4));
         let connect = Box::new(move || Ok(first));
-        let options = NegotiatorOptions {
-            cache_capacity: 100,
-            fusion_bytes: 1 << 20,
-            stall_warning: LIMIT,
-            stall_limit: LIMIT,
-            tuning: None,
-            core: None,
-            local_rank: 0,
-        };
-        let negotiator = Negotiator::start(3, second, monitor.clone(), options, connect, None).unwrap();
+        let negotiator = Negotiator::start(3, second, monitor.clone(), negotiator_options(), connect, None).unwrap();
         if when != Departs::After {
             monitor.report(1, how.clone());
         }
         if when == Departs::Known {
             let other = Name::Given("other".to_owned());
-            let asked = Numbers::submit(&negotiator, other, vec![0], ReduceOp::Sum, |_| ());
+            let asked = Numbers::submit(&negotiator, other, vec![0], ReduceOp::Sum, |_| (), |_| ());
             asked.and_then(|asked| asked.wait("the test")).expect_err("nobody answers");
         }
         let vote = Vote { negotiator, name: "round".to_owned() };
@@ -253,6 +288,48 @@ mod tests {
             let error = failure_of_the_round(died, when).expect("a death fails it");
             assert!(error.to_string().contains("rank 1 died (killed by signal 9)"), "{when:?}: {error}");
         }
+    }
+
+    #[test]
+    fn a_process_is_told_of_gradients_that_it_holds_and_that_go_by_name() {
+        let net = MockTransport::net(2, MockOptions { seed: 1, max_delay: Duration::ZERO });
+        let start = |me: usize| {
+            let monitor = Arc::new(Monitor::new(me));
+            let communicator = |id| Communicator::new(id, net[me].clone(), monitor.clone(), LIMIT);
+            let (first, group) = (communicator(3), communicator(4));
+            let connect = Box::new(move || Ok(first));
+            let negotiator =
+                Negotiator::start(3, group.clone(), monitor.clone(), negotiator_options(), connect, None).unwrap();
+            let params = vec![ParamSpec::dense("p".to_owned(), [8], DType::Float32)];
+            (Reducer::new(communicator(5), params, ReducerOptions::default()).unwrap(), negotiator, group)
+        };
+        let (vote, may_vote) = channel();
+        let start = &start;
+        std::thread::scope(|scope| {
+            // It votes for the plan once, and against it afterwards.
+            scope.spawn(move || {
+                let (reducer, negotiator, group) = start(1);
+                let planned = reducer.begin_by_vote(&negotiator, &group, "round", "p").unwrap();
+                assert_eq!(planned.result().unwrap(), VoteResult::Planned);
+                reducer.abandon("never told: the other one does so, too", false);
+                may_vote.recv().unwrap();
+                let none = |_| ();
+                let by_name = Ballot::cast(&negotiator, &group, "round", "p", Readiness::ByName, none, none).unwrap();
+                assert_eq!(by_name.result().unwrap(), VoteResult::ByName);
+            });
+            let (reducer, negotiator, group) = start(0);
+            let seen = wait_for_declined(u64::MAX, LIMIT);
+            let planned = reducer.begin_by_vote(&negotiator, &group, "round", "p").unwrap();
+            assert_eq!(planned.result().unwrap(), VoteResult::Planned);
+            reducer.abandon("never told: the other one does so, too", false);
+            let ballot = reducer.begin_by_vote(&negotiator, &group, "round", "p").unwrap();
+            assert_eq!(wait_for_declined(seen, Duration::from_millis(50)), seen, "one is planned, one is open");
+            vote.send(()).unwrap();
+            // Nobody asks for the result.
+            assert_eq!(wait_for_declined(seen, LIMIT), seen + 1);
+            assert!(ballot.is_decided(), "VOTE-3");
+            reducer.abandon("never told: there is no round", false);
+        });
     }
 
     #[test]

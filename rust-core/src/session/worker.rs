@@ -109,8 +109,8 @@ impl Session {
         let negotiator = self.negotiator(self.process_set(0, call)?)?;
         let mut own = vec![acted, heard];
         own.extend((0..u8::BITS).map(|bit| u64::from(kinds >> bit & 1)));
-        let all =
-            Numbers::submit(&negotiator, Name::Given("hosts_update".into()), own, ReduceOp::Max, |_| ())?.wait(call)?;
+        let all = Numbers::submit(&negotiator, Name::Given("hosts_update".into()), own, ReduceOp::Max, |_| (), |_| ())?
+            .wait(call)?;
         let kinds = all[2..].iter().enumerate().fold(0, |kinds, (bit, any)| kinds | (*any as u8) << bit);
         Ok((all[0], all[1], kinds))
     }

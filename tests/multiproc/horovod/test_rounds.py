@@ -78,9 +78,10 @@ class Pair:
             for net in (self.net, self.twin):
                 net[layers](x).square().sum().backward()
 
-    def compare(self):
-        """Ends the step, and compares every gradient."""
+    def compare(self, between=lambda: None):
+        """Ends the step, and compares every gradient. `between` is called before others have to compare theirs."""
         self.optimizer.synchronize()
+        between()
         for (name, mine), other in zip(self.net.named_parameters(), self.twin.parameters(), strict=True):
             if not mine.requires_grad:
                 continue
@@ -239,11 +240,37 @@ def ranks_meet_elsewhere():
     raise AssertionError("there was no plan")
 
 
+def votes_end_while_ranks_are_elsewhere():
+    """A rank that votes for its plan before the others vote against it has no more gradients then, and waits for what the others do
+    only after their step."""
+    torch, hvd, rank, _ = start()
+
+    def meet_elsewhere():
+        hvd.allreduce(torch.ones(3), name="elsewhere")
+
+    for groups in (None, 2):
+        pair = Pair(torch, hvd, groups=groups)
+        for _ in range(3):
+            pair.plan()
+            if rank == 0:
+                # Its next vote is against a plan.
+                pair.optimizer._planned_reducer._reducer = None
+                time.sleep(0.3)
+            pair.backward()
+            if rank == 0:
+                pair.compare(meet_elsewhere)
+            else:
+                meet_elsewhere()
+                pair.compare()
+            assert not pair.is_planned()
+
+
 def everything():
     """All in one job, since ranks take long to start."""
     equal_to_names()
     what_has_no_plan_goes_beside_it()
     ranks_meet_elsewhere()
+    votes_end_while_ranks_are_elsewhere()
     plans_that_cease_to_hold()
 
 

@@ -1,0 +1,67 @@
+"""Gives gradients back whose round was to go by plan and goes by name.
+
+An optimizer learns the result of a vote at its next gradient, and at its step. After the last gradient, the script may
+wait for something that other ranks do only after their step, which waits for these gradients. A thread therefore
+submits them by name. It runs once an optimizer has a plan, and is woken only for such rounds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable
+
+from smdistributed import _core
+
+#: Seconds after which the thread looks whether the process ends.
+_NAP = 0.2
+
+
+class _DeclinedRounds:
+    """The thread, and what it calls."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._methods: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._thread: threading.Thread | None = None
+        self._is_ending = threading.Event()
+
+    def watch(self, give_back: Callable[[], None]) -> None:
+        """Call a method of an object after each declined round of this process, as long as the object exists.
+
+        Args:
+            give_back: The method, bound to the object.
+        """
+        method = weakref.WeakMethod(give_back)
+        with self._lock:
+            self._methods = [*(known for known in self._methods if known() is not None), method]
+            if self._thread is not None:
+                return
+            self._thread = threading.Thread(target=self._run, name="horovod-rounds", daemon=True)
+            self._thread.start()
+        # The interpreter must not end while the thread is in the core.
+        atexit.register(self._end)
+
+    def _run(self) -> None:
+        seen = 0
+        while not self._is_ending.is_set():
+            count = _core.declined_rounds(seen, _NAP)
+            if count == seen:
+                continue
+            seen = count
+            with self._lock:
+                methods = [method() for method in self._methods]
+            for give_back in methods:
+                if give_back is not None:
+                    give_back()
+
+    def _end(self) -> None:
+        self._is_ending.set()
+        if self._thread is not None:
+            self._thread.join()
+
+
+_declined_rounds = _DeclinedRounds()
+
+watch = _declined_rounds.watch
