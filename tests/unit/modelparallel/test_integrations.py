@@ -184,6 +184,31 @@ def test_the_branch_of_transformers_5_gets_an_optimizer_and_evaluates_the_wrappe
     assert output.concat().tolist() == [2.0]
 
 
+def test_settings_that_the_branch_ignores_are_named(monkeypatch):
+    class Trainer:
+        compute_loss_func = None
+
+        def compute_loss(self, model, inputs):
+            return model(**inputs)
+
+    class Weighted(Trainer):
+        def compute_loss(self, model, inputs):
+            return 2 * model(**inputs)
+
+    told = []
+    monkeypatch.setattr(integration, "warn_once", told.append)
+    trainer = Trainer()
+    trainer.args = types.SimpleNamespace(label_smoothing_factor=0.0, torch_compile=False)
+    integration._warn_of_ignored(trainer, Trainer)
+    assert not told
+    weighted = Weighted()
+    weighted.args = types.SimpleNamespace(label_smoothing_factor=0.1, torch_compile=True)
+    weighted.compute_loss_func = print
+    integration._warn_of_ignored(weighted, Trainer)
+    names = ["`label_smoothing_factor`", "`compute_loss_func`", "`Weighted.compute_loss`", "`torch_compile`"]
+    assert [text.partition(" is ignored")[0] for text in told] == names
+
+
 def test_the_optimizer_of_the_trainer_gets_the_chosen_loss_scale(monkeypatch):
     from smdistributed.modelparallel.torch.precision import loss_scale
 

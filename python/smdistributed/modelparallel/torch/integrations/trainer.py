@@ -17,6 +17,7 @@ import torch
 
 from smdistributed import _core
 from smdistributed._common import import_hooks
+from smdistributed.modelparallel.config import warn_once
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch.hooks import call_hook
 from smdistributed.modelparallel.torch.precision import loss_scale
@@ -87,6 +88,8 @@ def _adapt() -> None:
     @functools.wraps(wrap_model)
     def wrap_once(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         is_wrapped = state.model is not None and self.model_wrapped is state.model
+        if not is_wrapped:
+            _warn_of_ignored(self, kind)
         return state.model if is_wrapped else wrap_model(self, model, *args, **kwargs)
 
     @functools.wraps(load_optimizer)
@@ -101,6 +104,26 @@ def _adapt() -> None:
 
     kind.create_scheduler, kind._wrap_model = create_both, wrap_once
     kind._load_optimizer_and_scheduler = load_before_step
+
+
+def _warn_of_ignored(trainer: Any, kind: type) -> None:
+    """Warn of settings that the branch ignores: it calls the model by a function of its own."""
+    arguments = getattr(trainer, "args", None)
+    of_loss = {
+        "`label_smoothing_factor`": getattr(arguments, "label_smoothing_factor", 0.0),
+        "`compute_loss_func`": getattr(trainer, "compute_loss_func", None),
+        f"`{type(trainer).__name__}.compute_loss`": (
+            getattr(type(trainer), "compute_loss", None) is not getattr(kind, "compute_loss", None)
+        ),
+    }
+    for name, value in of_loss.items():
+        if value:
+            warn_once(
+                f"{name} is ignored in training: with model parallelism, the Trainer takes the loss that the model "
+                "returns; compute it in the model's `forward`"
+            )
+    if getattr(arguments, "torch_compile", False):
+        warn_once("`torch_compile` is ignored: with model parallelism, the Trainer does not compile the model")
 
 
 def _allow_cpus() -> None:
