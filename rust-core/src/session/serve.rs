@@ -155,7 +155,7 @@ impl RunningServer {
 /// Warns, once in a job, that processes outside of the job may join it.
 fn warn_open(why: &str) {
     tracing::warn!(
-        "this job is open to the network: it spans hosts, and {why}. Whoever reaches rank 0 can join it, and read and change          what ranks send. Set `SMD_SECRET` to the same random text for all ranks, such as that of `openssl rand -hex 32`, or          start the job with `smdrun` (docs/security.md)"
+        "this job is open to the network: it spans hosts, and {why}. Whoever reaches rank 0 can join it, and read and change what ranks send. Set `SMD_SECRET` to the same random text for all ranks, such as that of `openssl rand -hex 32`, or start the job with `smdrun` (docs/security.md)"
     );
 }
 
