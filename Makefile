@@ -106,6 +106,7 @@ bench-faults: $(STAMPS)/torch $(STAMPS)/tensorflow $(STAMPS)/develop ## Kill ran
 
 test-trainer: $(STAMPS)/digits $(STAMPS)/develop ## The Trainer of transformers 4.40.2 and 5 trains, saves and resumes with each kind of parallelism (installs into build/)
 	$(BIN)/python tests/e2e/trainer.py $(ARGS)
+	$(BIN)/python tests/e2e/trainer_losses.py
 
 matrix: $(STAMPS)/develop ## A short suite with every version of PyTorch and TensorFlow that is supported (hours; ARGS='--only torch==2.15')
 	$(BIN)/python tests/matrix/matrix.py $(ARGS)

@@ -17,7 +17,12 @@ import smdistributed.modelparallel.torch as smp  # noqa: E402
 from smdistributed._common import lifecycle  # noqa: E402
 from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPUsageError  # noqa: E402
 from smdistributed.modelparallel.test.torch.utils import dump_model, verify  # noqa: E402
-from smdistributed.modelparallel.torch.integrations import accelerate, apex, enable_trainer  # noqa: E402
+from smdistributed.modelparallel.torch.integrations import (  # noqa: E402
+    accelerate,
+    apex,
+    enable_trainer,
+    trainer_loss,
+)
 from smdistributed.modelparallel.torch.integrations import trainer as integration  # noqa: E402
 
 
@@ -231,3 +236,50 @@ def test_the_optimizer_of_the_trainer_gets_the_chosen_loss_scale(monkeypatch):
     finally:
         smp.shutdown()
         lifecycle.shutdown()
+
+
+def test_losses_of_the_trainer_are_divided_by_the_labels_of_all_batches(job, monkeypatch):
+    class Counting(torch.nn.Linear):
+        def forward(self, x, num_items_in_batch=None):
+            return super().forward(x)
+
+    class Trainer:
+        model_accepts_loss_kwargs, current_gradient_accumulation_steps, label_names = True, 3, ("labels",)
+        args = types.SimpleNamespace(average_tokens_across_devices=True, device="cpu")
+        accelerator = types.SimpleNamespace(num_processes=4, gradient_state=types.SimpleNamespace(sync_gradients=True))
+
+        def __init__(self, model):
+            self.model = model
+
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            return module.smp_forward_backward(model, inputs, 2)
+
+        def prediction_step(self, model, inputs, prediction_loss_only):
+            return inputs
+
+        def _get_num_items_in_batch(self, batches, device):
+            return torch.tensor(24)
+
+    told = []
+    monkeypatch.setattr(trainer_loss, "warn_once", told.append)
+    model = Counting(2, 2)
+    wrapped = smp.DistributedModel(model)
+    two = types.SimpleNamespace(cfg=types.SimpleNamespace(microbatches=2), require_model=lambda: wrapped)
+    monkeypatch.setattr(trainer_loss, "state", two)
+    module = types.SimpleNamespace(Trainer=Trainer, smp_forward_backward=lambda model, inputs, steps: (inputs, steps))
+    trainer_loss.adapt(module)
+    trainer, labels = Trainer(model), torch.tensor([[1, 2], [3, -100]])
+    inputs, divisor = trainer.training_step(model, {"labels": labels}, torch.tensor(12))
+    # The mean over two microbatches and four ranks is the sum of all losses divided by 12.
+    assert inputs["num_items_in_batch"].smp_slice(2, 1, 0).item() == 6.0
+    assert divisor == 1 / 4
+    assert not told
+    assert trainer.prediction_step(model, inputs, True)["num_items_in_batch"].smp_slice(2, 0, 0).item() == 3.0
+    # A model without a use of the number has the mean of accumulated batches, of which an epoch's end may have fewer.
+    other = Trainer(torch.nn.Linear(2, 2))
+    assert other.training_step(model, {"labels": labels.abs()}, torch.tensor(12))[1] == 3.0
+    assert not told
+    inputs, divisor = other.training_step(model, {"labels": labels}, torch.tensor(12))
+    assert ("num_items_in_batch" in inputs, divisor) == (False, 3.0)
+    assert [text.partition(",")[0] for text in told] == ["microbatches have different numbers of labels"]
+    assert module.smp_forward_backward(model, inputs, 2)[1] == 2

@@ -20,6 +20,7 @@ from smdistributed._common import import_hooks
 from smdistributed.modelparallel.config import warn_once
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch.hooks import call_hook
+from smdistributed.modelparallel.torch.integrations import trainer_loss
 from smdistributed.modelparallel.torch.precision import loss_scale
 from smdistributed.modelparallel.torch.state import state
 
@@ -69,7 +70,8 @@ def enable_trainer(config: Mapping[str, Any] | None = None, **scale: Any) -> Non
 def _adapt() -> None:
     """Correct the Trainer's branch.
 
-    That of transformers 5 makes no optimizer and wraps the model again to evaluate it. All versions load the optimizer
+    That of transformers 5 makes no optimizer, wraps the model again to evaluate it, and computes losses that depend on
+    the number of microbatches (``integrations/trainer_loss.py``). All versions load the optimizer
     after the first forward and backward, whose gradients then have the loss scale of a new optimizer and may overflow.
     """
     kind: Any = vars(sys.modules[_TRAINER])["Trainer"]
@@ -104,6 +106,7 @@ def _adapt() -> None:
 
     kind.create_scheduler, kind._wrap_model = create_both, wrap_once
     kind._load_optimizer_and_scheduler = load_before_step
+    trainer_loss.adapt(sys.modules[_TRAINER])
 
 
 def _warn_of_ignored(trainer: Any, kind: type) -> None:

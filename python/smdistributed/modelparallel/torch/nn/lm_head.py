@@ -148,7 +148,12 @@ class LanguageModelHead(DistributedModule):
             self.register_parameter("bias", None)
 
     def forward(
-        self, hidden: torch.Tensor, mask: torch.Tensor | None, labels: torch.Tensor | None, wants_logits: bool
+        self,
+        hidden: torch.Tensor,
+        mask: torch.Tensor | None,
+        labels: torch.Tensor | None,
+        wants_logits: bool,
+        num_items_in_batch: torch.Tensor | float | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Compute losses or logits.
 
@@ -157,6 +162,7 @@ class LanguageModelHead(DistributedModule):
             mask: The mask of the group, from :func:`layout.with_shape`.
             labels: ``[batch, S]``; -100 for tokens without a loss.
             wants_logits: Whether the logits of the whole vocabulary are gathered.
+            num_items_in_batch: The divisor of the sum of losses; the number of this rank's labels by default.
 
         Returns:
             The mean loss of this rank's tokens, if there are labels; and ``[batch, S, vocab_size]``, if requested.
@@ -168,10 +174,10 @@ class LanguageModelHead(DistributedModule):
         if not self.has_projection:
             return None, layout.leave_block(hidden, batch, length)
         logits = functional.linear(layout.enter_product(hidden, batch, length), self.weight, self.bias)
-        loss = None if labels is None else self._loss(logits, labels)
+        loss = None if labels is None else self._loss(logits, labels, num_items_in_batch)
         return loss, self._whole(logits) if wants_logits else None
 
-    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor, num_items: torch.Tensor | float | None) -> torch.Tensor:
         own = labels[:, 1:] if self.is_causal else labels
         logits = logits[:, :-1] if self.is_causal else logits
         targets = layout.gather_batch(own.contiguous(), labels.shape[0])
@@ -181,7 +187,7 @@ class LanguageModelHead(DistributedModule):
         if not layout.is_prescaled():
             losses = collectives.split_tokens(losses)
         counts = own != IGNORED_LABEL
-        return losses.masked_fill(~counts, 0.0).sum() / counts.sum()
+        return losses.masked_fill(~counts, 0.0).sum() / (counts.sum() if num_items is None else num_items)
 
     def _whole(self, logits: torch.Tensor) -> torch.Tensor:
         gather = collectives.gather_features if layout.is_prescaled() else collectives.features_to_tokens
@@ -302,7 +308,9 @@ class DistributedTransformerLMHead(DistributedModule):
             causal_mask_size is not None,
         )
 
-    def forward(self, inputs: tuple[torch.Tensor | None, ...]) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
+    def forward(
+        self, inputs: tuple[torch.Tensor | None, ...], num_items_in_batch: torch.Tensor | float | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
         """Predict tokens.
 
         Args:
@@ -310,6 +318,7 @@ class DistributedTransformerLMHead(DistributedModule):
                 ``(.., position_ids, cross_states, cross_mask, labels)``. ``input_ids`` and ``labels`` are ``[batch,
                 S]``; in the mask ``[batch, S]``, 1 is a masked token. Entries at the end may be left out. An eighth
                 entry after the masks, which documentation of the original lists, is ignored.
+            num_items_in_batch: The divisor of the sum of losses; the number of labels by default.
 
         Returns:
             Logits ``[batch, S, vocab_size]``, or states without a head; with labels ``(loss, logits)``, where logits
@@ -339,7 +348,7 @@ class DistributedTransformerLMHead(DistributedModule):
             cross_mask = layout.with_shape(cross_mask, cross, layout.group_batch(batch), cross.shape[1])
             cross = layout.enter_block(cross)
         hidden = self.transformer.compute(hidden, cross, mask, cross_mask, positions)
-        loss, logits = self.lm_head(hidden, mask, labels, labels is None or not self.training)
+        loss, logits = self.lm_head(hidden, mask, labels, labels is None or not self.training, num_items_in_batch)
         return logits if labels is None else (loss, logits)
 
 

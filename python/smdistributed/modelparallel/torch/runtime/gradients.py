@@ -36,6 +36,8 @@ class GradientReducer:
     def __init__(self, group: dist.ProcessGroup, bucket_cap_mb: float, overlapping: bool, passes: int) -> None:
         self._group, self._bucket_bytes, self._overlapping = group, int(bucket_cap_mb * (1 << 20)), overlapping
         self._passes, self._steps = passes, 0
+        #: Whether the next step reduces gradients; ``None``: as ``passes`` says.
+        self.reduces_next: bool | None = None
         self._hook: CommHook | None = None
         self._reducer: Any = None
         #: The parameters whose gradients are reduced, and the index of each.
@@ -135,7 +137,8 @@ class GradientReducer:
     def _is_reducing_step(self) -> bool:
         """Count a step; return whether it reduces gradients."""
         self._steps += 1
-        return self._steps % self._passes == 0
+        reduces, self.reduces_next = self.reduces_next, None
+        return self._steps % self._passes == 0 if reduces is None else reduces
 
     def _update_reducer(self, named: Named) -> None:
         """Create a reducer if the parameters have changed, as they do on all replicas alike. Collective."""

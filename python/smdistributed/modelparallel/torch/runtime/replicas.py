@@ -96,6 +96,12 @@ class Replicas:
             raise SMPUsageError("a communication hook was registered before")
         self._reducer.hook = (state, hook)
 
+    def reduce_in_next_step(self, reduces: bool) -> None:
+        """Choose whether the next step with a backward reduces gradients, instead of counting such steps."""
+        for reducer in (self._reducer, self._rdp_reducer):
+            if reducer is not None:
+                reducer.reduces_next = reduces
+
     def sync_buffers(self, model: DistributedModel) -> None:
         """Begin a step: broadcast the buffers of the first replica that has a batch."""
         if isinstance(self._reducer, ShardReducer):

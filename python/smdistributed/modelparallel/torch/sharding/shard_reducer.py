@@ -25,6 +25,8 @@ class ShardReducer:
 
     def __init__(self, passes: int) -> None:
         self._passes, self._steps = passes, 0
+        #: Whether the next step reduces gradients; ``None``: as ``passes`` says.
+        self.reduces_next: bool | None = None
 
     @property
     def hook(self) -> tuple[object, Callable[..., object]] | None:
@@ -51,7 +53,8 @@ class ShardReducer:
         if state.model is not None and state.model.sharded is not None:
             state.model.sharded.finish_backward()
         self._steps += 1
-        if self._steps % self._passes == 0:
+        reduces, self.reduces_next = self.reduces_next, None
+        if self._steps % self._passes == 0 if reduces is None else reduces:
             _target().reduce_gradients()
 
     def cancel(self) -> None:

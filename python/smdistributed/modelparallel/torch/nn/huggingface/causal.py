@@ -18,7 +18,7 @@ from smdistributed.modelparallel.torch.nn.rotary import Rotary
 
 #: Arguments of `forward` that request further results, or that have no effect in training.
 _OUTPUTS = ("output_attentions", "output_hidden_states")
-_IGNORED = {"use_cache", "return_dict", "cache_position", "logits_to_keep", "num_items_in_batch", *_OUTPUTS}
+_IGNORED = {"use_cache", "return_dict", "cache_position", "logits_to_keep", *_OUTPUTS}
 
 
 def causal(table: NameTable, arguments: Callable[[nn.Module, Any], dict[str, Any]]) -> Registration:
@@ -72,7 +72,7 @@ def _forward(
     **rest: Any,
 ) -> tuple[tuple[Any], dict[str, Any]]:
     """Convert arguments of Hugging Face's models to those of the distributed module; most are passed by name."""
-    labels = rest.pop("labels", None)
+    labels, num_items = rest.pop("labels", None), rest.pop("num_items_in_batch", None)
     if isinstance(past_key_values, torch.Tensor):
         # In newer models, the mask is the second argument.
         attention_mask, past_key_values = past_key_values, None
@@ -86,7 +86,7 @@ def _forward(
         if attention_mask.dim() != 2:
             raise SMPUnsupportedError(f"the attention mask has {attention_mask.dim()} dimensions: expected [batch, S]")
         attention_mask = 1 - attention_mask.long()
-    return ((input_ids, attention_mask, token_type_ids, position_ids, labels),), {}
+    return ((input_ids, attention_mask, token_type_ids, position_ids, labels),), {"num_items_in_batch": num_items}
 
 
 def _output(result: Any) -> Any:

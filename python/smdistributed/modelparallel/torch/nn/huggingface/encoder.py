@@ -124,7 +124,7 @@ _LATER: Sequence[str] = (
     "head_mask", "encoder_hidden_states", "encoder_attention_mask", "past_key_values", "use_cache",
     "output_attentions", "output_hidden_states", "return_dict",
 )  # fmt: skip
-_IGNORED = ("use_cache", "return_dict", "past_key_values")
+_IGNORED = ("use_cache", "return_dict", "past_key_values", "num_items_in_batch")
 
 
 def _forward(

@@ -1,0 +1,197 @@
+"""Losses and parameters of the Trainer of transformers 5 under model parallelism, beside the same Trainer in one process.
+
+Batches have labels of -100, in different numbers. Epochs end with fewer batches than are accumulated otherwise. `make test-trainer`
+starts this file; it starts itself again in one process and in jobs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+from trainer import LENGTH, NEW, ROOT, TINY, VERSIONS, WORDS, install, models
+
+EXAMPLES, BATCH, STEPS = 40, 8, 6
+#: Processes and configurations. A batch is that of all data-parallel ranks together.
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"partitions": 2, "microbatches": 4}),
+    (4, {"partitions": 2, "microbatches": 2, "ddp": True}),
+    (2, {"partitions": 1, "microbatches": 2, "ddp": True, "shard_optimizer_state": True}),
+    (2, {"partitions": 1, "microbatches": 2, "ddp": True, "sharded_data_parallel_degree": 2}),
+    (2, {"partitions": 1, "microbatches": 2, "ddp": True, "tensor_parallel_degree": 2}),
+    (4, {"partitions": 2, "microbatches": 2, "ddp": True, "tensor_parallel_degree": 2}),
+    (4, {"partitions": 2, "microbatches": 2, "ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True}),
+]
+#: Models that divide their loss by the number of labels, and one that does not, whose loss differs with a warning.
+TASKS, OTHER = ["causal", "llama"], "masked"
+
+
+def example(torch: Any, number: int) -> dict[str, Any]:
+    """One example of a data set; about half of the last ones' labels are ignored."""
+    generator = torch.Generator().manual_seed(number)
+    ids = torch.randint(4, WORDS, (LENGTH,), generator=generator)
+    labels = ids.clone()
+    labels[LENGTH - number % (LENGTH - 2) :] = -100
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def make(task: str) -> Any:
+    """The model of a task."""
+    import transformers
+
+    if task != "llama":
+        return models(transformers)[task]()
+    sizes = {**TINY, "vocab_size": WORDS, "num_key_value_heads": 2, "use_cache": False}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+
+def train(task: str, folder: str, ranks: int, wrap: Any) -> dict[str, Any]:
+    """Train a model; return losses by step and the loss of the evaluation. Its weights are written to the folder."""
+    import torch
+    import transformers
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return EXAMPLES
+
+        def __getitem__(self, number: int) -> dict[str, Any]:
+            return example(torch, number)
+
+    transformers.set_seed(5)
+    with wrap():
+        model = make(task)
+    model.double()
+    arguments = transformers.TrainingArguments(
+        folder,
+        per_device_train_batch_size=BATCH // ranks,
+        per_device_eval_batch_size=BATCH // ranks,
+        gradient_accumulation_steps=2,
+        max_steps=STEPS,
+        logging_steps=1,
+        learning_rate=0.5,
+        optim="sgd",
+        save_strategy="no",
+        report_to=[],
+        seed=3,
+        dataloader_pin_memory=False,
+        disable_tqdm=True,
+        **({"use_cpu": True} if ranks == 1 and not os.environ.get("SM_HP_MP_PARAMETERS") else {}),
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=Data(), eval_dataset=Data())
+    trainer.train()
+    losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+    evaluated = trainer.evaluate()["eval_loss"]
+    trainer.save_model(folder)
+    return {"losses": losses, "evaluated": evaluated, "norms": norms(trainer)}
+
+
+def norms(trainer: Any) -> list[float]:
+    """The norms of gradients, by step."""
+    return [float(each["grad_norm"]) for each in trainer.state.log_history if "grad_norm" in each]
+
+
+def alone(work: Path) -> None:
+    """Trains in one process."""
+    import contextlib
+
+    for task in [*TASKS, OTHER]:
+        (work / f"{task}.json").write_text(json.dumps(train(task, str(work / task), 1, contextlib.nullcontext)))
+
+
+def rank(work: Path) -> None:
+    """Trains in a job; compares with one process."""
+    from smdistributed.modelparallel.torch.integrations import enable_trainer
+
+    enable_trainer()
+    import torch
+    import transformers
+    from safetensors.torch import load_file
+
+    import smdistributed.modelparallel.torch as smp
+
+    assert transformers.__version__ == NEW
+    for task in [*TASKS, OTHER]:
+        if not smp.is_initialized():
+            smp.init()
+        ranks = smp.rdp_size() if smp.state.cfg.prescaled_batch else smp.dp_size()
+        folder = work / f"{task}-job"
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = train(task, str(folder), ranks, lambda: smp.tensor_parallelism(smp.tp_size() > 1))
+        warned = [str(each.message) for each in told if "different numbers of labels" in str(each.message)]
+        smp.barrier()
+        expected = json.loads((work / f"{task}.json").read_text())
+        if task == OTHER:
+            assert len(warned) == 1, warned
+        else:
+            assert not warned, warned
+            for key in expected:
+                torch.testing.assert_close(
+                    found[key],
+                    expected[key],
+                    rtol=1e-4,
+                    atol=0.0,
+                    msg=lambda text, at=f"{task}, {key}": f"{at}: {text}",
+                )
+            weights, other = load_file(folder / "model.safetensors"), load_file(work / task / "model.safetensors")
+            # A job writes tied weights under both names.
+            assert weights.keys() >= other.keys(), other.keys() - weights.keys()
+            for name in other:
+                torch.testing.assert_close(
+                    weights[name], other[name], rtol=1e-5, atol=1e-6, msg=lambda text, at=name: f"{at}: {text}"
+                )
+        smp.barrier()
+        if smp.rank() == 0:
+            print(
+                f"{task}: {found['losses'][0]:.4f} to {found['losses'][-1]:.4f}, {expected['losses'][-1]:.4f} in one process",
+                flush=True,
+            )
+        smp.shutdown()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def main() -> None:
+    """Of all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=ROOT / "build", help="where packages are installed")
+    parser.add_argument("--layouts", type=int, nargs="*", default=range(len(LAYOUTS)))
+    parser.add_argument("--alone", type=Path, help="set by this file where it starts itself")
+    parser.add_argument("--work", type=Path, help="the same")
+    parser.add_argument("--mp_parameters", help="what the launcher adds for the Trainer")
+    arguments = parser.parse_args()
+    if arguments.alone is not None:
+        alone(arguments.alone)
+        return
+    if arguments.work is not None:
+        rank(arguments.work)
+        return
+    folder = arguments.folder / f"transformers-{NEW}"
+    install(folder, VERSIONS[NEW])
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "USE_TF": "0", "USE_FLAX": "0"}
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name)
+        subprocess.run([sys.executable, __file__, "--alone", name], env=environment, check=True, timeout=900)
+        for number in arguments.layouts:
+            processes, parameters = LAYOUTS[number]
+            print(parameters, flush=True)
+            distribution = {
+                "smdistributed": {"modelparallel": {"enabled": True, "parameters": parameters}},
+                "mpi": {"enabled": True, "processes_per_host": processes},
+            }
+            (work / "config.json").write_text(json.dumps(distribution))
+            command = [sys.executable, "-m", "smdistributed", "-n", str(processes)]
+            command += ["--config", str(work / "config.json"), __file__, "--work", name]
+            subprocess.run(command, env=environment, check=True, timeout=900)
+
+
+if __name__ == "__main__":
+    main()
