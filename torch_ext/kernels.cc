@@ -1,5 +1,7 @@
 // Kernels of the operations: operations.cc describes the tensors, and these functions call the core.
 
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
 #include <torch/library.h>
 
 #include <string>
@@ -11,7 +13,7 @@
 namespace smd::torch_ext {
 namespace {
 
-// The blocking, the asynchronous and the meta kernel of an operation, made from the function that describes it.
+// The blocking and the asynchronous kernel of an operation, made from the function that describes it.
 template <auto describe>
 struct Forms;
 
@@ -23,9 +25,13 @@ struct Forms<describe> {
   static c10::intrusive_ptr<Work> async(Arguments... arguments) {
     return checked([&] { return start(describe(std::forward<Arguments>(arguments)...)); });
   }
-  // Operations write to existing tensors, so the meta kernel has nothing to do.
-  static void shapes(Arguments...) {}
 };
+
+// The meta kernel of all blocking operations: they write to existing tensors, so there is nothing to do. One boxed
+// kernel takes the arguments of any schema from the stack; a kernel for each would be compiled by itself.
+void write_nothing(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
+  torch::jit::drop(*stack, operation.schema().arguments().size());
+}
 
 template <class Register>
 void each(Register&& add) {
@@ -47,7 +53,9 @@ void each(Register&& add) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(smd, Meta, m) {
-  each([&m](const std::string& name, auto forms) { m.impl(name.c_str(), TORCH_FN(decltype(forms)::shapes)); });
+  each([&m](const std::string& name, auto) {
+    m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&write_nothing>());
+  });
 }
 
 // Registered for every backend. For a tensor that the library does not support, the adapter and the core have clearer
