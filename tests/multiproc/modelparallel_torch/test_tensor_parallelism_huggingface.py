@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import pathlib
 import tempfile
 
 import pytest
@@ -312,7 +313,11 @@ def _check_others(names, layout, optimize):
                 return _exact_norms(kind(settings))
 
         run = functools.partial(_run_other, name)
-        compare(make, run, lambda step, replica: (tokens(step, replica),), *layout, False, optimize, steps=5)
+        # Layers of ViT are replaced, with names of their own.
+        names = smp.nn.huggingface.vit.translate_state_dict_to_hf_vit if name == "vit" else None
+        compare(
+            make, run, lambda step, replica: (tokens(step, replica),), *layout, False, optimize, steps=5, names=names
+        )
 
 
 @pytest.mark.timeout(200)
@@ -320,6 +325,58 @@ def _check_others(names, layout, optimize):
 def test_other_models_equal_one_process(name):
     pytest.importorskip("transformers")
     run_ranks(_check_others, 2, [name], (2, 1, 1), "memory", launcher=Forked("transformers"), timeout=190)
+
+
+def _check_vit():
+    import safetensors.torch
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+    from support.tensor_parallel import config, tokens
+
+    torch.set_default_dtype(torch.float64)
+    kind, settings = _other_kinds()["vit"]
+    module = smp.nn.huggingface.vit
+    for prescaled, optimize in [(False, "speed"), (True, "speed"), (True, "memory")]:
+        torch.manual_seed(1)
+        alone = kind(settings).eval()
+        smp.init(config(2, 1, prescaled, optimize))
+        torch.manual_seed(1)
+        with smp.tensor_parallelism():
+            whole = kind(settings)
+        model = smp.DistributedModel(whole).eval()
+        layers = [each for each in model.modules() if isinstance(each, smp.nn.DistributedTransformerLayer)]
+        assert len(layers) == 2
+        ids = tokens(0, 0 if prescaled else smp.dp_rank())
+        with torch.no_grad():
+            difference = _run_other("vit", model, ids)[1] - _run_other("vit", alone, ids)[1]
+        assert difference.abs().max().item() <= 1e-10
+        weights, own = alone.state_dict(), model.state_dict()
+        theirs = module.translate_state_dict_to_hf_vit(own)
+        assert theirs.keys() == weights.keys(), theirs.keys() ^ weights.keys()
+        assert all(torch.equal(theirs[key], each) for key, each in weights.items())
+        # By the names of transformers 5, and by those of files that it writes, which transformers 4 had.
+        with tempfile.TemporaryDirectory() as folder:
+            alone.save_pretrained(folder)
+            files = [safetensors.torch.load_file(each) for each in pathlib.Path(folder).glob("*.safetensors")]
+        # Only the first rank writes.
+        saved = smp.allgather(files, smp.WORLD)[0][0]
+        assert any(".encoder.layer.0.attention.attention.query" in key for key in saved)
+        for state in (theirs, saved):
+            back = module.translate_hf_state_dict_to_smdistributed_vit(state)
+            assert back.keys() == own.keys(), back.keys() ^ own.keys()
+            assert all(torch.equal(back[key], each) for key, each in own.items())
+        for each in model.local_parameters():
+            each.data.zero_()
+        model.load_state_dict(theirs)
+        assert all(torch.equal(own[key], each) for key, each in model.state_dict().items())
+        smp.shutdown()
+
+
+@pytest.mark.timeout(100)
+def test_states_of_vit_are_translated():
+    pytest.importorskip("transformers", minversion="5")
+    run_ranks(_check_vit, 2, launcher=Forked("transformers"), timeout=90)
 
 
 LAYOUTS = [(2, 1, 1), (2, 2, 1), (2, 2, 2)]

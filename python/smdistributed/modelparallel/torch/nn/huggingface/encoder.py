@@ -116,7 +116,9 @@ def encoder() -> Registration:
         del module
         return translations()[1](state_dict)
 
-    return Registration(DistributedTransformer, arguments, _forward, _output, translate, lambda module: translations())
+    return Registration(
+        DistributedTransformer, arguments, block_inputs, _output, translate, lambda module: translations()
+    )
 
 
 #: Further positional arguments of older versions.
@@ -127,10 +129,23 @@ _LATER: Sequence[str] = (
 _IGNORED = ("use_cache", "return_dict", "past_key_values", "num_items_in_batch")
 
 
-def _forward(
+def block_inputs(
     hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, *more: Any, **rest: Any
 ) -> tuple[tuple[Any], dict[str, Any]]:
-    """Convert the arguments for the distributed module; the mask is a boolean one or is added to scores."""
+    """Convert the arguments of an encoder or a layer of Hugging Face's to those of the distributed module.
+
+    Args:
+        hidden_states: ``[batch, S, H]``.
+        attention_mask: A boolean mask, or one that is added to scores.
+        *more: Further arguments of older versions.
+        **rest: Further arguments by name.
+
+    Returns:
+        Arguments, and arguments by name.
+
+    Raises:
+        SMPUnsupportedError: An argument requests more than the states.
+    """
     rest |= dict(zip(_LATER, more, strict=False))
     head_mask = rest.get("head_mask")
     if isinstance(head_mask, list) and all(each is None for each in head_mask):
