@@ -46,6 +46,16 @@ def _refused_body():
         model.join()
     with pytest.raises(unsupported, match="`register_comm_hook"):
         model.register_comm_hook(None, print)
+
+    # As transformers has one of its own.
+    class Adafactor(torch.optim.SGD):
+        pass
+
+    for kind in (Adafactor, torch.optim.Adafactor):
+        with pytest.raises(unsupported, match="`Adafactor` updates a parameter as a whole"):
+            smp.DistributedOptimizer(kind(model.parameters(), lr=0.1))
+    assert smp.state.optimizer is None
+    smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     return model.is_distributed_parameter(model.module[0].weight), model.is_distributed_parameter(
         model.module[2].weight
     )

@@ -17,7 +17,12 @@ from smdistributed.modelparallel.torch.checkpoint import optimizer_state
 from smdistributed.modelparallel.torch.precision import half_model, loss_scale
 from smdistributed.modelparallel.torch.precision.loss_scale import DYNAMIC_DEFAULTS, make_loss_scale
 from smdistributed.modelparallel.torch.precision.master_weights import MasterWeights
-from smdistributed.modelparallel.torch.sharding.optimizer_shards import OptimizerShards, ReplicaGroup, check_elementwise
+from smdistributed.modelparallel.torch.sharding.optimizer_shards import (
+    OptimizerShards,
+    ReplicaGroup,
+    check_elementwise,
+    check_slices,
+)
 from smdistributed.modelparallel.torch.sharding.piece import Piece
 from smdistributed.modelparallel.torch.sharding.sharded_model import ShardedModel
 from smdistributed.modelparallel.torch.state import state
@@ -77,6 +82,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise SMPUsageError("the optimizer is wrapped in `smp.DistributedOptimizer` already")
         if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
             raise TypeError(f"`smp.DistributedOptimizer` takes an optimizer, not a {type(optimizer).__name__}")
+        if state.model is not None:
+            check_slices(optimizer, state.model.module)
         dtype = half_model.model_dtype(state.cfg) if state.initialized else None
         scale = _core.LossScale(1.0)
         if dtype is torch.float16:

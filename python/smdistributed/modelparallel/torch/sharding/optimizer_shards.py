@@ -26,6 +26,7 @@ from smdistributed._common import errors
 from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.exceptions import CLASSES, SMPUnsupportedError
+from smdistributed.modelparallel.torch.nn.module import shards
 from smdistributed.modelparallel.torch.optimizers import WHOLE_PARAMETER
 from smdistributed.modelparallel.torch.sharding.piece import Piece
 
@@ -261,15 +262,35 @@ class OptimizerShards:
             row.zero_grad(set_to_none)
 
 
+#: Optimizers whose update of an element depends on other elements, by the names of their classes. Transformers has an
+#: Adafactor of its own.
+_WHOLE_NAMES = frozenset({"Adafactor", "LBFGS", "Muon"})
+
+
+def _updates_whole(optimizer: torch.optim.Optimizer) -> bool:
+    return any(each.__name__ in _WHOLE_NAMES for each in type(optimizer).__mro__)
+
+
+def check_slices(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    """Reject optimizers that need whole parameters, if tensor parallelism has divided some of the model's.
+
+    Raises:
+        SMPUnsupportedError: The optimizer is of this kind.
+    """
+    if _updates_whole(optimizer) and shards(model):
+        raise SMPUnsupportedError(
+            f"`{type(optimizer).__name__}` updates a parameter as a whole, and tensor parallelism divides parameters: "
+            "elementwise optimizers, as AdamW and SGD, give the results of one process"
+        )
+
+
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Reject optimizers whose update of an element depends on other elements.
 
     Raises:
         SMPUnsupportedError: The optimizer is of this kind.
     """
-    names = ("Adafactor", "LBFGS", "Muon")
-    kinds = (*WHOLE_PARAMETER, *(getattr(torch.optim, name) for name in names if hasattr(torch.optim, name)))
-    if isinstance(optimizer, kinds):
+    if isinstance(optimizer, WHOLE_PARAMETER) or _updates_whole(optimizer):
         raise SMPUnsupportedError(
             f"`{type(optimizer).__name__}` updates a parameter as a whole: its state cannot be sharded; elementwise "
             "optimizers, as AdamW and SGD, can be"
