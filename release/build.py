@@ -95,9 +95,13 @@ def stale(package: Path) -> Iterator[str]:
     known = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": str(package)}, capture_output=True, text=True, check=True
     ).stdout.split()
-    for file in sorted(PREBUILT.glob("*/sources")):
-        if file.read_text() not in known:
-            yield f"{file.parent.name} is of other sources: remove the folder, and build it by `make matrix`"
+    for folder in sorted({library.parent for library in PREBUILT.glob("*/*.so")}):
+        file = folder / "sources"
+        # What a build that was cut off left, or a copy of the library alone.
+        if not file.is_file():
+            yield f"{folder.name} does not say its sources: remove the folder, and build it by `make matrix`"
+        elif file.read_text() not in known:
+            yield f"{folder.name} is of other sources: remove the folder, and build it by `make matrix`"
 
 
 def too_new(library: Path) -> list[str]:

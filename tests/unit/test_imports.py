@@ -76,6 +76,20 @@ for package in "smdistributed.dataparallel", "horovod":
     )
 
 
+def test_free_threaded_python_is_refused_by_a_clear_message():
+    assert "OpenSMD does not support free-threaded Python" in _run("""
+import sys
+sys.abiflags = "t"
+for name in "smdistributed", "smdistributed.dataparallel.torch", "horovod.torch":
+    try:
+        __import__(name)
+    except ImportError as error:
+        print(error)
+    else:
+        raise AssertionError(name)
+""")
+
+
 def _public_modules():
     """Names of all public modules, `__init__` modules included."""
     python = Path(__file__).resolve().parents[2] / "python"
@@ -90,7 +104,10 @@ def _public_modules():
             needs_ray = needs_ray or parts == ("smdistributed", "integrations", "ray")
             # These need Spark and more packages, which `make test-engines` installs.
             needs_spark = parts[:2] == ("horovod", "spark")
-            if not any(part.startswith("_") for part in parts) and not needs_ray and not needs_spark:
+            needs_keras = parts[:2] == ("horovod", "keras") or parts[-1] == "keras_backend"
+            needs_keras = needs_keras and importlib.util.find_spec("keras") is None
+            needs_more = needs_ray or needs_spark or needs_keras
+            if not any(part.startswith("_") for part in parts) and not needs_more:
                 names.append(".".join(parts))
     return names
 
@@ -118,7 +135,7 @@ assert not set({absent!r}) & set(sys.modules)
 def test_each_public_module_that_is_not_for_tensorflow_is_imported_without_it():
     names = [name for name in _public_modules() if "tensorflow" not in name.split(".")]
     assert "smdistributed.modelparallel.torch" in names
-    assert "horovod.keras.callbacks" in names
+    assert "horovod.keras.callbacks" in names or importlib.util.find_spec("keras") is None
     _import_without(["tensorflow", "tf_keras"], names, "torch")
 
 

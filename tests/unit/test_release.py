@@ -121,6 +121,23 @@ def test_a_wheel_gets_the_libraries_that_were_built_since(tmp_path, monkeypatch)
         assert held[0] in file.read("opensmd-1.0.dist-info/RECORD").decode()
 
 
+def test_libraries_of_other_or_unknown_sources_are_not_released(tmp_path, monkeypatch):
+    for name, digest in [("current", "1a"), ("older", "0f"), ("unknown", None)]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "libsmd_torch.so").touch()
+        if digest:
+            (tmp_path / name / "sources").write_text(digest)
+    monkeypatch.setattr(release, "PREBUILT", tmp_path)
+    answer = subprocess.CompletedProcess([], 0, stdout="1a 2b\n")
+    monkeypatch.setattr(release.subprocess, "run", lambda *_, **__: answer)
+    found = list(release.stale(tmp_path))
+    assert [problem.split(":")[0] for problem in found] == [
+        "older is of other sources",
+        "unknown does not say its sources",
+    ]
+    assert all("remove the folder, and build it by `make matrix`" in problem for problem in found)
+
+
 def test_the_tests_of_the_matrix_exist():
     matrix = _module(ROOT / "tests/matrix/matrix.py")
     for test in (test for suite in matrix.SUITES.values() for tests in suite.values() for test in tests):
