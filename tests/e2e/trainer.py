@@ -75,6 +75,7 @@ FEATURES: dict[str, Feature] = {
     "sharded": Feature({"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}),
     "tensors": Feature({"ddp": True, "partitions": 2, "tensor_parallel_degree": 2}, 4),
     "fp16": Feature({"partitions": 2, "fp16": True}, options={"half_precision_backend": "cuda_amp"}, scale=SCALE),
+    "bf16": Feature({"partitions": 2, "bf16": True}),
     # Small enough to overflow only where the callback below makes it.
     "fp16 tensors": Feature(
         {"ddp": True, "partitions": 2, "tensor_parallel_degree": 2, "fp16": True}, 4,
