@@ -169,6 +169,74 @@ def test_lightning(tmp_path):
     assert [each["backend"] for each in two] == ["smddp", "smddp"]
 
 
+def test_the_model_parallel_strategy_of_lightning(tmp_path):
+    """PyTorch's own tensor parallelism, over this library's backend."""
+    script = LIGHTNING.replace(
+        "    def training_step",
+        """    def configure_model(self):
+        if size > 1:
+            from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+            parallelize_module(self.layers, self.device_mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    def training_step""",
+    ).replace("DDPStrategy(", "ModelParallelStrategy(tensor_parallel_size=2, data_parallel_size=1, ")
+    script = script.replace("import DDPStrategy", "import ModelParallelStrategy")
+    # Both ranks have all data.
+    script = script.replace("(data, size, rank, shuffle", "(data, 1, 0, shuffle").replace("8 // size", "8")
+    script = script.replace(
+        "write(weights=weights(module)",
+        """whole = [getattr(each.data, "full_tensor", each.data.clone)() for each in module.parameters()]
+write(weights=[float(number) for each in whole for number in each.flatten()]""",
+    )
+    two, _ = both(tmp_path, script)
+    assert [each["backend"] for each in two] == ["smddp", "smddp"]
+
+
+def test_tensor_parallelism_of_smp_in_a_module_of_lightning(tmp_path):
+    """Lightning starts no processes and wraps nothing: each rank has one device, and the module calls a step function."""
+    script = """
+        import lightning
+        import smdistributed.modelparallel.torch as smp
+        smp.init({"tensor_parallel_degree": size, "ddp": size > 1, "prescaled_batch": True, "microbatches": 2})
+
+        @smp.step
+        def train(model, x, y):
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            model.backward(loss)
+            return loss
+
+        class Module(lightning.LightningModule):
+            automatic_optimization = False
+            def __init__(self):
+                super().__init__()
+                with smp.tensor_parallelism():
+                    layers = make_model()
+                self.layers = smp.DistributedModel(layers)
+            def training_step(self, batch, number):
+                # That of Lightning passes a closure, which `smp.DistributedOptimizer` refuses.
+                optimizer = self.optimizers(use_pl_optimizer=False)
+                loss = train(self.layers, *batch).reduce_mean()
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss
+            def configure_optimizers(self):
+                return smp.DistributedOptimizer(torch.optim.SGD(self.layers.parameters(), lr=0.1))
+
+        data = torch.utils.data.TensorDataset(inputs, targets)
+        trainer = lightning.Trainer(
+            max_epochs=2, accelerator="cpu", devices=1, strategy="auto", logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        )
+        module = Module()
+        trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=8))
+        divided = sum(module.layers.is_distributed_parameter(each) for each in module.layers.parameters())
+        whole = module.layers.state_dict()
+        write(weights=[float(number) for each in whole.values() for number in each.flatten()], divided=divided)
+    """
+    two, one = both(tmp_path, script)
+    assert [each["divided"] for each in two] == [2, 2]
+    assert one["divided"] == 0
+
+
 def test_distributed_checkpoint(tmp_path):
     script = """
         import torch.distributed as dist
