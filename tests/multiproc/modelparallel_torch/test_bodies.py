@@ -168,6 +168,27 @@ EQUAL = {
         2, {"a": "Mode"}, _TWO, ["with torch.no_grad():\n    net.begin.weight.mul_(0.9)", "h = F.linear(net.begin(net.a(h)), net.begin.weight)"],
         dtype="float32",
     ),
+    "contents of attributes change between calls, and back": _program(
+        2, {"a": "Scaled"}, _TWO,
+        [
+            "net.a.options['shift'] = 0.5\nh = net.a(h)\nnet.a.options['shift'] = 0.0\nh = net.a(h)",
+            "net.a.config.inner.power = 2\nnet.a.table.append(0.25)\nh = net.a(torch.tanh(h))",
+            "net.a.config.inner.power = 1\nnet.a.table.pop()\nh = net.a(torch.tanh(h))",
+        ],
+        forward=["f1 = net.a(h)"], schedule="zero_bubble",
+    ),
+    "contents of attributes change, and numbers are asked for": _program(
+        2, {"a": "Scaled"}, _TWO,
+        [
+            "h = net.a(h)\nnet.a.options['shift'] = 0.5\nnet.a.table[0] = 2.0",
+            "h = net.a(h * (1 + h.detach().mean().item()))\nnet.a.table.clear()\nh = h + net.a(h)",
+            "net.a.options['shift'] = y.abs().mean()\nh = h + net.a(h)\nnet.a.table += [1.0, 0.5]\nnet.a.options['shift'] = 0.0",
+        ],
+    ),
+    "a list that the body assigns to an attribute grows": _program(
+        2, {"a": "Scaled"}, _TWO,
+        ["net.a.table = keep.seen", "keep.seen.append(0.5)\nh = net.a(h)", "keep.seen.append(0.25)\nh = h + net.a(y)"],
+    ),
 }  # fmt: skip
 #: What raises, and the text.
 REFUSED = {

@@ -196,8 +196,6 @@ class StepRun:
             else:
                 begin()
             output = self._body(*args, **kwargs)
-            if model.pipeline is not None:
-                model.pipeline.module_state.check_contents()
             values = []
             if recordings:
                 values = [

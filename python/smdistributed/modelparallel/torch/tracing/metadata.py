@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -531,18 +532,19 @@ class preserved_attributes:  # noqa: N801 - a context
         for _, _, value, content in self._contents:
             if not _is_same_content(value, content):
                 value.clear()
-                value.extend(content) if isinstance(value, list) else value.update(content)
+                value.extend(content) if isinstance(value, list | deque) else value.update(content)
 
 
 def _contents_of(value: Any) -> list[Any]:
-    """Return the mutable containers of an attribute: its value, or the attributes of a plain object."""
-    if type(value) in (list, dict, set):
-        return [value]
-    if type(value) in pytree.ATOMS or not object_state.is_object(type(value)):
-        return []
-    own = vars(value) if hasattr(value, "__dict__") else {}
-    inner = [vars(item) for item in own.values() if object_state.is_object(type(item)) and hasattr(item, "__dict__")]
-    return [own, *inner, *(item for item in own.values() if type(item) in (list, dict, set))]
+    """Return the mutable containers in an attribute, at any depth; for plain objects, their attributes."""
+    parts = object_state.mutable_parts(value)
+    return [vars(part) if hasattr(part, "__dict__") else part for part in parts if _is_restorable(part)]
+
+
+def _is_restorable(part: Any) -> bool:
+    return type(part) in (list, dict, set, deque, OrderedDict) or (
+        hasattr(part, "__dict__") and object_state.is_object(type(part))
+    )
 
 
 def _is_same_content(value: Any, content: Any) -> bool:

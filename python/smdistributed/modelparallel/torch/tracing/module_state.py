@@ -14,12 +14,14 @@ snapshot of its call, and the executor restores that snapshot before it runs the
   another partition, because the module's partition does not get that change.
 - MST-6: in the next step the body reads an attribute of MST-3 as a remote tensor of the earlier step, on all ranks,
   unless the script has set the attribute in between.
+- MST-7: snapshots also hold the states of lists, dictionaries, sets and objects in attributes, at any depth, that the
+  body has changed in place since the first call of the step. Changes are found at each call of a module.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from torch import nn
 
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch import pytree
+from smdistributed.modelparallel.torch.tracing import object_state
 from smdistributed.modelparallel.torch.tracing.remote_tensor import InvalidatedValue, RemoteTensor
 
 #: Largest number of cached snapshots.
@@ -47,20 +50,82 @@ _MISSING = _Missing()
 
 
 class AttributeSnapshot:
-    """Values of changed attributes, by (id of their owner, name)."""
+    """Values of changed attributes, by (id of their owner, name), and states of changed containers, by id."""
 
-    __slots__ = ("text", "values")
+    __slots__ = ("contents", "text", "values")
 
-    def __init__(self, values: Mapping[tuple[int, str], Any], text: str) -> None:
-        self.values, self.text = values, text
+    def __init__(
+        self, values: Mapping[tuple[int, str], Any], text: str, contents: Mapping[int, object_state.State]
+    ) -> None:
+        self.values, self.text, self.contents = values, text, contents
 
     def __repr__(self) -> str:
         """Return a text that is equal on all ranks."""
         return self.text
 
 
+class _Container:
+    """A list, dictionary, set or object in an attribute (MST-7).
+
+    Attributes:
+        path: The path of an attribute that refers to it.
+        value: The container.
+        before: Its state at the first call of the step.
+        state: Its state when the body's last change was recorded.
+    """
+
+    __slots__ = ("before", "path", "state", "value")
+
+    def __init__(self, path: str, value: Any) -> None:
+        self.path, self.value = path, value
+        self.before = self.state = object_state.State(value)
+
+    def put(self, old: object_state.State, new: object_state.State) -> None:
+        """Replace a state that the body has given it by another one; changes by calls are kept (MST-4)."""
+        if old.is_of(self.value):
+            new.put_into(self.value)
+            return
+        now = object_state.State(self.value)
+        if isinstance(now.items, dict):
+            now.items = self._merged(old.items, new.items, now.items)
+        elif _identities(now.items) == _identities(old.items):
+            now.items = new.items
+        elif _identities(new.items) != _identities(old.items):
+            raise self._conflict()
+        now.attributes = self._merged(old.attributes, new.attributes, now.attributes)
+        now.put_into(self.value)
+
+    def _merged(self, old: dict[Any, Any], new: dict[Any, Any], now: dict[Any, Any]) -> dict[Any, Any]:
+        merged = dict(new)
+        for key in dict.fromkeys((*now, *old)):
+            value, before = now.get(key, _MISSING), old.get(key, _MISSING)
+            if value is before:
+                continue
+            if new.get(key, _MISSING) is not before:
+                raise self._conflict()
+            if value is _MISSING:
+                merged.pop(key, None)
+            else:
+                merged[key] = value
+        return merged
+
+    def _conflict(self) -> SMPUsageError:
+        return SMPUsageError(
+            f"the `smp.step` function and a call of a module both change the content of `{self.path}`. The call runs "
+            "on one partition, when the function has returned: change it in one of the two"
+        )
+
+    def keep_changes_of_calls(self) -> None:
+        """Take changes by tasks that have run for no changes by the body."""
+        if not self.state.is_of(self.value):
+            now = object_state.State(self.value)
+            if self.before is self.state:
+                self.before = now
+            self.state = now
+
+
 #: The attributes as they were at the start of the step.
-UNCHANGED = AttributeSnapshot({}, "{}")
+UNCHANGED = AttributeSnapshot({}, "{}", {})
 
 
 class ModuleState:
@@ -94,12 +159,15 @@ class ModuleState:
         self.changed_by_calls: set[tuple[int, str]] = set()
         self.on_first_change: Callable[[], None] | None = None
         self._modules = modules
-        #: Lists, dictionaries and plain objects in attributes, as (location, object, description of its content).
-        self._contents: list[tuple[str, Any, Any]] | None = None
+        #: The containers in attributes of all modules, by id; ``None`` before the first call of a step.
+        self._tracked: dict[int, _Container] | None = None
+        #: Those that a called module reaches, by its id.
+        self._reached: dict[int, list[_Container]] = {}
+        self._assigned: list[tuple[str, torch.Tensor]] = []
 
     def begin(self) -> None:
         """Begin a step without changes."""
-        self._contents = None
+        self._forget_containers()
         self.current = self._applied = UNCHANGED
         self._before.clear()
         self._outputs.clear()
@@ -111,44 +179,74 @@ class ModuleState:
         if len(self._known) > _LIMIT:
             self._known = {(): UNCHANGED}
 
-    def before_call(self, module: nn.Module) -> None:
-        """Record the contents of attributes before the body's first call of a module.
+    def _forget_containers(self) -> None:
+        self._tracked = None
+        self._reached.clear()
+        self._assigned.clear()
 
-        Changes that the body makes to objects before the first call of a step count for all calls.
+    def before_call(self, module: nn.Module) -> None:
+        """Record what the body has changed in containers that a module reaches (MST-7).
+
+        Changes before the first call of a step count for all calls.
 
         Raises:
             SMPUsageError: The tensor in an attribute was changed on another partition (MST-5).
         """
         if self._outputs or self._lost:
             self._check_outputs(module)
-        if self._contents is not None:
-            return
-        found: dict[int, tuple[str, Any, Any]] = {}
-        for module in self._modules:
-            path = self._paths[id(module)]
+        if self._tracked is None:
+            self._tracked = {}
+            self._containers_of(self._modules)
+        reached = self._reached.get(id(module))
+        if reached is None:
+            reached = self._reached[id(module)] = self._containers_of(module.modules())
+        self._note_contents(reached)
+
+    def note_contents(self) -> None:
+        """Record what the body has changed in all containers."""
+        if self._tracked:
+            self._note_contents(list(self._tracked.values()))
+
+    def take_assigned(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the tensors that the body has put into containers since the last call, with the attributes' paths."""
+        found, self._assigned = self._assigned, []
+        return found
+
+    def _containers_of(self, modules: Iterable[nn.Module]) -> list[_Container]:
+        """Return the containers in attributes of modules, at any depth."""
+        assert self._tracked is not None, "before_call has set it"
+        found: dict[int, _Container] = {}
+        for module in modules:
+            path = self._paths.get(id(module), "")
             for name, value in vars(module).items():
-                if (
-                    type(value) not in _ATOMS
-                    and name not in _INTERNALS
-                    and id(value) not in found
-                    and _is_mutable(value)
-                ):
-                    found[id(value)] = (f"{path}.{name}" if path else name, value, _content(value, 3))
-        self._contents = list(found.values())
+                if type(value) in _ATOMS or name in _INTERNALS or (id(module), name) in self._outputs:
+                    continue
+                for part in object_state.mutable_parts(value):
+                    known = self._tracked.get(id(part))
+                    if known is None:
+                        known = self._tracked[id(part)] = _Container(f"{path}.{name}" if path else name, part)
+                    found[id(part)] = known
+        return list(found.values())
 
-    def check_contents(self) -> None:
-        """Check that the body has not changed objects in attributes, whose earlier contents tasks may need.
-
-        Raises:
-            SMPUsageError: The body has changed one.
-        """
-        for where, value, content in self._contents or ():
-            if _differs(content, _content(value, 3)):
-                raise SMPUsageError(
-                    f"the `smp.step` function changed the content of `{where}`, which modules on partitions may read "
-                    f"after "
-                    "that: change it before the first call of the step, or assign a changed copy to the attribute"
-                )
+    def _note_contents(self, containers: Iterable[_Container]) -> None:
+        for container in containers:
+            if container.state.is_of(container.value):
+                continue
+            before, container.state = container.state, object_state.State(container.value)
+            contents = dict(self.current.contents)
+            if _state_identity(container.state) == _state_identity(container.before):
+                contents.pop(id(container.value), None)
+            else:
+                contents[id(container.value)] = container.state
+            # The container may refer to other ones now.
+            self._reached.clear()
+            self._set_current(dict(self.current.values), contents)
+            had = set(map(id, _members(before)))
+            self._assigned += [
+                (container.path, each)
+                for each in _members(container.state)
+                if isinstance(each, torch.Tensor) and id(each) not in had
+            ]
 
     def follows(self, owner: Any) -> bool:
         """Return whether attributes of ``owner`` are tracked for tasks."""
@@ -172,11 +270,26 @@ class ModuleState:
             values.pop(key, None)
         else:
             values[key] = after
-        identity = tuple(sorted(((each, _identity(value)) for each, value in values.items()), key=str))
+        if type(before) not in _ATOMS or type(after) not in _ATOMS:
+            self._reached.clear()
+        self._set_current(values, self.current.contents)
+
+    def _set_current(self, values: Mapping[tuple[int, str], Any], contents: Mapping[int, object_state.State]) -> None:
+        """Make the snapshot with these attributes and contents the current one."""
+        tracked = self._tracked or {}
+        identity = (
+            *sorted(((each, _identity(value)) for each, value in values.items()), key=str),
+            *sorted(((each, tracked[each].path, _state_identity(state)) for each, state in contents.items()), key=str),
+        )
         known = self._known.get(identity)
         if known is None:
             texts = sorted(f"{self._before[each][1]}.{each[1]}={_text(value)}" for each, value in values.items())
-            known = self._known[identity] = AttributeSnapshot(values, "{" + ", ".join(texts) + "}")
+            texts += sorted(
+                f"content of {tracked[each].path}: {_state_text(tracked[each].before, state)}"
+                for each, state in contents.items()
+            )
+            known = AttributeSnapshot(values, "{" + ", ".join(texts) + "}", contents)
+            self._known[identity] = known
         self.current = self._applied = known
 
     # Outputs in attributes (MST-3).
@@ -266,6 +379,8 @@ class ModuleState:
 
     def end_of_step(self) -> None:
         """End a step that has succeeded; its tasks have run (MST-6)."""
+        self._forget_containers()
+        self.current = self._applied = UNCHANGED
         self._ended = {
             key: (owner, tensors, _value(owner, key[1]))
             for key, (owner, tensors) in self._ending.items()
@@ -283,42 +398,56 @@ class ModuleState:
         for key in applied.values.keys() | snapshot.values.keys():
             owner, _, before = self._before[key]
             _set(owner, key[1], snapshot.values.get(key, before))
+        for each in applied.contents.keys() | snapshot.contents.keys():
+            assert self._tracked is not None, "contents are those of tracked containers"
+            container = self._tracked[each]
+            before = container.before
+            container.put(applied.contents.get(each, before), snapshot.contents.get(each, before))
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Return a context for tasks; afterwards the attributes have the body's values again (MST-2)."""
+        self.note_contents()
         try:
             yield
         finally:
             self.apply(self.current)
+            for container in (self._tracked or {}).values():
+                container.keep_changes_of_calls()
 
 
-def _is_mutable(value: Any) -> bool:
-    if isinstance(value, torch.Tensor | nn.Module | type) or callable(value):
-        return False
-    return isinstance(value, list | dict | set) or hasattr(value, "__dict__")
+def _members(state: object_state.State) -> list[Any]:
+    items = state.items.values() if isinstance(state.items, dict) else state.items or ()
+    return [*items, *state.attributes.values()]
 
 
-def _content(value: Any, depth: int) -> Any:
-    """Return a description of an object, for :func:`_differs`."""
-    if type(value) in _ATOMS:
-        return (type(value).__name__, repr(value)) if type(value) is float else value
-    if depth == 0 or not _is_mutable(value):
-        return id(value)
-    if isinstance(value, dict):
-        return {key: _content(item, depth - 1) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_content(item, depth - 1) for item in value]
-    if isinstance(value, set):
-        return frozenset(map(id, value))
-    return {name: _content(item, depth - 1) for name, item in vars(value).items()}
+def _identities(items: Any) -> Any:
+    """Return a value that is equal for equal items of a container."""
+    if isinstance(items, dict):
+        return tuple((_identity(key), _identity(item)) for key, item in items.items())
+    if isinstance(items, set):
+        return frozenset(map(_identity, items))
+    return None if items is None else tuple(map(_identity, items))
 
 
-def _differs(before: Any, now: Any) -> bool:
-    """Return whether a content has changed, except for absent or ``None`` values that were set, as in caches."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        return any(key not in now or (item is not None and _differs(item, now[key])) for key, item in before.items())
-    return before != now
+def _state_identity(state: object_state.State) -> Any:
+    return _identities(state.items), _identities(state.attributes)
+
+
+def _state_text(before: object_state.State, state: object_state.State) -> str:
+    """Return a text of what has changed, which is equal on all ranks."""
+    texts = []
+    for old, new in ((before.items, state.items), (before.attributes, state.attributes)):
+        if isinstance(new, dict):
+            texts += [
+                f"{_text(key)}: {_text(new.get(key, _MISSING))}"
+                for key in dict.fromkeys((*old, *new))
+                if not _same(old.get(key, _MISSING), new.get(key, _MISSING))
+            ]
+        elif new is not None and _identities(old) != _identities(new):
+            items = map(_text, new)
+            texts.append(str(sorted(items) if isinstance(new, set) else list(items)))
+    return "; ".join(texts)
 
 
 def _value(owner: Any, name: str) -> Any:

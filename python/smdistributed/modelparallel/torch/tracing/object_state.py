@@ -15,9 +15,10 @@ import copy
 import dataclasses
 import enum
 import functools
+import operator
 import types
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ _OPAQUE = (
     weakref.WeakValueDictionary, weakref.WeakSet,
 )  # fmt: skip
 _followed: dict[type, bool] = {}
+_BUILT_IN = frozenset({list, dict, set, deque, tuple, frozenset})
 
 
 def is_object(kind: type) -> bool:
@@ -61,6 +63,27 @@ def _is_object(kind: type) -> bool:
 def is_container(kind: type) -> bool:
     """Return whether instances of a class are containers that a call may change in place."""
     return kind is list or kind is dict or (issubclass(kind, list | dict) and not is_output(kind)) or is_object(kind)
+
+
+def mutable_parts(value: Any) -> list[Any]:
+    """Return the lists, dictionaries, sets and objects in a value, at any depth."""
+    found: dict[int, Any] = {}
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        kind = type(item)
+        if kind in pytree.ATOMS or id(item) in found:
+            continue
+        if not (issubclass(kind, list | dict | set | deque | tuple | frozenset) or is_object(kind)):
+            continue
+        found[id(item)] = item
+        if isinstance(item, dict):
+            pending.extend(each for each in item.values() if type(each) not in pytree.ATOMS)
+        elif isinstance(item, list | set | deque | tuple | frozenset):
+            pending.extend(each for each in item if type(each) not in pytree.ATOMS)
+        if kind not in _BUILT_IN:
+            pending.extend(each for _, each in attributes(item) if type(each) not in pytree.ATOMS)
+    return [item for item in found.values() if not isinstance(item, tuple | frozenset)]
 
 
 def is_output(kind: type) -> bool:
@@ -104,7 +127,9 @@ class State:
             self.items = dict(value.items())
         elif isinstance(value, list):
             self.items = list(value)
-        self.attributes = {} if type(value) in (list, dict) else _attributes_of(value)
+        elif isinstance(value, set | deque):
+            self.items = set(value) if isinstance(value, set) else list(value)
+        self.attributes = {} if type(value) in _BUILT_IN else _attributes_of(value)
 
     def same(self, other: State) -> bool:
         """Return whether both have identical items and attributes."""
@@ -118,6 +143,22 @@ class State:
             map(_same, self.attributes.values(), other.attributes.values())
         )
 
+    def is_of(self, value: Any) -> bool:
+        """Return whether a container has this state, with identical items and attributes."""
+        items = self.items
+        if isinstance(items, set):
+            is_same = value == items
+        elif items is None:
+            is_same = True
+        else:
+            is_same = len(value) == len(items) and all(map(operator.is_, value, items))
+            if isinstance(items, dict):
+                is_same = is_same and all(map(operator.is_, value.values(), items.values()))
+        if not is_same or type(value) in _BUILT_IN:
+            return is_same
+        now = _attributes_of(value)
+        return list(now) == list(self.attributes) and all(map(operator.is_, now.values(), self.attributes.values()))
+
     def put_into(self, value: Any) -> None:
         """Set the items and attributes of ``value`` to this state."""
         if isinstance(value, list):
@@ -127,7 +168,10 @@ class State:
             base.clear(value)
             for key, item in self.items.items():
                 base.__setitem__(value, key, item)
-        if type(value) in (list, dict):
+        elif isinstance(value, set | deque):
+            value.clear()
+            value.update(self.items) if isinstance(value, set) else value.extend(self.items)
+        if type(value) in _BUILT_IN:
             return
         for name, _ in list(attributes(value)):
             if name not in self.attributes:

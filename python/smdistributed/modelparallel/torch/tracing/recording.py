@@ -281,6 +281,13 @@ class Recording(TorchFunctionMode):
     ) -> Any:
         """Records a call of a module that is wholly on one partition; ``call`` runs there instead of it, if given."""
         self.pipeline.module_state.before_call(module)
+        for attribute, tensor in self.pipeline.module_state.take_assigned():
+            if self.is_located(tensor) and id(tensor) not in self.pipeline.located:
+                raise SMPUsageError(
+                    f"the `smp.step` function puts a tensor with numbers of a partition into `{attribute}`: pass the "
+                    "tensor to the module instead"
+                )
+            self.copy_on_write.hold_attribute(tensor, attribute, self.tasks)
         what = call or module
         if self._replay is not None:
             tensors: list[torch.Tensor] = []
@@ -617,6 +624,7 @@ class Recording(TorchFunctionMode):
                 gradient = self.fetch(self.value_of(gradient))
             self.value_of(tensor)
             self.backward_roots.append((tensor.value, gradient))
+            self.pipeline.module_state.note_contents()
             self.backward_modules = self.pipeline.module_state.current
             self.copy_on_write.has_backward = True
             self.copy_on_write.end_of_checkpoints()
