@@ -19,12 +19,15 @@ from smdistributed import _core
 from smdistributed._common import import_hooks
 from smdistributed.modelparallel.config import warn_once
 from smdistributed.modelparallel.exceptions import SMPUsageError
+from smdistributed.modelparallel.torch.checkpoint import save_load
 from smdistributed.modelparallel.torch.hooks import call_hook
 from smdistributed.modelparallel.torch.integrations import trainer_loss
 from smdistributed.modelparallel.torch.precision import loss_scale
 from smdistributed.modelparallel.torch.state import state
 
 _PARAMETERS, _FRAMEWORK = "SM_HP_MP_PARAMETERS", "SM_FRAMEWORK_PARAMS"
+#: The list of several files of weights.
+_INDEX = "model.safetensors.index.json"
 _ARGUMENTS, _TRAINER = "transformers.training_args", "transformers.trainer"
 
 
@@ -106,7 +109,28 @@ def _adapt() -> None:
 
     kind.create_scheduler, kind._wrap_model = create_both, wrap_once
     kind._load_optimizer_and_scheduler = load_before_step
+    _load_several_files(sys.modules[_TRAINER])
     trainer_loss.adapt(sys.modules[_TRAINER])
+
+
+def _load_several_files(module: Any) -> None:
+    """Make the Trainer load a model from several files as from one.
+
+    Its own function compares names with those of the wrapped model, and so knows no names of modules that tensor
+    parallelism has replaced, and none that transformers converts.
+    """
+    load_files = getattr(module, "load_sharded_checkpoint", None)
+    if load_files is None:
+        return
+
+    @functools.wraps(load_files)
+    def load(model: Any, folder: Any, *args: Any, **kwargs: Any) -> Any:
+        if model is not state.model or not os.path.isfile(os.path.join(folder, _INDEX)):
+            return load_files(model, folder, *args, **kwargs)
+        save_load.resume_from_checkpoint(folder, _INDEX, partial=False, load_optimizer=False)
+        return torch.nn.modules.module._IncompatibleKeys([], [])
+
+    module.load_sharded_checkpoint = load
 
 
 def _warn_of_ignored(trainer: Any, kind: type) -> None:
