@@ -168,6 +168,13 @@ EQUAL = {
         2, {"a": "Mode"}, _TWO, ["with torch.no_grad():\n    net.begin.weight.mul_(0.9)", "h = F.linear(net.begin(net.a(h)), net.begin.weight)"],
         dtype="float32",
     ),
+    "a view that is taken and written without gradients after numbers are asked for": _program(
+        2, {"b": "Norm"}, {"begin": 0, "b": 1},
+        [
+            "t1 = net.b(h)", "keep.seen.extend(t1.detach().mean(1).tolist())", "h = h + sum(keep.seen) * 0.1",
+            "with torch.set_grad_enabled(False):\n    h[0].mul_(0.0)",
+        ],
+    ),
     "contents of attributes change between calls, and back": _program(
         2, {"a": "Scaled"}, _TWO,
         [

@@ -203,8 +203,10 @@ class Executor:
                     for output in task.outputs:
                         is_wanted = self._early or output.index in stage.exports or output.index in retained
                         if output.storage_key in graph.written and is_wanted:
-                            # A tensor that the task changed without gradient mode still has its graph.
-                            with torch.enable_grad():
+                            # A tensor that the task changed without gradient mode still has its graph. A view that
+                            # was taken without it has none, and autograd refuses to use it after a write to its base.
+                            has_graph = output.meta.requires_grad and output.index not in graph.without_graph
+                            with torch.set_grad_enabled(has_graph):
                                 snapshots[output.index] = env[output.index].clone()
         if snapshots:
             env |= snapshots

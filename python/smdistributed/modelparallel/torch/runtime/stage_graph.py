@@ -105,10 +105,27 @@ class StageGraph:
             self._gradients.append(_gradients(task))
             if not task.context.grad:
                 linked = {result for _, results in self._gradients[-1] for result in results}
+                linked -= self._results_without_graph(task)
                 self.without_graph.update(set(_trained(task.outputs)) - linked)
             self.written.update(source.storage_key for source, _ in task.writes if isinstance(source, Value))
             self.written.update(task.overwritten)
         return added
+
+    def _results_without_graph(self, task: Task) -> set[int]:
+        """Return the results of a write that are views without a graph, which they do not get by a write either."""
+        found = {
+            result.index
+            for source, result in task.writes
+            if isinstance(source, Value) and source.index in self.without_graph
+        }
+        spec = task.output_spec
+        if spec is not None and any(place is not None for place in spec.aliases):
+            leaves = task.leaves()
+            for place, result in zip(spec.aliases, task.outputs, strict=False):
+                leaf = None if place is None else leaves[place]
+                if isinstance(leaf, Value) and leaf.index in self.without_graph:
+                    found.add(result.index)
+        return found
 
     def _check_parameters(self, task: Task) -> None:
         """Refuse a task that would lose the gradient of a parameter which the body has changed in place.
