@@ -137,7 +137,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=1000, help="programs for each number of partitions")
     parser.add_argument(
-        "--seed", type=int, default=0, help="the first; from 1000000 on, programs have statements of all kinds"
+        "--seed",
+        type=int,
+        default=0,
+        help="the first; from 1000000 on, programs have statements of all kinds, from 9000000 on changed contents",
     )
     parser.add_argument("--partitions", default="2,3")
     parser.add_argument("--only", type=int, help="the one program of this seed, as it was drawn")

@@ -11,12 +11,14 @@ import random
 import re
 from dataclasses import dataclass, replace
 
-from support.step_layers import CLASSES, LAYERS
+from support.step_layers import CLASSES, LATER_LAYERS, LAYERS
 from support.step_statements import Statements
 
 SCHEDULES = ("simple", "interleaved", "zero_bubble")
 #: From this seed on, programs have statements of all kinds.
 ALL_KINDS = 1_000_000
+#: From this seed on, bodies also change the contents of attributes around calls.
+CONTENTS = 9_000_000
 _PARTS = ("prepare", "forward", "body")
 _RESULTS = ("loss", "loss, h", "{'loss': loss, 'values': [h, 3]}", "(loss.detach(), None, (h * 2, 'name'))", "None")
 
@@ -136,16 +138,18 @@ def _indented(statements: list[str], spaces: int) -> list[str]:
 def draw(seed: int, partitions: int) -> Program:
     """The program of a seed."""
     choose = random.Random(seed * 10 + partitions)
+    has_contents = seed >= CONTENTS
+    kinds = LAYERS | LATER_LAYERS if has_contents else LAYERS
     layers, places = {}, {"begin": choose.randrange(partitions)}
     for name in "abcdef"[: choose.randint(2, 5)]:
-        kind = layers[name] = choose.choice(list(LAYERS))
-        for child in LAYERS[kind]:
+        kind = layers[name] = choose.choice(list(kinds))
+        for child in kinds[kind]:
             places[f"{name}.{child}" if child else name] = choose.randrange(partitions)
     is_mixed = choose.random() < 0.1
     prepare: list[str] = []
     has_all = seed >= ALL_KINDS
-    forward = Statements(choose, layers, prepare, is_mixed, False, has_all).drawn(choose.randint(0, 4))
-    body = Statements(choose, layers, prepare, is_mixed, True, has_all).drawn(choose.randint(2, 8))
+    forward = Statements(choose, layers, prepare, is_mixed, False, has_all, has_contents).drawn(choose.randint(0, 4))
+    body = Statements(choose, layers, prepare, is_mixed, True, has_all, has_contents).drawn(choose.randint(2, 8))
     dtype = "float32" if is_mixed else "float64"
     schedule, result = choose.choice(SCHEDULES), choose.choice(_RESULTS)
     return Program(seed, partitions, schedule, dtype, layers, places, prepare, forward, body, result)

@@ -20,6 +20,20 @@ class Scaled(nn.Module):
         h = self.linear(x) ** self.config.inner.power * self.scale * self.config.factor
         return h * sum(self.table) + self.options["shift"]
 ''',
+    "Nested": '''
+class Nested(nn.Module):
+    """Reads containers and objects in containers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.settings = {"levels": [{"gain": 1.0}, [0.5]], "names": {"plain"}, "inner": types.SimpleNamespace(shifts=(0.0, [0.25]))}
+
+    def forward(self, x):
+        levels = self.settings["levels"]
+        h = self.linear(x) * levels[0]["gain"] + sum(levels[1]) + self.settings["inner"].shifts[1][0]
+        return torch.tanh(h) if "bounded" in self.settings["names"] else h
+''',
     "Mode": '''
 class Mode(nn.Module):
     """Depends on the mode, without randomness."""
@@ -268,3 +282,5 @@ LAYERS = {
     "Spread": ("one", "two"),
     "Residual": ("one", "two"),
 }
+#: Those that were added later; the first seeds do not draw them.
+LATER_LAYERS = {"Nested": ("",)}

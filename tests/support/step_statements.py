@@ -18,6 +18,7 @@ class Statements:
         is_mixed: Whether there may be autocast.
         in_body: Whether they belong to the body of the step, not to the root's forward.
         has_all: Whether to draw from all kinds, not only from those that the first seeds draw from.
+        has_contents: Whether to draw changes of the contents of attributes, too.
     """
 
     def __init__(
@@ -28,9 +29,10 @@ class Statements:
         is_mixed: bool,
         in_body: bool,
         has_all: bool,
+        has_contents: bool = False,
     ) -> None:
         self._choose, self._layers, self._prepare = choose, layers, prepare
-        self._kinds = _KINDS | _LATER_KINDS if has_all else _KINDS
+        self._kinds = _KINDS | (_LATER_KINDS if has_all else {}) | (_CONTENTS_KINDS if has_contents else {})
         self._is_mixed, self._in_body = is_mixed, in_body
         self._found: list[str] = []
         self._count = 0
@@ -153,6 +155,32 @@ class Statements:
             )
         )
         self._add(f"{self._target()} = {layer}({self._tensor()})")
+
+    def contents(self) -> None:
+        """Contents of an attribute change before a call, and perhaps back after it."""
+        layer = self._layer("Scaled", "Nested")
+        if layer is None:
+            return
+        number = self._number()
+        scaled = [
+            (f"{layer}.options['shift'] = {number}", f"{layer}.options['shift'] = 0.0"),
+            (f"{layer}.table.append({number})", f"{layer}.table.pop()"),
+            (f"{layer}.config.factor = {number}", f"{layer}.config.factor = 1.0"),
+        ]
+        nested = [
+            (f"{layer}.settings['levels'][0]['gain'] = {number}", f"{layer}.settings['levels'][0]['gain'] = 1.0"),
+            (f"{layer}.settings['levels'][1].append({number})", f"{layer}.settings['levels'][1].pop()"),
+            (f"{layer}.settings['levels'][1] = [{number}]", f"{layer}.settings['levels'][1][0] = 0.5"),
+            (f"{layer}.settings['inner'].shifts[1][0] = {number}", f"{layer}.settings['inner'].shifts[1][0] = 0.25"),
+            (f"{layer}.settings['names'].add('bounded')", f"{layer}.settings['names'].discard('bounded')"),
+        ]
+        is_nested = self._layers[layer.removeprefix("net.")] == "Nested"
+        change, back = self._choose.choice(nested if is_nested else scaled)
+        self._add(f"{change}\n{self._target()} = {layer}({self._tensor()})")
+        if self._choose.random() < 0.7:
+            self._add(back)
+        if self._choose.random() < 0.5:
+            self._add(f"{self._target()} = {layer}({self._tensor()})")
 
     def refill(self) -> None:
         """A tensor that is filled anew between calls."""
@@ -485,3 +513,4 @@ _LATER_KINDS: dict[Callable[[Statements], None], int] = {
     Statements.masked: 8,
     Statements.checkpointed: 4,
 }
+_CONTENTS_KINDS: dict[Callable[[Statements], None], int] = {Statements.contents: 30}
