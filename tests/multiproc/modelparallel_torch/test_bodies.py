@@ -192,6 +192,10 @@ EQUAL = {
             "net.a.options['shift'] = y.abs().mean()\nh = h + net.a(h)\nnet.a.table += [1.0, 0.5]\nnet.a.options['shift'] = 0.0",
         ],
     ),
+    "a list that the body puts into an attribute's list changes": _program(
+        2, {"c": "Nested"}, {"begin": 1, "c": 0},
+        ["net.c.settings['levels'][1] = [-1.0]", "h = net.c(x)", "net.c.settings['levels'][1][0] = 0.5", "h = h + net.c(h)"],
+    ),
     "a list that the body assigns to an attribute grows": _program(
         2, {"a": "Scaled"}, _TWO,
         ["net.a.table = keep.seen", "keep.seen.append(0.5)\nh = net.a(h)", "keep.seen.append(0.25)\nh = h + net.a(y)"],

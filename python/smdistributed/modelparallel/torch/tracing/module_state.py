@@ -240,6 +240,10 @@ class ModuleState:
                 contents[id(container.value)] = container.state
             # The container may refer to other ones now.
             self._reached.clear()
+            assert self._tracked is not None, "the container is tracked"
+            for part in object_state.mutable_parts(container.value):
+                if id(part) not in self._tracked:
+                    self._tracked[id(part)] = _Container(container.path, part)
             self._set_current(dict(self.current.values), contents)
             had = set(map(id, _members(before)))
             self._assigned += [
