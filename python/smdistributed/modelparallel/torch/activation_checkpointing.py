@@ -97,7 +97,10 @@ def torch_checkpoints() -> Iterator[None]:
     raises, because one process would compute the function again with the changed argument.
     """
     module: Any = torch.utils.checkpoint
-    function, generator = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+    # From PyTorch 2.15 on, the second is called, with the arguments of the function as a tuple and a dictionary.
+    packed = "_checkpoint_without_reentrant_generator_impl"
+    name = packed if hasattr(module, packed) else "_checkpoint_without_reentrant_generator"
+    function, generator = module.CheckpointFunction, getattr(module, name)
 
     class Reentrant:
         """Replaces the autograd function of the reentrant variant."""
@@ -114,22 +117,25 @@ def torch_checkpoints() -> Iterator[None]:
 
     def checkpoint_generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
         counter = cost_model.counter()
+        # In the unpacked form, the first arguments are settings of the checkpoint itself.
+        given = args[:2] if name == packed else (args[5:], kwargs)
         if active.recording is not None:
             _warn_spread(function)
-            # The first arguments are settings of the checkpoint itself.
-            active.recording.hold_checkpointed((args[5:], kwargs))
+            active.recording.hold_checkpointed(given)
             yield
         elif counter is not None:
-            with counter.recomputing(args[5:], kwargs):
+            with counter.recomputing(*given):
                 yield
         else:
             yield from generator(function, *args, **kwargs)
 
-    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = Reentrant, checkpoint_generator
+    module.CheckpointFunction = Reentrant
+    setattr(module, name, checkpoint_generator)
     try:
         yield
     finally:
-        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = function, generator
+        module.CheckpointFunction = function
+        setattr(module, name, generator)
 
 
 #: Functions for which a warning was issued.
