@@ -2,6 +2,7 @@
 
     smdrun -n 4 benches/gpu/ddp_step.py --cases 124M:8 350M:1 1.5B:2 124M:32 --rounds 5
     smdrun -n 4 benches/gpu/ddp_step.py --cases 1.5B:2 --copies
+    smdrun -n 2 benches/gpu/ddp_step.py --cases hf-124M:8 hf-350M:4 hf-774M:2:compile --horovod
 
 Every round runs every variant once, in another order each time: warm-up steps first, then timed ones between two
 synchronisations of all ranks. A step is forward, backward and a fused SGD step, under bf16 autocast. The exposed time
@@ -20,7 +21,7 @@ import time
 import torch
 import torch.distributed as c10d
 from copies import Copies
-from gpt import CONTEXT, GPT, SIZES, VOCABULARY
+from gpt import CONTEXT, GPT, SIZES, VOCABULARY, HuggingFaceGPT
 
 import smdistributed.dataparallel.torch.distributed as dist
 from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel as OurDDP
@@ -38,13 +39,14 @@ TORCH_VARIANTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="+", default=["124M:8", "350M:1", "1.5B:2"], help="size:batch[:compile]")
+    parser.add_argument("--cases", nargs="+", default=["124M:8", "350M:1", "1.5B:2"], help="[hf-]size:batch[:compile]; hf: the model of transformers")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--ours", nargs="+", type=float, default=[0], help="bucket sizes in MiB; 0 is the default")
     parser.add_argument("--local", action="store_true", help="ours once more, without anybody to reduce with")
     parser.add_argument("--copies", action="store_true", help="what copy engines would expose at the least (copies.py)")
+    parser.add_argument("--horovod", action="store_true", help="horovod.torch.DistributedOptimizer, too")
     parser.add_argument("--torch", nargs="+", default=list(TORCH_VARIANTS), choices=list(TORCH_VARIANTS))
     parser.add_argument("--trace", help="write a profile of one step of each variant into this folder")
     arguments = parser.parse_args()
@@ -69,7 +71,7 @@ def measure(case: str, arguments: argparse.Namespace, rank: int) -> None:
     name, batch, *how = case.split(":")
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = GPT(*SIZES[name])
+        model = (HuggingFaceGPT if name.startswith("hf-") else GPT)(*SIZES[name.removeprefix("hf-")])
     if "compile" in how:
         for block in model.blocks:
             block.compile()
@@ -86,6 +88,8 @@ def measure(case: str, arguments: argparse.Namespace, rank: int) -> None:
     if arguments.copies:
         variants["copies"] = lambda: Copies(model, staged=False)
         variants["copies, staged"] = lambda: Copies(model, staged=True)
+    if arguments.horovod:
+        variants["horovod.torch"] = lambda: Horovod(model)
     for variant in arguments.torch:
         variants[variant] = lambda variant=variant: TorchDDP(
             model, device_ids=[torch.cuda.current_device()], **TORCH_VARIANTS[variant]
@@ -111,9 +115,28 @@ def measure(case: str, arguments: argparse.Namespace, rank: int) -> None:
     report(case, times, peaks, rank)
 
 
+class Horovod:
+    """A model that is trained by Horovod's optimizer."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        import horovod.torch as hvd
+
+        hvd.init()
+        self.model, self.hvd = model, hvd
+
+    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.model(*inputs)
+
+    def optimizer(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Wrap the optimizer."""
+        return self.hvd.DistributedOptimizer(inner, self.model.named_parameters())
+
+
 def timed(wrapped, model, tokens: torch.Tensor, arguments: argparse.Namespace, trace: str | None) -> float:
     """Milliseconds of a step, the slowest rank's."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, fused=True)
+    if isinstance(wrapped, Horovod):
+        optimizer = wrapped.optimizer(optimizer)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -140,6 +163,10 @@ def timed(wrapped, model, tokens: torch.Tensor, arguments: argparse.Namespace, t
         profile.export_chrome_trace(trace)
     elif arguments.trace:
         step()
+    if isinstance(wrapped, Horovod):
+        # The hooks stay with the parameters otherwise, which the next variant trains.
+        for hook in optimizer._hooks:
+            hook.remove()
     return spent.item()
 
 

@@ -1,4 +1,4 @@
-"""A plain GPT-2: token and position embeddings, pre-norm blocks, a head tied to the token embedding."""
+"""A plain GPT-2: token and position embeddings, pre-norm blocks, a head tied to the token embedding; and that of transformers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 #: Width, layers and heads of the published sizes.
-SIZES = {"124M": (768, 12, 12), "350M": (1024, 24, 16), "1.5B": (1600, 48, 25)}
+SIZES = {"124M": (768, 12, 12), "350M": (1024, 24, 16), "774M": (1280, 36, 20), "1.5B": (1600, 48, 25)}
 VOCABULARY = 50_257
 CONTEXT = 1024
 
@@ -53,4 +53,19 @@ class GPT(torch.nn.Module):
         for block in self.blocks:
             x_BTC = block(x_BTC)
         logits = self.head(self.norm(x_BTC))
+        return functional.cross_entropy(logits.view(-1, VOCABULARY), targets_BT.reshape(-1))
+
+
+class HuggingFaceGPT(torch.nn.Module):
+    """The GPT-2 of transformers with its defaults, dropout included; returns the mean loss of predicting each next token."""
+
+    def __init__(self, width: int, layers: int, heads: int) -> None:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        super().__init__()
+        self.model = GPT2LMHeadModel._from_config(GPT2Config(n_embd=width, n_layer=layers, n_head=heads))
+        self.blocks = self.model.transformer.h
+
+    def forward(self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        logits = self.model(input_ids=tokens_BT, use_cache=False).logits
         return functional.cross_entropy(logits.view(-1, VOCABULARY), targets_BT.reshape(-1))

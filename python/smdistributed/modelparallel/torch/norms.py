@@ -52,8 +52,8 @@ def clip_grad_norm_(
     if state.optimizer is not None:
         state.optimizer._global_grad_norm = norm
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factor.to(gradient.dtype if gradient.is_floating_point() else norm.dtype))
+    for kind in _by_kind(gradients):
+        torch._foreach_mul_(kind, factor.to(kind[0].device, kind[0].dtype))
     return norm
 
 
@@ -86,9 +86,10 @@ def _norm_over_partitions(gradients: Sequence[torch.Tensor], norm_type: float) -
     infinite = math.isinf(norm_type)
     total = torch.zeros((), dtype=torch.float64, device=current_device())
     optimizer = state.optimizer
-    for gradient in gradients if optimizer is None else optimizer._counted(gradients):
-        norm = torch.linalg.vector_norm(gradient, norm_type, dtype=_wide(gradient)).to(total)
-        total = torch.maximum(total, norm) if infinite else total + norm**norm_type
+    for kind in _by_kind(gradients if optimizer is None else optimizer._counted(gradients)):
+        # A few kernels on a GPU, whatever the number of gradients.
+        found = torch.stack(torch._foreach_norm(kind, norm_type, dtype=_wide(kind[0]))).to(total)
+        total = torch.maximum(total, found.max()) if infinite else total + (found**norm_type).sum()
     # Of sharded gradients, each element counts on exactly one rank of the job.
     is_sharded = optimizer is not None and optimizer.is_sharded
     group = state.groups.objects("world") if is_sharded else state.groups.mp_group
@@ -162,6 +163,14 @@ class _TotalNorm:
             f"has, and {others} other tensors: the norm would lack what other partitions have. Call "
             "`smp.clip_grad_norm_` on all ranks, with the same parameters"
         )
+
+
+def _by_kind(gradients: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """Group gradients by device and type, as PyTorch's operations on lists of tensors want them."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    return kinds.values()
 
 
 def _wide(gradient: torch.Tensor) -> torch.dtype | None:

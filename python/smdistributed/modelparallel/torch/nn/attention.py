@@ -10,7 +10,7 @@ from smdistributed.modelparallel.torch.nn.linear import ColumnParallelLinear, Ro
 from smdistributed.modelparallel.torch.nn.module import DistributedModule, check_divisible
 from smdistributed.modelparallel.torch.nn.norm import make_norm
 from smdistributed.modelparallel.torch.nn.options import BlockOptions
-from smdistributed.modelparallel.torch.nn.scores import alibi_slopes, attend, pick_heads
+from smdistributed.modelparallel.torch.nn.scores import alibi_slopes, attend
 
 
 class DistributedAttentionLayer(DistributedModule):
@@ -169,9 +169,10 @@ class DistributedAttentionLayer(DistributedModule):
         slopes = query.new_tensor(self._slopes) if self.options.use_alibi else None
         context = attend(
             query,
-            pick_heads(key, self._key_heads),
-            pick_heads(value, self._key_heads),
+            key,
+            value,
             mask,
+            key_heads=self._key_heads,
             causal=self.causal_mask_size is not None,
             scale=self.scale,
             dropout=self.attention_dropout_prob if self.training else 0.0,

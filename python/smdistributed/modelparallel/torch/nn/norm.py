@@ -78,7 +78,7 @@ class DistributedRMSNorm(DistributedModule):
         self.add_parameter("weight", (normalized_shape,), initializers.ones, in_group=between_products_in_group())
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normalize; inputs of narrower types are converted to float32.
+        """Normalize; inputs of narrower types are computed in float32.
 
         Args:
             hidden: ``[.., size]``.
@@ -86,10 +86,7 @@ class DistributedRMSNorm(DistributedModule):
         Returns:
             The same shape.
         """
-        is_narrow = hidden.dtype in (torch.float16, torch.bfloat16)
-        wide = hidden.float() if is_narrow else hidden
-        normal = functional.rms_norm(wide, self.normalized_shape, None, self.eps)
-        return self.weight * normal.to(hidden.dtype)
+        return functional.rms_norm(hidden, self.normalized_shape, self.weight, self.eps)
 
 
 def make_norm(kind: str, size: int, eps: float) -> DistributedModule:

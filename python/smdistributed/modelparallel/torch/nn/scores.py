@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch.nn import functional
 
@@ -14,6 +16,7 @@ def attend(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     *,
+    key_heads: list[int] | None = None,
     causal: bool,
     scale: float,
     dropout: float = 0.0,
@@ -25,9 +28,10 @@ def attend(
 
     Args:
         query: ``[N, heads, S, size]``.
-        key: ``[N, heads, S2, size]``.
-        value: ``[N, heads, S2, size]``.
+        key: ``[N, key heads, S2, size]``.
+        value: ``[N, key heads, S2, size]``.
         mask: Added to scores, broadcastable to ``[N, heads, S, S2]``.
+        key_heads: For each head of the query, the index of its key head; by default there are as many.
         causal: Whether a token attends only to itself and earlier tokens.
         scale: Factor of scores.
         dropout: Probability with which a weight is dropped, independently on each rank, because ranks have different
@@ -58,14 +62,20 @@ def attend(
         lowest = torch.finfo(query.dtype).min
         bias = (query.new_zeros(()) if bias is None else bias).masked_fill(hidden, lowest)
         causal = False
-    if not dropout:
-        result = functional.scaled_dot_product_attention(query, key, value, bias, is_causal=causal, scale=scale)
-    else:
-        with random.seeded(query, same_on_group=False):
-            result = functional.scaled_dot_product_attention(
-                query, key, value, bias, dropout, is_causal=causal, scale=scale
-            )
+    # Without a bias, PyTorch's fused kernels read each key head as often as it is needed.
+    is_grouped = key_heads is not None and bias is None and _is_grouped(key_heads, key.shape[1])
+    if key_heads is not None and not is_grouped:
+        key, value = pick_heads(key, key_heads), pick_heads(value, key_heads)
+    with random.seeded(query, same_on_group=False) if dropout else contextlib.nullcontext():
+        result = functional.scaled_dot_product_attention(
+            query, key, value, bias, dropout, is_causal=causal, scale=scale, enable_gqa=is_grouped
+        )
     return result.to(dtype)
+
+
+def _is_grouped(key_heads: list[int], count: int) -> bool:
+    repeats = len(key_heads) // count
+    return repeats > 1 and key_heads == [place // repeats for place in range(count * repeats)]
 
 
 def alibi_slopes(heads: int, bias_max: int = 8) -> list[float]:
@@ -94,7 +104,6 @@ def pick_heads(heads: torch.Tensor, indices: list[int]) -> torch.Tensor:
     count = heads.shape[1]
     if indices == list(range(count)):
         return heads
-    repeats = len(indices) // count
-    if indices == [place // repeats for place in range(count * repeats)]:
-        return heads.repeat_interleave(repeats, 1)
+    if _is_grouped(indices, count):
+        return heads.repeat_interleave(len(indices) // count, 1)
     return heads[:, indices]

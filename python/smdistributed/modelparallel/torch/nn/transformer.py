@@ -304,9 +304,9 @@ def _parts(
             f"a transformer layer takes one tuple of {expected} entries, and position numbers after them: "
             f"got {type(inputs).__name__}{f' of {len(inputs)}' if isinstance(inputs, tuple) else ''}"
         )
-    hidden, *rest = inputs
+    hidden, mask = inputs[0], inputs[1]
     assert hidden is not None
-    cross = rest.pop(0) if has_cross else None
-    mask = rest.pop(0)
-    cross_mask = rest.pop(0) if has_cross else None
-    return hidden, cross, mask, cross_mask, rest[0] if rest else None
+    cross = cross_mask = None
+    if has_cross:
+        cross, mask, cross_mask = inputs[1:4]
+    return hidden, cross, mask, cross_mask, inputs[expected] if len(inputs) > expected else None

@@ -30,7 +30,6 @@ from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.config import Config
 from smdistributed.modelparallel.exceptions import CLASSES
-from smdistributed.modelparallel.torch.device import current_device
 from smdistributed.modelparallel.torch.sharding.piece import Piece
 from smdistributed.modelparallel.torch.sharding.sharding_groups import ShardingGroups
 from smdistributed.modelparallel.torch.sharding.unit import ShardedParameter, Unit
@@ -160,11 +159,14 @@ class ShardedModel:
         """
         for module, units in needs.items():
 
+            # A compiled module runs them as they are, and compiles what lies between them.
+            @torch.compiler.disable
             def enter(module: nn.Module, args: Any, units: list[Unit] = units) -> None:
                 del module, args
                 for unit in units:
                     self._enter(unit)
 
+            @torch.compiler.disable
             def leave(module: nn.Module, args: Any, output: Any, units: list[Unit] = units) -> None:
                 del module, args, output
                 for unit in units:
@@ -380,7 +382,8 @@ class ShardedModel:
         sharded = [each for each in self.parameters() if each.parameter.requires_grad]
         whole = [each for _, each in self.replicated if each.requires_grad]
         flags = [each.has_gradient for each in sharded] + [each.grad is not None for each in whole]
-        has = torch.tensor(flags, dtype=torch.int32, device=current_device())
+        # On the host: ranks wait for each other, but not for their GPUs.
+        has = torch.tensor(flags, dtype=torch.int32, device="cpu")
         with errors.translated(CLASSES):
             dist.all_reduce(has, ReduceOp.MAX, self.groups.data)
             for each, one in zip(sharded, has.tolist(), strict=False):

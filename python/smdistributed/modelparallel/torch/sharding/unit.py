@@ -123,10 +123,16 @@ class Unit:
             (work, whole), self._pending = self._pending, None
             if work is not None:
                 work.wait()
-            rows = whole.view(self._ranks, -1)
+            if len(self.parameters) == 1:
+                wholes = [whole]
+            else:
+                # One kernel on a GPU, for all parameters.
+                wholes = [whole.new_empty(self._ranks, each.elems) for each in self.parameters]
+                sizes = [each.elems for each in self.parameters]
+                torch.split_with_sizes_copy(whole.view(self._ranks, -1), sizes, 1, out=wholes)
             self.full = tuple(
-                rows[:, each.offset : each.offset + each.elems].reshape(-1)[: each.numel].view(each.shape)
-                for each in self.parameters
+                (tensor if tensor.numel() == each.numel else tensor.view(-1)[: each.numel]).view(each.shape)
+                for each, tensor in zip(self.parameters, wholes, strict=True)
             )
         return self.full
 
@@ -154,16 +160,16 @@ class Unit:
 
     def rows_of(self, members: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Concatenate gradients of some parameters by shards: one row for each rank."""
-        width = sum(self.parameters[at].elems for at in members)
-        rows = torch.zeros(self._ranks, width, dtype=self._flat.dtype, device=self._flat.device)
-        begin = 0
-        for at in members:
-            each, gradient = self.parameters[at], gradients[at]
-            if gradient is not None:
-                part = torch.nn.functional.pad(gradient.reshape(-1), (0, each.elems * self._ranks - each.numel))
-                rows[:, begin : begin + each.elems].copy_(part.view(self._ranks, each.elems))
-            begin += each.elems
-        return rows
+        parts = [self._rows_of_one(self.parameters[at], gradients[at]) for at in members]
+        # One kernel on a GPU, for all gradients.
+        return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+
+    def _rows_of_one(self, each: ShardedParameter, gradient: torch.Tensor | None) -> torch.Tensor:
+        if gradient is None:
+            return self._flat.new_zeros(self._ranks, each.elems)
+        padding = each.elems * self._ranks - each.numel
+        flat = gradient.reshape(-1)
+        return (torch.nn.functional.pad(flat, (0, padding)) if padding else flat).view(self._ranks, each.elems)
 
 
 def _set(slots: Sequence[Slot], tensor: Any) -> None:

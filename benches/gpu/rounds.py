@@ -1,0 +1,140 @@
+"""Training steps of several variants in one process, in turns: times, time of the host, and peak memory of each rank."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+
+import smdistributed.modelparallel.torch as smp
+
+#: One step of a variant; returns the loss of this rank.
+Step = Callable[[], torch.Tensor]
+
+
+def start(device: str) -> torch.device:
+    """Make PyTorch's default process group beside our session, and choose the device of this rank."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if device == "cuda":
+        if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+            os.environ["NCCL_HOSTID"] = f"rank {local_rank}"
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    smp.init({})
+    rank, ranks = smp.rank(), smp.size()
+    # `smdrun` gives no port to torch's rendezvous, so the ranks agree on one.
+    port = smp.allgather(_free_port(), smp.WORLD)[0]
+    smp.shutdown()
+    store = c10d.TCPStore("127.0.0.1", port, ranks, rank == 0, timedelta(seconds=60))
+    where = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    more = {"device_id": where} if device == "cuda" else {}
+    c10d.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=ranks, **more)
+    return where
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def wait() -> None:
+    """Wait for this rank's GPU and for the other ranks."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    c10d.barrier()
+
+
+def allocated() -> int:
+    """Return the bytes of this rank's GPU memory in use."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+class Rounds:
+    """Runs variants in turns and prints a table.
+
+    Args:
+        rounds: How often each variant takes its turn.
+        steps: Timed steps of a turn, after one that does not count.
+        trace: A folder for a profile of one step of each variant on each rank.
+    """
+
+    def __init__(self, rounds: int, steps: int, trace: str | None = None) -> None:
+        self.rounds, self.steps, self.trace = rounds, steps, trace
+
+    def run(self, makers: Mapping[str, Callable[[], Step]], tokens: int, title: str) -> None:
+        """Make all variants, then time them.
+
+        Args:
+            makers: By its name, what makes a variant. A variant that cannot be made says so in the table.
+            tokens: Tokens that all ranks together train on in a step.
+            title: The first line of the table.
+        """
+        steps: dict[str, Step] = {}
+        kept: dict[str, int] = {}
+        for name, make in makers.items():
+            before = allocated()
+            step = make()
+            for _ in range(3):
+                step()
+            wait()
+            gc.collect()
+            steps[name], kept[name] = step, allocated() - before
+        gc.freeze()
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        hosts: dict[str, list[float]] = {name: [] for name in steps}
+        peaks = dict.fromkeys(steps, 0)
+        losses: dict[str, float] = {}
+        names = list(steps)
+        for turn in range(self.rounds):
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                if torch.cuda.is_available():
+                    torch.cuda.reset_peak_memory_stats()
+                steps[name]()
+                wait()
+                start = time.perf_counter()
+                for _ in range(self.steps):
+                    loss = steps[name]()
+                hosts[name].append((time.perf_counter() - start) / self.steps)
+                wait()
+                times[name].append((time.perf_counter() - start) / self.steps)
+                losses[name] = float(loss)
+                if torch.cuda.is_available():
+                    others = sum(bytes_ for other, bytes_ in kept.items() if other != name)
+                    peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated() - others)
+        if self.trace:
+            self._profile(steps)
+        every: list[Any] = [None] * c10d.get_world_size()
+        c10d.all_gather_object(every, (times, hosts, peaks, losses))
+        if c10d.get_rank() == 0:
+            print(f"\n{title}, {self.rounds} rounds of {self.steps} steps")
+            print(f"{'variant':34} {'tokens/s':>9} {'step ms':>8} {'min':>8} {'max':>8} {'host ms':>8}  peak GiB     loss")
+            for name in names:
+                # The slowest rank of each round.
+                slowest = [max(each[0][name][at] for each in every) for at in range(self.rounds)]
+                host = max(statistics.median(each[1][name]) for each in every)
+                middle = statistics.median(slowest)
+                memory = " ".join(f"{each[2][name] / 2**30:.2f}" for each in every)
+                print(
+                    f"{name:34} {tokens / middle:9,.0f} {middle * 1e3:8.2f} {min(slowest) * 1e3:8.2f} "
+                    f"{max(slowest) * 1e3:8.2f} {host * 1e3:8.2f}  {memory:11}  {every[0][3][name]:.4f}",
+                    flush=True,
+                )
+        gc.unfreeze()
+
+    def _profile(self, steps: Mapping[str, Step]) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        for name, step in steps.items():
+            wait()
+            with torch.profiler.profile(activities=activities) as profile:
+                step()
+                wait()
+            os.makedirs(str(self.trace), exist_ok=True)
+            profile.export_chrome_trace(f"{self.trace}/{name.replace(' ', '-')}-{c10d.get_rank()}.json")

@@ -1,0 +1,142 @@
+"""Sharded data parallelism of smp beside torch's `fully_shard` (FSDP2), over NCCL and over the backend `smddp`, on a Llama.
+
+    smdrun -n 2 benches/gpu/sharded.py                      # 1.1 B parameters, bfloat16
+    smdrun -n 2 benches/gpu/sharded.py --compile            # with compiled layers, for all variants
+    smdrun -n 2 benches/gpu/sharded.py --device cpu --layers 2 --width 64 --sequence 32 --vocabulary 100    # a try
+
+The model is transformers' Llama with its defaults; all variants shard each of its layers, and train with fused AdamW.
+They are made in one process and take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from rounds import Rounds, Step, start
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import smdistributed.modelparallel.torch as smp
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--batch", type=int, default=4, help="sequences of each rank")
+    parser.add_argument("--sequence", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=22)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--vocabulary", type=int, default=32_000)
+    parser.add_argument("--compile", action="store_true", help="compile each layer")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--variants", nargs="+", default=["smp", "fsdp2 nccl", "fsdp2 smddp"])
+    parser.add_argument("--trace", help="write a profile of one step of each variant into this folder")
+    arguments = parser.parse_args()
+    device = start(arguments.device)
+    bench = Bench(arguments, device)
+    makers = {"smp": bench.ours, "fsdp2 nccl": bench.fsdp_over_nccl, "fsdp2 smddp": bench.fsdp_over_smddp}
+    ranks = c10d.get_world_size()
+    name = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
+    Rounds(arguments.rounds, arguments.steps, arguments.trace).run(
+        {name: makers[name] for name in arguments.variants},
+        ranks * arguments.batch * arguments.sequence,
+        f"{ranks} x {name}, Llama of {bench.elems / 1e9:.2f} B, batch {arguments.batch} x {arguments.sequence}"
+        f"{', compiled layers' if arguments.compile else ''}",
+    )
+    c10d.destroy_process_group()
+
+
+class Bench:
+    """The variants, on the same data."""
+
+    def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
+        self.arguments, self.device = arguments, device
+        width = arguments.width
+        self.config = LlamaConfig(
+            hidden_size=width, intermediate_size=width * 11 // 4, num_hidden_layers=arguments.layers,
+            num_attention_heads=width // 64 if width >= 128 else 2,
+            num_key_value_heads=max(2, width // 512),
+            vocab_size=arguments.vocabulary, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        )  # fmt: skip
+        generator = torch.Generator().manual_seed(c10d.get_rank())
+        shape = arguments.batch, arguments.sequence
+        self.positions = torch.arange(arguments.sequence, device=device)[None]
+        self.ids = torch.randint(3, arguments.vocabulary, shape, generator=generator).to(device)
+        with torch.device("meta"):
+            self.elems = sum(each.numel() for each in LlamaForCausalLM(self.config).parameters())
+
+    def model(self, is_compiled: bool | None = None) -> nn.Module:
+        """The whole model with the same numbers for each variant; with compiled layers, if so chosen."""
+        torch.manual_seed(0)
+        with self.device:
+            model = LlamaForCausalLM._from_config(copy.deepcopy(self.config), dtype=torch.bfloat16)
+        if self.arguments.compile if is_compiled is None else is_compiled:
+            for layer in model.model.layers:
+                layer.compile()
+        return model
+
+    def ours(self) -> Step:
+        """Sharded data parallelism of smp."""
+        smp.init({"ddp": True, "sharded_data_parallel_degree": c10d.get_world_size(), "microbatches": 1})
+        model = smp.DistributedModel(self.model())
+        optimizer = smp.DistributedOptimizer(self._adamw(model))
+
+        @smp.step
+        def step(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
+            loss = model(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss
+            model.backward(loss)
+            return loss
+
+        def train() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = step(model, self.ids).reduce_mean()
+            optimizer.step()
+            return loss
+
+        return train
+
+    def fsdp_over_nccl(self) -> Step:
+        """Torch's `fully_shard` on the default group."""
+        return self._fsdp(c10d.group.WORLD)
+
+    def fsdp_over_smddp(self) -> Step:
+        """The same over the backend of this library."""
+        import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
+
+        return self._fsdp(c10d.new_group(backend="smddp"))
+
+    def _fsdp(self, group: Any) -> Step:
+        mesh = DeviceMesh.from_group(group, self.device.type)
+        model = self.model()
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = self._adamw(model)
+
+        def train() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return train
+
+    def _adamw(self, model: nn.Module) -> torch.optim.Optimizer:
+        # A fused operation takes either tensors or distributed tensors.
+        kinds: dict[type, list[torch.Tensor]] = {}
+        for parameter in model.parameters():
+            kinds.setdefault(type(parameter.data), []).append(parameter)
+        return torch.optim.AdamW([{"params": kind} for kind in kinds.values()], lr=1e-4, fused=True)
+
+
+if __name__ == "__main__":
+    main()
