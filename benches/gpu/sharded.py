@@ -85,7 +85,11 @@ class Bench:
 
     def ours(self) -> Step:
         """Sharded data parallelism of smp."""
-        smp.init({"ddp": True, "sharded_data_parallel_degree": c10d.get_world_size(), "microbatches": 1})
+        # FSDP2 clips no gradients, either.
+        smp.init({
+            "ddp": True, "sharded_data_parallel_degree": c10d.get_world_size(), "microbatches": 1,
+            "sdp_gradient_clipping": 0,
+        })  # fmt: skip
         model = smp.DistributedModel(self.model())
         optimizer = smp.DistributedOptimizer(self._adamw(model))
 
