@@ -335,3 +335,56 @@ def _check_refusals():
 
 def test_what_does_not_go_with_shards_is_refused():
     run_ranks(_check_refusals, 2, launcher=Forked("transformers"), timeout=50)
+
+
+def _compiled_body(layers):
+    import torch
+    from torch._dynamo.utils import counters
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import smdistributed.modelparallel.torch as smp
+
+    def make():
+        torch.manual_seed(3)
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=64,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=layers,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                # A cache has an entry for each layer, which would be compiled apart.
+                use_cache=False,
+            )
+        )
+
+    smp.init({**CONFIG, "microbatches": 1, "sdp_gradient_clipping": 0, "sharded_data_parallel_degree": 2})
+    module, alone = make(), make()
+    for layer in module.model.layers:
+        layer.compile(backend="aot_eager")
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    reference = torch.optim.SGD(alone.parameters(), lr=0.1)
+
+    @smp.step
+    def step(model, tokens):
+        loss = _loss(torch, model, tokens)
+        model.backward(loss)
+        return loss
+
+    for number in range(3):
+        losses = [_loss(torch, alone, _tokens(torch, number, replica)) for replica in range(2)]
+        reference.zero_grad()
+        torch.stack(losses).mean().backward()
+        reference.step()
+        optimizer.zero_grad()
+        found = step(model, _tokens(torch, number, smp.dp_rank())).reduce_mean()
+        optimizer.step()
+        assert abs(found - losses[smp.dp_rank()]) < 1e-5, (number, found, losses)
+    assert not any(counters["graph_break"].values()), counters["graph_break"]
+    return counters["stats"]["unique_graphs"]
+
+
+def test_compiled_layers_are_compiled_once():
+    assert run_ranks(_compiled_body, 2, 12, launcher=Forked("transformers"), timeout=110) == [1, 1]

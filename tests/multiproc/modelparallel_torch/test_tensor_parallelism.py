@@ -37,3 +37,40 @@ def test_equal_to_one_process(layout):
 @pytest.mark.timeout(300)
 def test_other_parts_are_equal_to_one_process():
     run_ranks(_check_models, 2, OTHERS, (2, 1, 1), VARIANTS, launcher=Forked("torch"), timeout=290)
+
+
+def _check_compiled_layers(layers):
+    import torch
+    from support.tensor_parallel import compare
+    from torch._dynamo.utils import counters
+
+    import smdistributed.modelparallel.torch as smp
+
+    def make():
+        model = smp.nn.DistributedTransformerLMHead(
+            num_layers=layers, num_attention_heads=4, attention_head_size=4, hidden_size=16, intermediate_size=32,
+            vocab_size=53, num_positions=6, attention_dropout_prob=0.0, hidden_dropout_prob=0.0, causal_mask_size=6,
+            pre_layernorm=True, post_layernorm=False,
+        )  # fmt: skip
+        if smp.tp_size() > 1:
+            for layer in model.transformer.seq_layers:
+                layer.compile(backend="aot_eager")
+        return model
+
+    def run(model, tokens):
+        logits = model((tokens,))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()), logits
+
+    def batch(step, replica):
+        return (torch.randint(53, (2, 6), generator=torch.Generator().manual_seed(10 * step + replica)),)
+
+    for optimize in ("speed", "memory"):
+        counters.clear()
+        compare(make, run, batch, 2, 1, 1, True, optimize)
+        assert not any(counters["graph_break"].values()), counters["graph_break"]
+        # One graph, whatever the number of layers.
+        assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
+
+
+def test_compiled_layers_are_equal_to_one_process():
+    run_ranks(_check_compiled_layers, 2, 10, launcher=Forked("torch"), timeout=110)

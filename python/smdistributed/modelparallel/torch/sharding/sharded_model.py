@@ -174,8 +174,11 @@ class ShardedModel:
 
             module.register_forward_pre_hook(enter, prepend=True)
             module.register_forward_hook(leave, always_call=True)
-        for module in {module for unit in self.units for each in unit.parameters for module, _ in each.slots}:
-            module.__dict__["_parameters"] = _Table(module._parameters, self)
+        for unit in self.units:
+            for module in {module for each in unit.parameters for module, _ in each.slots}:
+                if type(module._parameters) is not _Table:
+                    module.__dict__["_parameters"] = _Table(module._parameters, self)
+                unit.tables[module] = module._parameters
 
     @property
     def pieces(self) -> dict[int, Piece]:
@@ -281,12 +284,14 @@ class ShardedModel:
 
     # Backward.
 
+    @torch.compiler.disable
     def _pack(self, tensor: torch.Tensor) -> Any:
         found = self._saved.get(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
         if found is None:
             return tensor
         return _Saved(*found, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
+    @torch.compiler.disable
     def _unpack(self, saved: Any) -> torch.Tensor:
         if not isinstance(saved, _Saved):
             return saved
@@ -321,7 +326,11 @@ class ShardedModel:
             if gradients[at] is not None:
                 unit.parameters[at].has_gradient = True
         rows = unit.rows_of(members, gradients)
-        while self._reductions and self._reducing + rows.numel() > self._bucket_elems:
+        # One reduction beside this one, so that few gradients wait in memory. The one before it has had the time of a
+        # unit's backward.
+        while len(self._reductions) > 1 or (
+            self._reductions and self._reducing + rows.numel() > self._bucket_elems
+        ):
             self._finish_reduction()
         shard = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
         with errors.translated(CLASSES):

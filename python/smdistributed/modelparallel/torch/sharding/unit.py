@@ -95,6 +95,8 @@ class Unit:
             # The whole values are freed here, one parameter after the other.
             each.parameter.data = view
             offset += each.elems
+        #: Of the modules with these parameters, the tables that gather a parameter when it is read.
+        self.tables: dict[nn.Module, dict[str, Any]] = {}
         self.users = 0
         self.full: tuple[torch.Tensor, ...] | None = None
         self._pending: tuple[dist.Work | None, torch.Tensor] | None = None
@@ -152,9 +154,17 @@ class Unit:
         """Set the modules' parameters to these tensors."""
         for each, tensor in zip(self.parameters, tensors, strict=True):
             _set(each.slots, tensor)
+        for module, table in self.tables.items():
+            # A module without shards has an ordinary dictionary, which compiled modules expect, and which is faster.
+            if module._parameters is table and not any(is_shard(each) for each in dict.values(table)):
+                module.__dict__["_parameters"] = dict(dict.items(table))
 
     def uninstall(self) -> None:
         """Set the modules' parameters to the shards."""
+        for module, table in self.tables.items():
+            if module._parameters is not table:
+                table.update(module._parameters)
+                module.__dict__["_parameters"] = table
         for each in self.parameters:
             _set(each.slots, each.parameter)
 
@@ -170,6 +180,11 @@ class Unit:
         padding = each.elems * self._ranks - each.numel
         flat = gradient.reshape(-1)
         return (torch.nn.functional.pad(flat, (0, padding)) if padding else flat).view(self._ranks, each.elems)
+
+
+def is_shard(parameter: Any) -> bool:
+    """Return whether an entry of a module's parameters is a shard, not the whole parameter."""
+    return hasattr(parameter, "ds_shape")
 
 
 def _set(slots: Sequence[Slot], tensor: Any) -> None:
