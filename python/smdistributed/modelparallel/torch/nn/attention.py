@@ -6,6 +6,7 @@ import torch
 
 from smdistributed.modelparallel.exceptions import SMPValidationError
 from smdistributed.modelparallel.torch.nn import collectives, layout, random
+from smdistributed.modelparallel.torch.nn.column_products import column_products
 from smdistributed.modelparallel.torch.nn.linear import ColumnParallelLinear, RowParallelLinear
 from smdistributed.modelparallel.torch.nn.module import DistributedModule, check_divisible
 from smdistributed.modelparallel.torch.nn.norm import make_norm
@@ -157,11 +158,13 @@ class DistributedAttentionLayer(DistributedModule):
             )
         if normed is None:
             normed = self.pre_layernorm(hidden) if self.has_pre_layernorm else hidden
-        tokens = layout.enter_product(normed, batch, length)
-        sources = tokens if cross is None else layout.enter_product(cross, batch, cross_length)
-        query = self._split(self.query(tokens))
-        key = self._split(self.key(sources, self._key_rows))
-        value = self._split(self.value(sources, self._key_rows))
+        slices = [self.query.local(), self.key.local(self._key_rows), self.value.local(self._key_rows)]
+        if cross is None:
+            products = column_products(normed, batch, length, slices)
+        else:
+            products = column_products(normed, batch, length, slices[:1])
+            products += column_products(cross, batch, cross_length, slices[1:])
+        query, key, value = map(self._split, products)
         rotary = self.options.rotary
         if rotary is not None:
             angles = rotary.angles(positions, length, query)

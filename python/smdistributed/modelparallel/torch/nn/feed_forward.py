@@ -11,6 +11,7 @@ from torch.nn import functional
 from smdistributed.modelparallel.exceptions import SMPValidationError
 from smdistributed.modelparallel.torch.nn import layout, random
 from smdistributed.modelparallel.torch.nn.attention import add_residual
+from smdistributed.modelparallel.torch.nn.column_products import column_products
 from smdistributed.modelparallel.torch.nn.linear import ColumnParallelLinear, RowParallelLinear
 from smdistributed.modelparallel.torch.nn.module import DistributedModule, check_divisible
 from smdistributed.modelparallel.torch.nn.norm import make_norm
@@ -107,11 +108,10 @@ class DistributedTransformerOutputLayer(DistributedModule):
             As ``hidden``.
         """
         normed = self.pre_layernorm(hidden) if self.has_pre_layernorm else hidden
-        tokens = layout.enter_product(normed, batch, length)
         activation = ACTIVATIONS[self.activation]
-        inner = (
-            activation(self.gate(tokens)) * self.dense1(tokens) if self.is_gated else activation(self.dense1(tokens))
-        )
+        layers = [self.gate, self.dense1] if self.is_gated else [self.dense1]
+        products = column_products(normed, batch, length, [layer.local() for layer in layers])
+        inner = activation(products[0]) * products[1] if self.is_gated else activation(products[0])
         output = random.dropout(
             self.dense2(inner), self.hidden_dropout_prob, self.training, same_on_group=not layout.has_token_shares()
         )

@@ -105,6 +105,17 @@ class ColumnParallelLinear(DistributedModule):
         Returns:
             ``[N, S, local features]``.
         """
+        return functional.linear(input, *self.local(rows))
+
+    def local(self, rows: slice | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the weight and the bias that this rank multiplies with.
+
+        Args:
+            rows: The output features that this rank uses, if the weight is not divided.
+
+        Returns:
+            ``[local features, in_features]`` and ``[local features]``, or ``None`` without a bias.
+        """
         weight, bias = self.weight, self.bias
         if not self.is_divided:
             weight = collectives.partial_in_group(weight)
@@ -112,7 +123,7 @@ class ColumnParallelLinear(DistributedModule):
             if rows is not None:
                 weight = weight[rows]
                 bias = None if bias is None else bias[rows]
-        return functional.linear(input, weight, bias)
+        return weight, bias
 
 
 class RowParallelLinear(DistributedModule):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 from smdistributed.modelparallel.exceptions import SMPValidationError
 from smdistributed.modelparallel.torch.nn import collectives, initializers, layout, random
+from smdistributed.modelparallel.torch.nn.column_products import column_products
 from smdistributed.modelparallel.torch.nn.cross_entropy import vocab_parallel_cross_entropy
 from smdistributed.modelparallel.torch.nn.embedding import VocabParallelEmbedding
 from smdistributed.modelparallel.torch.nn.module import DistributedModule
@@ -173,7 +173,7 @@ class LanguageModelHead(DistributedModule):
         batch, length = layout.shape_of(hidden, mask)
         if not self.has_projection:
             return None, layout.leave_block(hidden, batch, length)
-        logits = functional.linear(layout.enter_product(hidden, batch, length), self.weight, self.bias)
+        (logits,) = column_products(hidden, batch, length, [(self.weight, self.bias)])
         loss = None if labels is None else self._loss(logits, labels, num_items_in_batch)
         return loss, self._whole(logits) if wants_logits else None
 
