@@ -25,7 +25,7 @@ class AttributeTensor(NamedTuple):
         tensor: The tensor.
         owner, name: The module and the attribute's name.
         path: The path of the attribute.
-        rank: The partition of the module; ``None`` for a module that is divided among partitions.
+        rank: The partition of the module; ``None`` for one that runs where its arguments are.
         is_direct: Whether the tensor is the attribute's value, and not in a list or an object there.
     """
 
@@ -64,9 +64,9 @@ class AttributeTensors:
             if overlap(each.tensor, tensor):
                 yield each
 
-    def partitions(self, tensor: torch.Tensor) -> set[int | None]:
+    def partitions(self, tensor: torch.Tensor) -> set[int]:
         """Return the partitions whose modules have a tensor that shares memory with this one."""
-        return {each.rank for each in self.sharing(tensor)}
+        return {each.rank for each in self.sharing(tensor) if each.rank is not None}
 
 
 class Copies:

@@ -78,12 +78,12 @@ class _Container:
         value: The container.
         before: Its state at the first call of the step.
         state: Its state when the body's last change was recorded.
-        ranks: The partitions of modules that have it; ``None`` for modules that are divided among partitions.
+        ranks: The partitions of modules that have it.
     """
 
     __slots__ = ("before", "path", "ranks", "state", "value")
 
-    def __init__(self, path: str, value: Any, ranks: Iterable[int | None] = ()) -> None:
+    def __init__(self, path: str, value: Any, ranks: Iterable[int] = ()) -> None:
         self.path, self.value, self.ranks = path, value, set(ranks)
         self.before = self.state = object_state.State(value)
 
@@ -246,7 +246,7 @@ class ModuleState:
             self._check_outputs(module)
         if self._tracked is None:
             self._tracked = {}
-            self._parts_of((*self._modules, *self._others))
+            self._parts_of(self._modules)
         reached = self._reached.get(id(module))
         if reached is None:
             reached = self._reached[id(module)] = self._parts_of(module.modules())
@@ -285,7 +285,8 @@ class ModuleState:
                     known = self._tracked.get(id(part))
                     if known is None:
                         known = self._tracked[id(part)] = _Container(full, part)
-                    known.ranks.add(rank)
+                    if rank is not None:
+                        known.ranks.add(rank)
                     found[id(part)] = known
                 for leaf in leaves:
                     if type(leaf) is torch.Tensor and leaf.layout == torch.strided:
@@ -460,13 +461,25 @@ class ModuleState:
             else:
                 container = (self._tracked or {}).get(id(part))
                 path, ranks = ("", set()) if container is None else (container.path, container.ranks)
-            if ranks - {rank}:
-                others = "modules that are divided among partitions" if None in ranks else "modules on other partitions"
+            is_divided = self._is_in_divided_module(part)
+            if ranks - {rank} or is_divided:
+                others = "modules that are divided among partitions" if is_divided else "modules on other partitions"
                 raise SMPUsageError(
                     f"a call of `{name}` on partition {rank} changes the content of `{path}`, which {others} also "
                     "have and would not see changed: return the content from the module and pass it on, or give the "
                     "modules of each partition their own"
                 )
+
+    def _is_in_divided_module(self, part: Any) -> bool:
+        """Return whether a module that is divided among partitions has a container or a tensor in an attribute."""
+        for module in self._others:
+            for name, value in vars(module).items():
+                if type(value) in _ATOMS or name in _INTERNALS:
+                    continue
+                parts, tensors = object_state.parts_of(value)
+                if any(each is part for each in (*parts, *tensors)):
+                    return True
+        return False
 
     # Plain tensors in attributes, to which the body writes (ATT-1).
 
