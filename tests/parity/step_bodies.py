@@ -7,7 +7,8 @@ Every program ends as one of:
 - equal: all numbers are those of one process,
 - raises: an error of this library on all ranks,
 - rounding: numbers differ, but in one process they differ as much after a change of the parameters in the last places,
-- DIFFERENT, hang, crash (an error that is none of this library's): defects. The script prints the smallest program that it finds with
+- DIFFERENT, hang, crash (an error that is none of this library's), uneven (an error of this library on some ranks, and others do not
+  know it): defects. The script prints the smallest program that it finds with
   the same end, and fails.
 
 ``tests/multiproc/modelparallel_torch/test_bodies.py`` runs a part.
@@ -30,7 +31,7 @@ from support import Forked, start_ranks
 from support.step_bodies import Program, draw
 from support.step_runs import is_valid, run_programs
 
-DEFECTS = ("DIFFERENT", "hang", "crash")
+DEFECTS = ("DIFFERENT", "hang", "crash", "uneven")
 #: Programs of one job, and how long its ranks may leave nothing.
 _BATCH, _SECONDS = 100, 20.0
 
@@ -107,11 +108,19 @@ def _end(folder: Path, number: int, partitions: int) -> tuple[str, str] | None:
     for kind in ("crash", "DIFFERENT", "raises", "invalid"):
         for found, story in left.values():
             if found == kind and "PeerFailed" not in story:
+                if kind == "raises" and not (len(left) == partitions and all(map(_knows_error, left.values()))):
+                    return "uneven", stories
                 return kind, story
     kinds = {found for found, _ in left.values()}
     if len(left) == partitions and kinds <= {"equal", "rounding"}:
         return ("equal", "") if kinds == {"equal"} else ("rounding", stories)
     return "hang", stories
+
+
+def _knows_error(end: list[str]) -> bool:
+    """Whether a rank has raised an error, and not only that of a rank that had left."""
+    kind, story = end
+    return kind == "raises" and ("PeerFailed" not in story or " failed (" in story)
 
 
 def smallest(program: Program, kind: str) -> tuple[Program, str]:
@@ -140,7 +149,8 @@ def main() -> int:
         "--seed",
         type=int,
         default=0,
-        help="the first; from 1000000 on, programs have statements of all kinds, from 9000000 on changed contents",
+        help="the first; from 1000000 on, programs have statements of all kinds, from 9000000 on changed contents, from 20000000 on "
+        "changed state",
     )
     parser.add_argument("--partitions", default="2,3")
     parser.add_argument("--only", type=int, help="the one program of this seed, as it was drawn")

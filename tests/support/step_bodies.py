@@ -11,7 +11,7 @@ import random
 import re
 from dataclasses import dataclass, replace
 
-from support.step_layers import CLASSES, LATER_LAYERS, LAYERS
+from support.step_layers import CLASSES, LATER_LAYERS, LAYERS, STATE_LAYERS
 from support.step_statements import Statements
 
 SCHEDULES = ("simple", "interleaved", "zero_bubble")
@@ -19,6 +19,8 @@ SCHEDULES = ("simple", "interleaved", "zero_bubble")
 ALL_KINDS = 1_000_000
 #: From this seed on, bodies also change the contents of attributes around calls.
 CONTENTS = 9_000_000
+#: From this seed on, there are modules with state that is no parameter, and statements that change it.
+STATE = 20_000_000
 _PARTS = ("prepare", "forward", "body")
 _RESULTS = ("loss", "loss, h", "{'loss': loss, 'values': [h, 3]}", "(loss.detach(), None, (h * 2, 'name'))", "None")
 
@@ -139,7 +141,10 @@ def draw(seed: int, partitions: int) -> Program:
     """The program of a seed."""
     choose = random.Random(seed * 10 + partitions)
     has_contents = seed >= CONTENTS
+    has_state = seed >= STATE
     kinds = LAYERS | LATER_LAYERS if has_contents else LAYERS
+    if has_state:
+        kinds = kinds | STATE_LAYERS
     layers, places = {}, {"begin": choose.randrange(partitions)}
     for name in "abcdef"[: choose.randint(2, 5)]:
         kind = layers[name] = choose.choice(list(kinds))
@@ -148,8 +153,12 @@ def draw(seed: int, partitions: int) -> Program:
     is_mixed = choose.random() < 0.1
     prepare: list[str] = []
     has_all = seed >= ALL_KINDS
-    forward = Statements(choose, layers, prepare, is_mixed, False, has_all, has_contents).drawn(choose.randint(0, 4))
-    body = Statements(choose, layers, prepare, is_mixed, True, has_all, has_contents).drawn(choose.randint(2, 8))
+    forward = Statements(choose, layers, prepare, is_mixed, False, has_all, has_contents, has_state).drawn(
+        choose.randint(0, 4)
+    )
+    body = Statements(choose, layers, prepare, is_mixed, True, has_all, has_contents, has_state).drawn(
+        choose.randint(2, 8)
+    )
     dtype = "float32" if is_mixed else "float64"
     schedule, result = choose.choice(SCHEDULES), choose.choice(_RESULTS)
     return Program(seed, partitions, schedule, dtype, layers, places, prepare, forward, body, result)

@@ -174,6 +174,77 @@ class Last(nn.Module):
         self.last = h.detach()
         return h
 ''',
+    "Offset": '''
+class Offset(nn.Module):
+    """Reads tensors in attributes that are no buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.offset = torch.zeros(4)
+        self.more = [torch.zeros(4)]
+
+    def forward(self, x):
+        return self.linear(x) + self.more[0] + self.offset
+''',
+    "Seen": '''
+class Seen(nn.Module):
+    """Writes to a tensor in an attribute that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seen = torch.zeros(4)
+
+    def forward(self, x):
+        self.seen.mul_(0.5).add_(x.detach().mean(0).to(self.seen.dtype))
+        return self.linear(x) + self.seen
+''',
+    "Own": '''
+class Own(nn.Module):
+    """Returns its own buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(3, 4))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.mul_(0.5).add_(x.detach().to(self.mean.dtype))
+        return {"out": self.linear(x), "mean": self.mean}
+''',
+    "Table": '''
+class Table(nn.Module):
+    """Counts its calls in a dictionary."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.table = {"calls": 0}
+
+    def forward(self, x):
+        self.table["calls"] = (self.table["calls"] + 1) % 5
+        return self.linear(x) * (1 + self.table["calls"] / 4)
+''',
+    "Memo": '''
+class Memo(nn.Module):
+    """Remembers in a dictionary: what depends on shapes, and in training what it was called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.table = {}
+
+    def forward(self, x):
+        if len(x) not in self.table:
+            self.table[len(x)] = torch.arange(len(x), dtype=x.dtype)[:, None]
+        h = self.linear(x) + self.table[len(x)]
+        if self.training:
+            h = h + self.table.get("last", 0.0)
+            self.table["last"] = x.detach().mean()
+        return h
+''',
     "Spread": '''
 class Spread(nn.Module):
     """Its two parts are where they are placed."""
@@ -284,3 +355,5 @@ LAYERS = {
 }
 #: Those that were added later; the first seeds do not draw them.
 LATER_LAYERS = {"Nested": ("",)}
+#: Those with state that is no parameter.
+STATE_LAYERS = {"Offset": ("",), "Seen": ("",), "Own": ("",), "Table": ("",), "Memo": ("",)}

@@ -19,6 +19,8 @@ class Statements:
         in_body: Whether they belong to the body of the step, not to the root's forward.
         has_all: Whether to draw from all kinds, not only from those that the first seeds draw from.
         has_contents: Whether to draw changes of the contents of attributes, too.
+        has_state: Whether to draw writes to tensors in attributes, attributes that modules share or that calls set, and writes to
+            detached tensors and to what checkpoints read, too.
     """
 
     def __init__(
@@ -30,9 +32,11 @@ class Statements:
         in_body: bool,
         has_all: bool,
         has_contents: bool = False,
+        has_state: bool = False,
     ) -> None:
         self._choose, self._layers, self._prepare = choose, layers, prepare
         self._kinds = _KINDS | (_LATER_KINDS if has_all else {}) | (_CONTENTS_KINDS if has_contents else {})
+        self._kinds |= _STATE_KINDS if has_state else {}
         self._is_mixed, self._in_body = is_mixed, in_body
         self._found: list[str] = []
         self._count = 0
@@ -106,6 +110,9 @@ class Statements:
             return f"{layer}({argument}, {self._one('x', 'torch.tanh(x)', 'h')})"
         if kind == "Pair":
             part = self._one("['left']", "['right'][0]", "['right'][1]")
+            return f"{layer}({argument}){part}"
+        if kind == "Own":
+            part = self._one("['out']", "['mean']")
             return f"{layer}({argument}){part}"
         if kind == "Cut":
             return f"F.pad({layer}({argument}), (1, 1))"
@@ -485,6 +492,94 @@ class Statements:
             )
         )
 
+    def tensor_attribute(self) -> None:
+        """A tensor in an attribute changes in place, or is another one, between calls."""
+        layer, other = self._layer("Offset"), self._layer("Seen")
+        number, a = self._number(), self._tensor()
+        if layer is None:
+            if other is not None:
+                self._add(self._one(f"h = h + {other}.seen", f"{other}.seen.zero_()", f"{other}.seen = torch.ones(4)"))
+            return
+        self._add(f"{self._target()} = {layer}({self._tensor()})")
+        self._add(
+            self._one(
+                f"{layer}.offset.add_({number})",
+                f"{layer}.offset.fill_({number})",
+                f"{layer}.offset[:2].mul_({number})",
+                f"{layer}.offset[1:] = {number}",
+                f"{layer}.offset.data.add_({number})",
+                f"{layer}.offset.copy_(x.mean(0))",
+                f"{layer}.offset.copy_({a}.detach().mean(0))",
+                f"{layer}.offset = x.mean(0)",
+                f"{layer}.offset = y[0]\ny.mul_(0.5)",
+                f"{layer}.offset = {a}.detach().mean(0)",
+                f"{layer}.more[0].fill_({number})",
+                f"{layer}.more[0] = torch.ones(4)",
+                f"keep.last = {layer}.offset.add_({number})",
+                f"h = h + {layer}.offset",
+            )
+        )
+        if self._choose.random() < 0.7:
+            self._add(f"{self._target()} = {layer}({self._tensor()})")
+
+    def set_output(self) -> None:
+        """The body sets an attribute that calls set, too."""
+        layer = self._layer("Last", "Auxiliary")
+        if layer is None:
+            return
+        name = {"Last": "last", "Auxiliary": "penalty"}[self._layers[layer.removeprefix("net.")]]
+        values = ["torch.zeros(3, 4)", "x", "torch.ones(3, 4)", f"{self._tensor()}.detach()"]
+        values += ["None", "None"] if name == "last" else ["0.0", "torch.zeros(())"]
+        if self._choose.random() < 0.7:
+            self._add(f"{self._target()} = {layer}({self._tensor()})")
+        self._add(f"{layer}.{name} = {self._choose.choice(values)}")
+        if self._choose.random() < 0.3:
+            self._add("net.kept = 1")
+            self.flip()
+        for _ in range(self._choose.randint(0, 2)):
+            self._add(f"{self._target()} = {layer}({self._tensor()})")
+        if self._choose.random() < 0.5:
+            self._add(f"if {layer}.{name} is not None:\n    h = h + {layer}.{name}")
+
+    def shared(self) -> None:
+        """Modules have one dictionary or tensor in attributes."""
+        names = [f"net.{name}" for name, kind in self._layers.items() if kind in ("Table", "Memo", "Offset", "Seen")]
+        if not names:
+            return
+        one, other = self._choose.choice(names), self._choose.choice(names)
+        kinds = [self._layers[each.removeprefix("net.")] for each in (one, other)]
+        attributes = [{"Offset": "offset", "Seen": "seen"}.get(kind, "table") for kind in kinds]
+        if kinds[0] == kinds[1] or set(kinds) == {"Offset", "Seen"}:
+            self._prepare.append(f"{one}.{attributes[0]} = {other}.{attributes[1]}")
+        self._add(f"{self._target()} = {one}({self._tensor()})")
+        self._add(f"{self._target()} = {other}({self._tensor()})")
+        if self._choose.random() < 0.2 and attributes[0] == "table" and kinds[0] == "Table":
+            self._add(f"h = h * (1 + {one}.table['calls'])")
+
+    def detached_write(self) -> None:
+        """A write to a tensor without the graph of what it shares its memory with."""
+        a, b, name = self._tensor(), self._tensor(), self._new()
+        self._add(f"{name} = {self._one(a, f'({a} * 1.0)', f'({a} + 1.0)')}.{self._one('detach()', 'data')}")
+        part = self._one("", "", "[0]", "[:, :2]")
+        write, what = self._one("add_", "add_", "mul_", "copy_"), self._one(f"{b}{part}", f"{b}.detach(){part}")
+        self._add(f"{name}{part}.{write}({what})")
+        self._add(
+            self._one(
+                f"h = h + {name}", f"h = h if {name}.requires_grad else h * 2", f"h = h if {a}.requires_grad else h * 2"
+            )
+        )
+
+    def checkpoint_reads(self) -> None:
+        """The function of a checkpoint reads more than its arguments."""
+        layer = self._layer("Mode", "Masked", "Mlp")
+        to, a, b = self._target(), self._tensor(), self._tensor()
+        inner = f"{layer}(t)" if layer else "torch.tanh(t)"
+        self._add(
+            f"{to} = torch.utils.checkpoint.checkpoint(lambda t, u={b}: {inner} * u, {a}, use_reentrant={self._one('False', 'True')})"
+        )
+        if self._choose.random() < 0.4:
+            self.write()
+
 
 #: The kinds, and how often they are drawn.
 _KINDS: dict[Callable[[Statements], None], int] = {
@@ -514,3 +609,10 @@ _LATER_KINDS: dict[Callable[[Statements], None], int] = {
     Statements.checkpointed: 4,
 }
 _CONTENTS_KINDS: dict[Callable[[Statements], None], int] = {Statements.contents: 30}
+_STATE_KINDS: dict[Callable[[Statements], None], int] = {
+    Statements.tensor_attribute: 15,
+    Statements.set_output: 12,
+    Statements.shared: 10,
+    Statements.detached_write: 8,
+    Statements.checkpoint_reads: 4,
+}

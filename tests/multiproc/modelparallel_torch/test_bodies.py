@@ -200,6 +200,55 @@ EQUAL = {
         2, {"a": "Scaled"}, _TWO,
         ["net.a.table = keep.seen", "keep.seen.append(0.5)\nh = net.a(h)", "keep.seen.append(0.25)\nh = h + net.a(y)"],
     ),
+    "a tensor in an attribute changes in place between calls": _program(
+        2, {"a": "Offset"}, _TWO, ["h = net.a(h)", "net.a.offset.add_(1)", "h = net.a(h)", "net.a.offset[:2].mul_(0.5)"],
+    ),
+    "a tensor in an attribute changes through `.data`, and another one is assigned": _program(
+        2, {"a": "Offset"}, _TWO,
+        ["h = net.a(h)", "net.a.offset.data.add_(1)", "h = net.a(h)", "t1 = y * 1.0", "net.a.offset = t1[0]", "h = net.a(h)", "t1.mul_(0.5)"],
+    ),
+    "calls write to a tensor in an attribute, and another partition computes in between": _program(
+        2, {"a": "Seen", "b": "Mode"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h)", "h = net.a(h)"],
+    ),
+    "calls count in a dictionary, and another partition computes in between": _program(
+        2, {"a": "Table", "b": "Mode"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h)", "h = net.a(h)"],
+    ),
+    "calls remember in a dictionary what they were called with": _program(
+        2, {"a": "Memo", "b": "Mode"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h)", "h = net.a(h)"],
+    ),
+    "modules on two partitions have a dictionary, to which they add what depends on shapes": _program(
+        2, {"a": "Memo", "b": "Memo"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h)", "h = net.a(h)"],
+        prepare=["net.eval()", "net.a.table = net.b.table"],
+    ),
+    "the body sets an attribute that calls set": _program(
+        2, {"a": "Last", "b": "Mode"}, _TWO | {"b": 0},
+        [
+            "net.a.last = None\nh = net.a(h)\nh = net.a(h)", "net.a.last = torch.zeros(3, 4)", "net.b.eval()",
+            "h = net.a(net.b(h))", "h = h + net.a.last", "net.a.last = x",
+        ],
+    ),
+    "the body sets an attribute that calls set, before it asks for numbers": _program(
+        2, {"a": "Last"}, _TWO,
+        ["h = net.a(h)", "net.a.last = None", "h = h * (1 + h.detach().mean().item())", "h = net.a(h)", "h = net.a(h)"],
+    ),
+    "numbers of another tensor are written through a detached one": _program(
+        2, {"a": "Mode", "b": "Mode"}, _TWO | {"b": 0}, ["t2 = net.b(y)", "h = net.a(h) + 2", "h.detach().copy_(t2)"],
+    ),
+    "a detached tensor gets a graph by a write": _program(
+        2, {"a": "Mode", "b": "Mode"}, _TWO | {"b": 0},
+        [
+            "t2 = net.b(y)", "t = net.a(h).detach() + 2", "d = t.detach()", "v = d[0]", "d.add_(t2)", "h = d + v",
+            "h = h + t if t.requires_grad else h * 2", "h = h if v.requires_grad else h * 2", "h = h if d.is_leaf else h * 3",
+        ],
+    ),
+    "a replicated tensor gets a graph by a write": _program(
+        2, {"a": "Mode"}, _TWO,
+        ["t1 = x * 1.0", "t1.add_(net.a(y))", "h = h + t1 if t1.requires_grad else h", "h = h if t1.grad_fn is None else h * 2"],
+    ),
+    "one of two tensors changes that a module has returned with a common storage": _program(
+        2, {"a": "Mode", "e": "Pair"}, _TWO | {"e": 0},
+        ["t1 = net.e(h)['left']", "t2 = t1.data[1:]", "t2 += net.a(y)[1:].detach()", "h = net.a(h) + t1"],
+    ),
 }  # fmt: skip
 #: What raises, and the text.
 REFUSED = {
@@ -215,7 +264,7 @@ REFUSED = {
             2, {"a": "Mode"}, _TWO,
             ["h = torch.utils.checkpoint.checkpoint(lambda t: net.a(torch.tanh(t)), y, use_reentrant=False)", "y.data.mul_(0.0)"],
         ),
-        "changes an argument of `torch.utils.checkpoint.checkpoint` in place",
+        "changes a tensor in place that the function of a `torch.utils.checkpoint.checkpoint` reads",
     ),
     "a piece of the batch gets another storage": (
         _program(2, {"a": "Mode"}, _TWO, ["h = net.a(y)"], forward=["x.t().set_(x)"]),
@@ -306,6 +355,60 @@ REFUSED = {
             2, {"a": "Mode"}, _TWO, ["keep.last = h.detach() if keep.last is None else keep.last.add_(1)"], result="loss, keep.last"
         ),
         "a tensor of an earlier microbatch or step is changed in place",
+    ),
+    "a write through `.data` to a piece of the batch, after one to another piece that reads it": (
+        _program(
+            2, {"a": "Mlp"}, _TWO,
+            ["t1 = net.a(y)", "x.index_put_((torch.tensor([0, 2]),), y[:2].detach(), accumulate=True)", "h = net.begin(x * 0.5)", "y.data.masked_fill_(x > 0, 3.0)"],
+        ),
+        "`masked_fill_` writes in place through `.data` to a tensor that autograd has saved for the backward of `a`",
+    ),
+    "modules on two partitions have a dictionary that calls change": (
+        _program(2, {"a": "Table", "b": "Table"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h)"], prepare=["net.a.table = net.b.table"]),
+        "a call of `a` on partition 1 changes the content of `a.table`, which modules on other partitions also have",
+    ),
+    "modules on two partitions have a dictionary that remembers arguments": (
+        _program(2, {"a": "Memo", "b": "Memo"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h)"], prepare=["net.a.table = net.b.table"]),
+        "changes the content of `a.table`, which modules on other partitions also have",
+    ),
+    "modules on two partitions have a tensor to which calls write": (
+        _program(2, {"a": "Seen", "b": "Offset"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h)"], prepare=["net.b.offset = net.a.seen"]),
+        "a call of `a` on partition 1 changes the content of `a.seen`, which modules on other partitions also have",
+    ),
+    "the body reads what a call remembers in a dictionary": (
+        _program(2, {"a": "Memo"}, _TWO, ["h = net.a(h)", "h = h + net.a.table['last']"]),
+        "uses the attribute `a.table`, which a call of its module changes",
+    ),
+    "the body reads a tensor in an attribute to which calls write": (
+        _program(2, {"a": "Seen"}, _TWO, ["t1 = net.a.seen", "h = net.a(h) + t1"], prepare=["keep.one = net.a.seen"]),
+        "this tensor was changed in place with numbers of a partition",
+    ),
+    "the body writes numbers of a partition to a tensor in an attribute": (
+        _program(2, {"a": "Offset"}, _TWO, ["net.a.offset.copy_(h.detach().mean(0))", "h = net.a(h)"]),
+        "writes numbers of a partition to the tensor in `a.offset`, and then calls the module",
+    ),
+    "the body writes to a tensor in a list in an attribute": (
+        _program(2, {"a": "Offset"}, _TWO, ["h = net.a(h)", "net.a.more[0].add_(1)", "h = net.a(h)"]),
+        "`add_` changes the tensor in `a.more` in place, inside of a `smp.step` function",
+    ),
+    "the body sets an attribute that calls read to a tensor on a partition": (
+        _program(2, {"a": "Last"}, _TWO, ["h = net.a(h)", "net.a.last = h.detach()", "h = net.a(h)"]),
+        "sets `a.last` to a tensor on a partition, and a call of the module reads the attribute",
+    ),
+    "a buffer that a call has returned changes in the next call": (
+        _program(2, {"a": "Own"}, _TWO, ["t1 = net.a(h)['mean']", "t2 = net.a(y)['mean']", "h = h + t1 + t2"]),
+        "`a` on partition 1 changed `a.mean` in place, and this tensor is a view of it",
+    ),
+    "a buffer that a call has returned is kept for the next microbatch": (
+        _program(2, {"a": "Own"}, _TWO, ["t1 = net.a(h)['mean']", "h = h + t1 if keep.last is None else h + keep.last", "keep.last = t1"]),
+        "a tensor of an earlier microbatch or step is `a.mean`, or a view of it, which changes in place",
+    ),
+    "what the function of a checkpoint reads beside its arguments changes": (
+        _program(
+            2, {"a": "Mode"}, _TWO,
+            ["t1 = x * 1.0", "h = torch.utils.checkpoint.checkpoint(lambda u: net.a(u) * t1, h, use_reentrant=False)", "t1.mul_(2)"],
+        ),
+        "`mul_` changes a tensor in place that the function of a `torch.utils.checkpoint.checkpoint` reads",
     ),
 }  # fmt: skip
 

@@ -28,3 +28,24 @@ def test_ranks_with_other_addresses_say_the_same():
     one, other = torch.zeros(16), torch.zeros(64)
     low, high = sorted([one, other], key=torch.Tensor.data_ptr)
     assert said(low[:16], high[:16]) == said(high[:16], low[:16])
+
+
+def test_tensors_of_one_storage_are_in_one_storage_on_other_ranks():
+    block, columns = torch.arange(64.0), torch.arange(40.0).view(10, 4)
+    tensors = [block[32:], block[:8].view(2, 4), columns[:, 1], torch.zeros(0, 3), columns.to(torch.int16)[1:, 2:].T]
+    segments, memory = [], []
+    layouts = input_broadcast._layouts(tensors, segments, memory)
+    assert [segment.is_dense for segment in segments] == [False, False, True, False, True]
+    header = input_broadcast._Header({}, (), layouts, tuple(segments))
+    homes = input_broadcast._new_memory(header, torch.empty)
+    for home, segment, sent in zip(homes, segments, memory, strict=True):
+        home[: segment.size].copy_(input_broadcast._dense(sent) if segment.is_dense else sent)
+    placed = [input_broadcast._placed(layout, segments[layout.segment], homes) for layout in layouts]
+    for ours, theirs in zip(placed, tensors, strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.stride() == theirs.stride()
+    storages = [tensor.untyped_storage().data_ptr() for tensor in placed]
+    assert storages[0] == storages[1]
+    assert len(set(storages)) == 4
+    # Only what they cover.
+    assert placed[0].untyped_storage().nbytes() == 160

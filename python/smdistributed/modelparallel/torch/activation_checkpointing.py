@@ -93,8 +93,8 @@ def torch_checkpoints() -> Iterator[None]:
     inside of the pipeline's backward and bypass its gradients of weights, so the other variant runs instead;
     gradients are equal, and there are none if no argument requires them. In the body, and in a module that is divided
     among partitions, the checkpointed function's calls become tasks, which keep their activations: hooks are called
-    once, and a tensor that a hook keeps has a graph. A write in place to an argument before the next `model.backward`
-    raises, because one process would compute the function again with the changed argument.
+    once, and a tensor that a hook keeps has a graph. A write in place to a tensor that the function reads, before the
+    next `model.backward`, raises: one process would compute the function again with the changed tensor.
     """
     module: Any = torch.utils.checkpoint
     # From PyTorch 2.15 on, the second is called, with the arguments of the function as a tuple and a dictionary.
@@ -111,8 +111,8 @@ def torch_checkpoints() -> Iterator[None]:
             with torch.set_grad_enabled(wants_gradients and torch.is_grad_enabled()):
                 if active.recording is not None:
                     _warn_spread(function)
-                    active.recording.hold_checkpointed(args)
-                    return function(*args)
+                    with active.recording.checkpointed():
+                        return function(*args)
                 return module.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
     def checkpoint_generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -121,8 +121,8 @@ def torch_checkpoints() -> Iterator[None]:
         given = args[:2] if name == packed else (args[5:], kwargs)
         if active.recording is not None:
             _warn_spread(function)
-            active.recording.hold_checkpointed(given)
-            yield
+            with active.recording.checkpointed():
+                yield
         elif counter is not None:
             with counter.recomputing(*given):
                 yield

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -149,6 +150,10 @@ class Counter(TorchDispatchMode):
         self._parameters: set[int] = set()
         #: Storages to which operations write.
         self.written: set[int] = set()
+        #: The tensors to which they write that are not fake, such as those in attributes; ``None`` if not wanted.
+        self.written_real: list[torch.Tensor] | None = None
+        #: Storages of arguments, and of what operations compute from them or from parameters.
+        self._derived: set[int] = set()
         self._outside: set[int] = set()
         # References to the tensors, so that their addresses are not reused.
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -170,6 +175,19 @@ class Counter(TorchDispatchMode):
         """Register a tensor as a parameter; return it."""
         self._parameters.add(self._key(tensor))
         return tensor
+
+    def argument(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Register a tensor as an argument of the call; return it."""
+        self._derived.add(self._key(tensor))
+        return tensor
+
+    def is_derived(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is an argument or a parameter, or was computed from one."""
+        return self._key(tensor) in self._derived or self.is_parameter(tensor)
+
+    def has_read(self, tensor: torch.Tensor) -> bool:
+        """Return whether an operation has read a tensor of this storage."""
+        return self._key(tensor) in self._taken
 
     def storage(self, tensor: torch.Tensor) -> int:
         """Return an id of a tensor's storage that is unique as long as this object exists."""
@@ -242,12 +260,17 @@ class Counter(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             self.draws.update(leaf.device.type for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
         if func._schema.is_mutable:
-            self.written.update(map(self._key, _written(func._schema, args, kwargs)))
+            changed = list(_written(func._schema, args, kwargs))
+            self.written.update(map(self._key, changed))
+            if self.written_real is not None:
+                self.written_real += [tensor for tensor in changed if not isinstance(tensor, FakeTensor)]
         if func._overloadpacket in _PROMOTED_OTHERWISE and len({tensor.dtype for tensor in operands}) > 1:
             self.mistrusted = func
         taken = {self._key(tensor) for tensor in operands}
         self._taken |= taken
         made = {self._key(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)}
+        if not (taken.isdisjoint(self._derived) and taken.isdisjoint(self._parameters)):
+            self._derived |= made
         if self._casts_are_cached and is_cast(func) and taken <= self._parameters:
             self._parameters |= made
         elif func._schema.is_mutable or not taken & made:

@@ -25,6 +25,7 @@ from smdistributed.modelparallel.torch.runtime import offloading
 from smdistributed.modelparallel.torch.runtime.offloading import StageBoundary
 from smdistributed.modelparallel.torch.runtime.program_run import Action, ProgramRun
 from smdistributed.modelparallel.torch.runtime.stage_graph import Stage, StageGraph
+from smdistributed.modelparallel.torch.runtime.storage_copies import StoragePart, copied, is_whole
 from smdistributed.modelparallel.torch.runtime.task_execution import (
     FlatTask,
     GradAutocastState,
@@ -248,7 +249,7 @@ class Executor:
         """Copy inputs to whose storage the stage writes, and recreate their views as views of the copy (EXE-3)."""
         own: dict[int | str, torch.Tensor] = {}
         for number in stage.tasks:
-            for source, _ in tasks[number].writes:
+            for source, *_ in tasks[number].writes:
                 if not isinstance(source, Value):
                     continue
                 if source.base is None or source.storage.rank != self._rank:
@@ -256,8 +257,12 @@ class Executor:
                         own[source.storage_key] = self._parameters[source.home]
                     elif source.parameter is not None:
                         own[source.parameter] = self._parameters[source.parameter]
-                    elif source.index in env:
-                        own[source.index] = env[source.index] = env[source.index].clone()
+                    elif source.index in env and source.index not in own:
+                        parts = self._parts(graph, stage, source, env)
+                        if is_whole(parts[source.index], list(parts.values())):
+                            own[source.index] = env[source.index] = env[source.index].clone()
+                        else:
+                            env.update(zip(parts, copied(list(parts.values())), strict=True))
                     else:
                         # If the stage itself creates a view of an input from another partition and writes to it, the
                         # input is copied.
@@ -281,6 +286,17 @@ class Executor:
                     base = base.detach()
                 offset = offset_of(base) + value.offset
                 env[index] = base.as_strided(value.meta.shape, value.meta.stride, offset)
+
+    def _parts(
+        self, graph: StageGraph, stage: Stage, base: Value, env: Mapping[int, torch.Tensor]
+    ) -> dict[int, StoragePart]:
+        """Return the inputs of a stage that share the storage of a value of this partition, which comes first."""
+        found = {base.index: StoragePart(env[base.index], base.meta, 0)}
+        for index in itertools.chain(*stage.inputs.values()) if base.base is None else ():
+            value = graph.values[index]
+            if value.base is not None and value.storage_key == base.index and value.meta.dtype is base.meta.dtype:
+                found[index] = StoragePart(env[index], value.meta, value.offset)
+        return found
 
     def _run_task(self, task: Task, env: dict[int, torch.Tensor]) -> None:
         place = -1
@@ -332,7 +348,7 @@ class Executor:
         outputs = task_outputs(task, task.call(*args, **kwargs), watch, given)
         for value, tensor in zip(task.outputs, outputs, strict=False):
             env[value.index] = tensor
-        for source, value in task.writes:
+        for source, value, _ in task.writes:
             env[value.index] = replicated[source] if isinstance(source, int) else self._tensor(source, env)
 
     def _tensor(self, value: Value, env: Mapping[int, torch.Tensor]) -> torch.Tensor:

@@ -5,7 +5,8 @@
 - FEED-2: modules, optimizers, lambdas and instances of other classes are each rank's own. The n-th such object of an
   argument replaces the n-th one of the first rank. If a rank has no object of that class, the first rank sends a
   copy, if it can be pickled.
-- FEED-3: tensors that share memory on the first rank share memory on the others, and have equal strides.
+- FEED-3: tensors that share a storage on the first rank share one on the others, and have equal strides. Only the
+  memory that they cover is sent and allocated.
 - FEED-4: ranks compare digests of everything except the tensors' values. If the digests are equal, only the values are
   sent. Values are always sent, because comparing them costs more.
 """
@@ -122,10 +123,18 @@ class _Layout(NamedTuple):
 
 
 class _Segment(NamedTuple):
-    """Memory that is sent as one message; ``is_dense``: the values of a single tensor, without gaps between them."""
+    """Memory that is sent as one message; ``is_dense``: the values of a single tensor, without gaps between them.
+
+    Attributes:
+        storage: Segments with the same number are in one storage.
+        size: Bytes of the message.
+        extent: Bytes in the storage.
+    """
 
     device: str
+    storage: int
     size: int
+    extent: int
     is_dense: bool
 
 
@@ -338,11 +347,10 @@ def _layouts(
         first = tensors[ranges[begin][1]]
         content = first.numel() * first.element_size()
         is_dense = end == begin + 1 and stop - start > 2 * content
-        segments.append(_Segment(first.device.type, content if is_dense else stop - start, is_dense))
+        extent = stop - start
+        segments.append(_Segment(first.device.type, storage, content if is_dense else extent, extent, is_dense))
         memory.append(
-            _flipped(first.detach(), first.is_conj(), first.is_neg())
-            if is_dense
-            else _bytes(first, start, stop - start)
+            _flipped(first.detach(), first.is_conj(), first.is_neg()) if is_dense else _bytes(first, start, extent)
         )
         for (_, at, _), place in ranges[begin:end]:
             tensor = tensors[place]
@@ -369,10 +377,12 @@ def _bytes(tensor: torch.Tensor, start: int, size: int) -> torch.Tensor:
 
 
 def _sent_memory(header: _Header, mine: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
-    """Return the memory of all segments on every rank; ``mine`` are the first rank's tensors."""
+    """Send the memory of all segments; return it on the ranks that receive it, where ``mine`` is ``None``."""
     small = [place for place, each in enumerate(header.segments) if each.device == "cpu" and each.size < _SMALL]
+    homes: list[torch.Tensor] = []
     if mine is None:
-        found = _new_memory(header, torch.empty)
+        homes = _new_memory(header, torch.empty)
+        found = [home[: segment.size] for home, segment in zip(homes, header.segments, strict=True)]
     else:
         found = [
             _dense(each) if segment.is_dense else each for each, segment in zip(mine, header.segments, strict=True)
@@ -387,12 +397,23 @@ def _sent_memory(header: _Header, mine: Sequence[torch.Tensor] | None) -> list[t
     for place in range(len(found)):
         if place not in small:
             _broadcast(found[place])
-    return found
+    return homes
 
 
 def _new_memory(header: _Header, make: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-    devices = [current_device() if segment.device == "cuda" else "cpu" for segment in header.segments]
-    return [make(each.size, dtype=torch.uint8, device=at) for each, at in zip(header.segments, devices, strict=True)]
+    """Return memory for all segments; those of one storage are parts of one tensor (FEED-3)."""
+    places: dict[int, list[int]] = {}
+    for place, segment in enumerate(header.segments):
+        places.setdefault(segment.storage, []).append(place)
+    found: dict[int, torch.Tensor] = {}
+    for group in places.values():
+        segments = [header.segments[place] for place in group]
+        sizes = [-(-segment.extent // _ALIGNMENT) * _ALIGNMENT for segment in segments]
+        device = current_device() if segments[0].device == "cuda" else "cpu"
+        whole = make(sum(sizes), dtype=torch.uint8, device=device)
+        for place, segment, part in zip(group, segments, whole.split(sizes), strict=True):
+            found[place] = part[: segment.extent]
+    return [found[place] for place in range(len(header.segments))]
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -402,12 +423,12 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 def _placed(layout: _Layout, segment: _Segment, memory: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a tensor of the first rank as a view of the received memory."""
     whole = memory[layout.segment]
-    if segment.is_dense:
-        tensor = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=whole.device)
-        tensor.copy_(whole.view(layout.dtype).view(layout.shape))
-    else:
-        tensor = torch.empty(0, dtype=layout.dtype, device=whole.device)
-        tensor.set_(whole.untyped_storage(), layout.offset // layout.dtype.itemsize, layout.shape, layout.stride)
+    tensor = torch.empty(0, dtype=layout.dtype, device=whole.device)
+    offset = (offset_of(whole) + layout.offset) // layout.dtype.itemsize
+    values = whole[: segment.size].clone().view(layout.dtype).view(layout.shape) if segment.is_dense else None
+    tensor.set_(whole.untyped_storage(), offset, layout.shape, layout.stride)
+    if values is not None:
+        tensor.copy_(values)
     return _flipped(tensor, layout.is_conj, layout.is_neg).requires_grad_(layout.requires_grad)
 
 

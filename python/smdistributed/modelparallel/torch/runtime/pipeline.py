@@ -85,6 +85,8 @@ class Pipeline:
         #: Ids of modules and of their parameters and buffers, as of the last step.
         self._contents: list[list[int]] = []
         self.version: int = 0
+        #: Parameters and buffers to which calls or the bodies of steps write.
+        self.written_state: set[str] = set()
         #: Classes that define `__call__`.
         self.callers = {nn.Module}
         for module in root.modules():
@@ -113,12 +115,15 @@ class Pipeline:
     def _state_of_modules(self, root: nn.Module) -> ModuleState:
         """Return the attributes of all modules that are on one partition with their submodules."""
         found: dict[int, tuple[str, nn.Module]] = {}
+        ranks: dict[int, int] = {}
         for path, module in root.named_modules():
             if id(module) in self.placement.whole:
                 for below, part in module.named_modules(prefix=path):
                     found.setdefault(id(part), (below, part))
+                    ranks.setdefault(id(part), self.placement.whole[id(module)])
         paths = {identity: path for identity, (path, _) in found.items()}
-        return ModuleState([part for _, part in found.values()], paths)
+        others = [module for module in root.modules() if id(module) not in found]
+        return ModuleState([part for _, part in found.values()], paths, ranks, others)
 
     def relocate(self, parameter: torch.Tensor) -> Value:
         """Return the value of a parameter whose ``requires_grad`` the body has changed."""

@@ -89,7 +89,7 @@ class StageGraph:
             self.values += task.outputs
             if task.writes and writes_parameter(task):
                 self._writers[len(self._tasks)] = any(
-                    isinstance(source, Value) and source.storage.meta.requires_grad for source, _ in task.writes
+                    isinstance(source, Value) and source.storage.meta.requires_grad for source, *_ in task.writes
                 )
             if task.module is not None and task.output_spec is not None and task.output_spec.changes_state:
                 self._stateful.add(len(self._tasks))
@@ -107,7 +107,7 @@ class StageGraph:
                 linked = {result for _, results in self._gradients[-1] for result in results}
                 linked -= self._results_without_graph(task)
                 self.without_graph.update(set(_trained(task.outputs)) - linked)
-            self.written.update(source.storage_key for source, _ in task.writes if isinstance(source, Value))
+            self.written.update(source.storage_key for source, *_ in task.writes if isinstance(source, Value))
             self.written.update(task.overwritten)
         return added
 
@@ -115,7 +115,7 @@ class StageGraph:
         """Return the results of a write that are views without a graph, which they do not get by a write either."""
         found = {
             result.index
-            for source, result in task.writes
+            for source, result, _ in task.writes
             if isinstance(source, Value) and source.index in self.without_graph
         }
         spec = task.output_spec
@@ -255,10 +255,19 @@ def _row(task: Task) -> tuple:
 
 def _gradients(task: Task) -> list[tuple[list[int], list[int]]]:
     """Return which inputs of a task get gradients of which outputs."""
+    apart = [write for write in task.writes if not write.has_graph] if task.context.grad else []
+    if apart:
+        # Only the numbers of these values change, through a detached tensor.
+        leaves, results = set(map(id, task.leaves())), {write.result for write in apart}
+        sources = [write.source for write in apart if id(write.source) not in leaves]
+        inputs = [value for value in task.inputs if value not in sources]
+        outputs = [value for value in task.outputs if value not in results]
+        links = [(_trained([write.source]), _trained([write.result])) for write in apart if type(write.source) is Value]
+        return [(_trained(inputs), _trained(outputs)), *links]
     if task.context.grad:
         return [(_trained(task.inputs), _trained(task.outputs))]
     # Without gradients, tensors that are returned unchanged or changed in place keep their graph.
-    pairs: list[tuple[object, Value]] = list(task.writes)
+    pairs: list[tuple[object, Value]] = [(write.source, write.result) for write in task.writes]
     aliases = () if task.output_spec is None else task.output_spec.aliases
     if any(place is not None for place in aliases):
         leaves = task.leaves()

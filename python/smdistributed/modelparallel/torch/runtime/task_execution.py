@@ -121,6 +121,9 @@ class GradAutocastState:
         """Enter the state of a task."""
         entered = self._entered
         if entered is context or (entered is not None and entered.same(context)):
+            if context.modules.values:
+                # The task before may have changed an attribute that the body has set (MST-3).
+                self._modules.apply(context.modules)
             return
         self._modules.apply(context.modules)
         if self._stack is not None:

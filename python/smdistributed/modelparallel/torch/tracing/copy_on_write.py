@@ -11,12 +11,13 @@ what autograd has saved. Errors depend on the memory that tensors cover, which i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from smdistributed.modelparallel.exceptions import SMPUsageError
+from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.tracing.placeholders import UnreadTensor
 from smdistributed.modelparallel.torch.tracing.remote_tensor import (
     InvalidatedValue,
@@ -26,11 +27,15 @@ from smdistributed.modelparallel.torch.tracing.remote_tensor import (
 )
 
 if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch.tracing.module_state import ModuleState
     from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
 
 
 class CopyOnWriteTensors:
     """The replicated tensors to which tasks of one step refer.
+
+    Args:
+        modules: The attributes of modules, which tasks read.
 
     Attributes:
         has_backward: Whether some microbatch has called ``model.backward``.
@@ -38,7 +43,8 @@ class CopyOnWriteTensors:
         because autograd may have saved it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, modules: ModuleState) -> None:
+        self._modules = modules
         self.has_backward = False
         self.before_write: Callable[[], None] | None = None
         #: For each storage, the tasks that hold a tensor of it, with their microbatches.
@@ -47,13 +53,17 @@ class CopyOnWriteTensors:
         self._copied: dict[int, list[tuple[int, Task, torch.Tensor]]] = {}
         #: For each storage, attributes with tensors of it: path, tasks of the microbatch, their number then, tensor.
         self._attributes: dict[int, list[tuple[str, Sequence[Task], int, torch.Tensor]]] = {}
-        #: Arguments of checkpoints of the body, which one process reads again in the next backward.
+        #: What checkpoints of the body read, which one process reads again in the next backward.
         self._checkpointed: list[torch.Tensor | Value] = []
+        #: For each checkpoint whose function is running: replicated tensors that it reads, and storages that it makes.
+        self._reading: list[tuple[list[torch.Tensor], set[int]]] = []
         #: Remote tensors of located views of replicated tensors.
         self._views: dict[int, list[tuple[weakref.ref[RemoteTensor], torch.Tensor]]] = {}
 
     def add(self, task: Task, tensors: Sequence[torch.Tensor], microbatch: int) -> None:
         """Record the replicated tensors among the arguments of a task."""
+        for read, _ in self._reading:
+            read += tensors
         for tensor in tensors:
             if tensor.layout == torch.strided:
                 self._tasks.setdefault(storage_of(tensor), []).append((microbatch, task, tensor))
@@ -117,28 +127,45 @@ class CopyOnWriteTensors:
         Raises:
             SMPUsageError: It wrote to a tensor to which a task refers, although its name does not show that.
         """
+        if self._reading:
+            result = self._call(func, args, kwargs, tensors, microbatch)
+            self._note_read(tensors, result)
+            return result
+        return self._call(func, args, kwargs, tensors, microbatch)
+
+    def _call(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Any], microbatch: int) -> Any:
         if self._checkpointed and _may_write(func, args, kwargs) and tensors:
-            # The first operand, or that of `out`.
-            out = kwargs.get("out")
-            self.check_checkpointed(out if isinstance(out, torch.Tensor) else tensors[0], _name(func))
+            self.check_checkpointed(_target(kwargs, tensors), _name(func))
         held = [tensor for tensor in tensors if tensor.layout == torch.strided and self._holds(tensor)]
         if not held:
             return func(*args, **kwargs)
         if _may_write(func, args, kwargs):
             if self.before_write is not None:
                 self.before_write()
-            self._check_attributes(held, func)
             saved = self._saved(held, microbatch)
             if func == _SET_DATA:
+                self._check_attributes(held[:1], func)
                 for tensor, _, task in saved:
                     if tensor is args[0]:
                         raise unversioned_write("data.__set__", task)
-            for tensor in held:
-                self._release(tensor, func)
+                self.lose_views(args[0], "`data.__set__` changed that in place")
+            for storage in {storage_of(tensor) for tensor in held}:
+                self._release(storage)
             versions = [version_of(tensor) for tensor in held]
+            copies = self._modules.copies_before_write(held)
             result = func(*args, **kwargs)
-            written = [tensor for tensor, version in zip(held, versions, strict=True) if version_of(tensor) != version]
+            written = [
+                tensor
+                for tensor, version in zip(held, versions, strict=True)
+                if version_of(tensor) != version or tensor.is_inference()
+            ]
+            target = _target(kwargs, tensors)
+            if any(tensor is target for tensor in written):
+                # Pieces of one batch have one version, so other operands may only seem to be written.
+                written = [each for each in written if storage_of(each) != storage_of(target) or overlap(each, target)]
             _check_versions(saved, written, _name(func))
+            self._note_written(written, func)
+            self._modules.after_write(copies, written, _name(func))
             return result
         held = [tensor for tensor in held if self._overlaps(tensor)]
         versions = [version_of(tensor) for tensor in held]
@@ -150,18 +177,39 @@ class CopyOnWriteTensors:
             )
         return result
 
-    def hold_checkpointed(self, arguments: Sequence[torch.Tensor | Value]) -> None:
-        """Record the arguments of a checkpoint that the body calls: replicated tensors, and storages of values."""
-        self._checkpointed += arguments
+    def begin_checkpoint(self) -> None:
+        """Begin to record what the function of a checkpoint reads."""
+        self._reading.append(([], set()))
+
+    def end_checkpoint(self, values: Iterable[Value]) -> None:
+        """End the function of a checkpoint; ``values`` are the storages of values that it reads."""
+        read, made = self._reading.pop()
+        known = {id(each) for each in self._checkpointed}
+        for tensor in read:
+            if tensor.layout == torch.strided and id(tensor) not in known and storage_of(tensor) not in made:
+                known.add(id(tensor))
+                self._checkpointed.append(tensor)
+        self._checkpointed += values
+
+    def _note_read(self, tensors: Sequence[Any], result: Any) -> None:
+        storages = {storage_of(tensor) for tensor in tensors if tensor.layout == torch.strided}
+        new = [
+            storage_of(tensor)
+            for tensor in pytree.tensors_of(result)
+            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+        ]
+        for read, made in self._reading:
+            read += tensors
+            made.update(storage for storage in new if storage not in storages)
 
     def end_of_checkpoints(self) -> None:
         """End the effect of all checkpoints so far, because the body has called ``model.backward``."""
         self._checkpointed.clear()
 
     def check_checkpointed(self, written: torch.Tensor | Value, name: str) -> None:
-        """Check that a write in place does not change an argument of a checkpoint.
+        """Check that a write in place does not change what the function of a checkpoint reads.
 
-        One process would compute the checkpointed function again, with the changed argument.
+        One process would compute the function again, with the changed tensor.
 
         Raises:
             SMPUsageError: It does.
@@ -171,8 +219,8 @@ class CopyOnWriteTensors:
                 isinstance(held, torch.Tensor) and isinstance(written, torch.Tensor) and overlap(held, written)
             ):
                 raise SMPUsageError(
-                    f"`{name}` changes an argument of `torch.utils.checkpoint.checkpoint` in place before the "
-                    "backward, inside of a `smp.step` function: change a copy"
+                    f"`{name}` changes a tensor in place that the function of a `torch.utils.checkpoint.checkpoint` "
+                    "reads, before the backward, inside of a `smp.step` function: change a copy"
                 )
 
     def hold_attribute(self, tensor: torch.Tensor, path: str, tasks: Sequence[Task]) -> None:
@@ -197,7 +245,9 @@ class CopyOnWriteTensors:
 
     def _holds(self, tensor: torch.Tensor) -> bool:
         storage = storage_of(tensor)
-        return any(storage in known for known in (self._tasks, self._copied, self._views, self._attributes))
+        return any(
+            storage in known for known in (self._tasks, self._copied, self._views, self._attributes)
+        ) or self._modules.tensors.has_storage(storage)
 
     def _overlaps(self, tensor: torch.Tensor) -> bool:
         storage = storage_of(tensor)
@@ -211,9 +261,8 @@ class CopyOnWriteTensors:
             )
         )
 
-    def _release(self, tensor: torch.Tensor, func: Any) -> None:
-        """Give tasks that refer to the storage of ``tensor`` a copy."""
-        storage = storage_of(tensor)
+    def _release(self, storage: int) -> None:
+        """Give tasks that refer to a storage a copy of what they refer to."""
         copies: dict[int, torch.Tensor] = {}
 
         def copied(leaf: Any) -> Any:
@@ -229,11 +278,22 @@ class CopyOnWriteTensors:
         with torch._C.DisableTorchFunction(), torch.inference_mode(False):
             held = self._tasks.pop(storage, [])
             for number, task, each in held:
-                if not overlap(each, tensor) and any(leaf is each for leaf in task.saved()):
+                if any(leaf is each for leaf in task.saved()):
                     self._copied.setdefault(storage, []).append((number, task, each))
             for _, task, _ in held:
                 task.replace_leaves(copied)
-        self.lose_views(tensor, f"`{getattr(func, '__name__', func)}` changed that in place")
+
+    def _note_written(self, written: Sequence[torch.Tensor], func: Any) -> None:
+        """Record that the body has written to these tensors.
+
+        Autograd registers writes to saved tensors, unless they went through ``.data``; these have raised.
+        """
+        for tensor in written:
+            storage = storage_of(tensor)
+            if storage in self._copied:
+                self._copied[storage] = [each for each in self._copied[storage] if not overlap(each[-1], tensor)]
+            self._check_attributes([tensor], func)
+            self.lose_views(tensor, f"`{_name(func)}` changed that in place")
 
 
 class StorageRange(NamedTuple):
@@ -297,6 +357,12 @@ def _check_versions(
     for tensor, version, task in saved:
         if version_of(tensor) == version and any(each.overlaps(tensor) for each in ranges):
             raise unversioned_write(name, task)
+
+
+def _target(kwargs: Any, tensors: Sequence[Any]) -> Any:
+    """Return the operand to which a function writes in place: that of `out`, or the first one."""
+    out = kwargs.get("out")
+    return out if isinstance(out, torch.Tensor) else tensors[0]
 
 
 def _may_write(func: Any, args: Any, kwargs: Any) -> bool:

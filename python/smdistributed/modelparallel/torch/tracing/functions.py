@@ -37,6 +37,9 @@ GRAPH_READS = {
 }  # fmt: skip
 #: Queries that a tensor answers without its values and without autograd's graph.
 PLAIN_METADATA = METADATA - GRAPH_READS.keys() - {VERSION}
+WANTS_GRADIENT = _TENSOR.requires_grad.__get__
+#: Queries that a replicated tensor does not always answer itself.
+CHANGED_METADATA = frozenset({torch.Tensor.storage_offset, WANTS_GRADIENT})
 #: Functions that return the tensor without its graph.
 DETACHES = frozenset({torch.Tensor.detach, torch.detach, DATA})
 #: Functions that replace the storage of a tensor.

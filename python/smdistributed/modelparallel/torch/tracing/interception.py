@@ -222,8 +222,6 @@ def _noted(original: Callable[..., Any], pipeline: Pipeline) -> Callable[..., An
             )
         with state.changing(self, name):
             original(self, name, *value)
-        if tensor is not None:
-            recording.copy_on_write.hold_attribute(tensor, path, recording.tasks)
 
     return change
 

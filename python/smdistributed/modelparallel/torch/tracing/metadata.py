@@ -10,9 +10,8 @@ all ranks.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections import OrderedDict, deque
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -32,7 +31,8 @@ from smdistributed.modelparallel.torch.partitioning.cost_model import UNKNOWN_CO
 from smdistributed.modelparallel.torch.partitioning.placement import own_tensors
 from smdistributed.modelparallel.torch.runtime.generators import HostGenerators
 from smdistributed.modelparallel.torch.tracing import object_state, shape_probe
-from smdistributed.modelparallel.torch.tracing.remote_tensor import RemoteTensor, TensorMeta, offset_of, version_of
+from smdistributed.modelparallel.torch.tracing.preserved_attributes import Content, preserved_attributes
+from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta, offset_of, version_of
 
 #: Largest number of cached signatures, which limits the memory if a step never repeats one.
 _LIMIT = 1 << 14
@@ -83,6 +83,8 @@ class OutputSpec:
     saved_state: tuple[str, ...] = ()
     #: Attributes without tensors that the call changes: path relative to the called module, name.
     plain_attributes: tuple[tuple[str, str], ...] = ()
+    #: Attributes with remote tensors that the call reads: path relative to the called module, name.
+    read_attributes: tuple[tuple[str, str], ...] = ()
     #: Whether the result is one tensor of its own, and nothing is changed: so it is of most calls.
     is_single_output: bool = field(init=False, compare=False, default=False)
     #: Number of tensors that belong to the result, and not to attributes.
@@ -101,12 +103,14 @@ class SharedStorage(NamedTuple):
 
     Attributes:
         place: The index of an input tensor, or -1 minus the index of an earlier output tensor; ``None`` for a
-        parameter of the called module.
+        parameter or buffer of the called module.
         offset: Offset in that tensor's storage range, in elements.
+        state: The path of the parameter or buffer in the called module, if it is one of its own.
     """
 
     place: int | None
     offset: int
+    state: str | None = None
 
 
 class UnknownOutputError(Exception):
@@ -175,6 +179,13 @@ class OutputSpecs:
         self._called_state: dict[str, torch.Tensor] = {}
         #: Attributes without tensors that this or an earlier call of the module has changed.
         self._changed: tuple[tuple[str, str], ...] = ()
+        #: The called module; and its fake tensors in attributes with remote tensors, by path and name.
+        self._module: nn.Module | None = None
+        self._remote: dict[tuple[str, str], list[torch.Tensor]] = {}
+        #: Entries that the current call has added to dictionaries and objects in attributes.
+        self._additions: list[tuple[Content, dict[Any, Any]]] = []
+        #: Containers and tensors in attributes, and other tensors from outside, that the last call has changed.
+        self.changed_parts: list[Any] = []
         #: The values invented for number arguments, while a call is tried with such to find its result's shape.
         self._numbers: shape_probe.Numbers | None = None
 
@@ -224,7 +235,11 @@ class OutputSpecs:
                 torch.inference_mode(False), torch.set_grad_enabled(wants_gradients), self._mode,
                 shape_probe.failures_not_logged(),
             ):  # fmt: skip
-                return self._output_spec(call, args, kwargs, meta_of, is_module, in_containers)
+                spec = self._output_spec(call, args, kwargs, meta_of, is_module, in_containers)
+                if self._additions:
+                    again = functools.partial(self._output_spec, call, args, kwargs, meta_of, is_module, in_containers)
+                    spec = self._with_additions(spec, again)
+                return spec
         except UnknownOutputError:
             raise
         except _NUMBERS as error:
@@ -289,11 +304,14 @@ class OutputSpecs:
     ) -> OutputSpec:
         leaves: list[torch.Tensor] = []
         counter = self._counter = Counter()
+        counter.written_real = [] if self._numbers is None else None
         self._attributes, self._changes_attributes, self._called_state, self._changed = [], False, {}, ()
+        self._module, self._remote, self._additions, self.changed_parts = None, {}, [], []
 
         def tensor(leaf: Any) -> torch.Tensor:
             meta = meta_of(leaf)
-            leaves.append(self.fake(meta) if self._numbers is None else self._numbers.of(leaf, meta))
+            made = self.fake(meta) if self._numbers is None else self._numbers.of(leaf, meta)
+            leaves.append(counter.argument(made))
             if getattr(leaf, "parameter", None) is not None:
                 counter.parameter(leaves[-1])
             return leaves[-1]
@@ -310,6 +328,8 @@ class OutputSpecs:
         versions = [version_of(leaf) for leaf in leaves]
         with host, counter:
             result = call(*own_args, **own_kwargs)
+        if not is_module:
+            self.changed_parts = list(counter.written_real or ())
         if counter.mistrusted and self._numbers is None:
             raise UnsupportedOperatorException(counter.mistrusted)
         attributes = tuple((path, name) for path, name, _ in self._attributes)
@@ -327,12 +347,18 @@ class OutputSpecs:
             *(place for place, leaf in enumerate(leaves) if counter.is_saved(leaf)),
             *(-1 - place for place, output in enumerate(outputs) if counter.is_saved(output)),
         )
+        returned = {counter.storage(output) for output in outputs}
+        read_attributes = tuple(
+            key
+            for key, tensors in self._remote.items()
+            if any(counter.has_read(each) or counter.storage(each) in returned for each in tensors)
+        )
         unread = counter.untouched({place: leaves[place] for place in in_containers}, outputs)
         for each in (*leaves, *outputs):
             counter.outside(each)
         metas = tuple(map(TensorMeta.of, outputs))
         aliases = tuple(places.get(id(output)) for output in outputs)
-        storages = _shared_storages(counter, leaves, outputs)
+        storages = _shared_storages(counter, leaves, outputs, self._called_state)
         return OutputSpec(
             shape,
             metas,
@@ -352,6 +378,44 @@ class OutputSpecs:
             ),
             saved_state=tuple(name for name, state in self._called_state.items() if counter.is_saved(state)),
             plain_attributes=self._changed,
+            read_attributes=read_attributes,
+        )
+
+    def _with_additions(self, spec: OutputSpec, again: Callable[[], OutputSpec]) -> OutputSpec:
+        """Return the spec of a call that has added entries to dictionaries or objects in attributes.
+
+        Most such calls fill a cache whose entries depend on nothing but shapes. Any other call changes its module: an
+        equal call that follows changes the entries again, or they contain numbers of arguments or parameters.
+        """
+        additions, module, parts = self._additions, self._module, self.changed_parts
+        assert module is not None, "attributes are those of a module"
+        is_derived = self._counter.is_derived
+        changed = {
+            id(content.part): content
+            for content, entries in additions
+            if any(map(is_derived, object_state.parts_of(list(entries.values()))[1]))
+        }
+        for content, entries in additions:
+            content.value.update(entries)
+        try:
+            again()
+        finally:
+            for content, _ in additions:
+                content.restore()
+        mine = {id(content.part) for content, _ in additions}
+        changed |= {id(content.part): content for content, _ in self._additions if id(content.part) in mine}
+        parts += [part for part in self.changed_parts if all(part is not each for each in parts)]
+        parts += [content.part for content in changed.values()]
+        plain = self._plain_attributes[id(module)]
+        plain.update({(content.path, content.name): None for content in changed.values()})
+        if changed:
+            self._changing.add(id(module))
+        self._additions, self.changed_parts = [], parts
+        known = self._known_attributes[id(module)]
+        return dataclasses.replace(
+            spec,
+            changes_state=spec.changes_state or id(module) in self._changing,
+            plain_attributes=tuple(each for each in plain if each not in known),
         )
 
     def fake(self, meta: TensorMeta, leaf: bool = False) -> torch.Tensor:
@@ -383,7 +447,8 @@ class OutputSpecs:
                     full = f"{path}.{name}" if path else name
                     tensors[full if caller is module else f"module.{full}"] = made[id(tensor)]
             make_fake = self.fake if self._numbers is None else self._numbers.tensor
-            with preserved_attributes(module, make_fake) as attributes:
+            with preserved_attributes(module, make_fake, self._numbers is not None) as attributes:
+                self._module, self._remote = module, attributes.remote
                 result = torch.func.functional_call(caller, tensors, args, kwargs, tie_weights=False)
                 self._look_at_attributes(module, attributes)
                 self._called_state = {
@@ -406,11 +471,24 @@ class OutputSpecs:
         found = attributes.set_by_call()
         known = self._known_attributes.setdefault(id(module), [])
         known += [name for name, value in found.items() if name not in known and _is_of_tensors(value)]
-        if found:
+        counter = self._counter
+        contents = attributes.changed_contents()
+        additions = attributes.additions()
+        if self._numbers is not None:
+            # Not tried again with the entries, as for fake tensors.
+            contents, additions = [*contents, *(content for content, _ in additions)], []
+        tensors = [each for each in attributes.tensors if counter.storage(each[2]) in counter.written]
+        known_storages = {counter.storage(tensor) for _, _, tensor in tensors}
+        others = [each for each in counter.written_real or () if counter.storage(each) not in known_storages]
+        if found or contents or tensors or others:
             self._changing.add(id(module))
         self._changes_attributes = id(module) in self._changing
+        self._additions = additions
+        self.changed_parts = [*(content.part for content in contents), *(tensor for _, _, tensor in tensors), *others]
         plain = self._plain_attributes.setdefault(id(module), {})
-        plain.update(dict.fromkeys((*found, *attributes.changed_contents())))
+        plain.update(dict.fromkeys(found))
+        plain.update({(content.path, content.name): None for content in contents})
+        plain.update({(path, name): None for path, name, _ in tensors})
         self._changed = tuple(each for each in plain if each not in known)
         values = {(path, name): getattr(module.get_submodule(path), name, None) for path, name in known}
         self._attributes = [(*name, value) for name, value in values.items() if _is_of_tensors(value)]
@@ -448,9 +526,13 @@ class _Alias(torch.autograd.Function):
 
 
 def _shared_storages(
-    counter: Counter, leaves: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    counter: Counter,
+    leaves: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    state: Mapping[str, torch.Tensor],
 ) -> tuple[SharedStorage | None, ...]:
     homes: dict[int, tuple[int, int]] = {}
+    own = {counter.storage(tensor): (name, offset_of(tensor)) for name, tensor in state.items()}
     for place, leaf in enumerate(leaves):
         homes.setdefault(counter.storage(leaf), (place, offset_of(leaf)))
     found: list[SharedStorage | None] = []
@@ -461,110 +543,12 @@ def _shared_storages(
             found.append(SharedStorage(home[0], offset_of(output) - home[1]))
             continue
         homes[storage] = (-1 - place, offset_of(output))
-        found.append(SharedStorage(None, 0) if counter.is_parameter(output) else None)
+        if storage in own:
+            name, offset = own[storage]
+            found.append(SharedStorage(None, offset_of(output) - offset, name))
+        else:
+            found.append(SharedStorage(None, 0) if counter.is_parameter(output) else None)
     return tuple(found) if any(found) else ()
-
-
-_MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
-
-
-class preserved_attributes:  # noqa: N801 - a context
-    """Restores the state that modules change during a call: attributes, and contents of lists, dicts and sets.
-
-    Args:
-        module: The called module.
-        fake: Creates a fake tensor; attributes with remote tensors contain fake ones in the context.
-    """
-
-    def __init__(self, module: nn.Module, fake: Callable[[TensorMeta], torch.Tensor]) -> None:
-        self._modules = list(module.named_modules())
-        self._fake = fake
-
-    def __enter__(self) -> preserved_attributes:
-        self._before = [dict(module.__dict__) for _, module in self._modules]
-        # The dictionaries of plain objects are contents, too.
-        self._contents = [
-            (path, name, content, copy.copy(content))
-            for (path, _), before in zip(self._modules, self._before, strict=True)
-            for name, value in before.items()
-            if name not in _MODULE_INTERNALS
-            for content in _contents_of(value)
-        ]
-        for (_, module), before in zip(self._modules, self._before, strict=True):
-            for name, value in before.items():
-                if name not in _MODULE_INTERNALS and type(value) not in pytree.ATOMS and _has_remote(value):
-                    module.__dict__[name] = pytree.transform(
-                        value, lambda leaf: self._fake(TensorMeta.of(leaf)) if type(leaf) is RemoteTensor else leaf
-                    )
-        self._at_call = [dict(module.__dict__) for _, module in self._modules]
-        return self
-
-    def set_by_call(self) -> dict[tuple[str, str], Any]:
-        """Return attributes that the call has set, by the path of their module and their name."""
-        found = {}
-        for (path, module), before in zip(self._modules, self._at_call, strict=True):
-            for name, value in module.__dict__.items():
-                is_known = name in _MODULE_INTERNALS or value is before.get(name, self)
-                if not is_known and not (type(value) in pytree.ATOMS and value == before.get(name, self)):
-                    found[path, name] = value
-        return found
-
-    def changed_contents(self) -> list[tuple[str, str]]:
-        """Return attributes whose container or object the call has changed, other than by adding entries."""
-        return [
-            (path, name)
-            for path, name, value, content in self._contents
-            if (
-                any(key not in value or value[key] is not item for key, item in content.items() if item is not None)
-                if isinstance(value, dict)
-                else not _is_same_content(value, content)
-            )
-        ]
-
-    def __exit__(self, *_: object) -> None:
-        for (_, module), before in zip(self._modules, self._before, strict=True):
-            if module.__dict__.keys() != before.keys():
-                for name in module.__dict__.keys() - before.keys():
-                    del module.__dict__[name]
-            for name, value in before.items():
-                if module.__dict__.get(name) is not value:
-                    module.__dict__[name] = value
-        for _, _, value, content in self._contents:
-            if not _is_same_content(value, content):
-                value.clear()
-                value.extend(content) if isinstance(value, list | deque) else value.update(content)
-
-
-def _contents_of(value: Any) -> list[Any]:
-    """Return the mutable containers in an attribute, at any depth; for plain objects, their attributes."""
-    parts = object_state.mutable_parts(value)
-    return [vars(part) if hasattr(part, "__dict__") else part for part in parts if _is_restorable(part)]
-
-
-def _is_restorable(part: Any) -> bool:
-    return type(part) in (list, dict, set, deque, OrderedDict) or (
-        hasattr(part, "__dict__") and object_state.is_object(type(part))
-    )
-
-
-def _is_same_content(value: Any, content: Any) -> bool:
-    return value == content if type(value) is set else _same_items(value, content)
-
-
-def _has_remote(value: Any) -> bool:
-    if type(value) is RemoteTensor:
-        return True
-    if type(value) in (list, tuple):
-        return any(map(_has_remote, value))
-    return type(value) is dict and any(map(_has_remote, value.values()))
-
-
-def _same_items(a: Any, b: Any) -> bool:
-    if len(a) != len(b):
-        return False
-    if isinstance(a, dict):
-        return all(key in b and b[key] is value for key, value in a.items())
-    return all(x is y for x, y in zip(a, b, strict=True))
 
 
 def _alike(one: OutputSpec, other: OutputSpec) -> bool:

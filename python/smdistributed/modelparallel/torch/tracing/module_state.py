@@ -7,13 +7,17 @@ snapshot of its call, and the executor restores that snapshot before it runs the
   are one object on each rank, so tasks compare them by identity.
 - MST-2: while the body runs and after the step, attributes have the values that the body gave them.
 - MST-3: an attribute that a module's own forward sets to a tensor is an output of the task. While the body runs, it
-  holds the remote tensor; after the task, the task's value.
+  holds the remote tensor, or what the body has set since; while tasks run, what the last task has set. Snapshots
+  contain it only between a change by the body and the next call that sets it.
 - MST-4: if a module's own forward changes an attribute in another way, such as a call counter, only the partition of
   the module gets the new value, when the task runs. The body must not read such an attribute.
 - MST-5: a module must not be called any more after the tensor in one of its attributes was changed in place on
   another partition, because the module's partition does not get that change.
 - MST-6: in the next step the body reads an attribute of MST-3 as a remote tensor of the earlier step, on all ranks,
   unless the script has set the attribute in between.
+- MST-8: if a call changes a list, a dictionary, a set or an object that modules on other partitions also have in an
+  attribute, it raises, because these would not get the change. Entries of a cache, which depend on shapes only, may be
+  added.
 - MST-7: snapshots also hold the states of lists, dictionaries, sets and objects in attributes, at any depth, that the
   body has changed in place since the first call of the step. Changes are found at each call of a module.
 """
@@ -30,7 +34,9 @@ from torch import nn
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.tracing import object_state
+from smdistributed.modelparallel.torch.tracing.attribute_tensors import AttributeTensor, AttributeTensors, Copies
 from smdistributed.modelparallel.torch.tracing.remote_tensor import InvalidatedValue, RemoteTensor
+from smdistributed.modelparallel.torch.tracing.stale_storages import StaleStorages
 
 #: Largest number of cached snapshots.
 _LIMIT = 1 << 10
@@ -55,7 +61,7 @@ class AttributeSnapshot:
     __slots__ = ("contents", "text", "values")
 
     def __init__(
-        self, values: Mapping[tuple[int, str], Any], text: str, contents: Mapping[int, object_state.State]
+        self, values: dict[tuple[int, str], Any], text: str, contents: Mapping[int, object_state.State]
     ) -> None:
         self.values, self.text, self.contents = values, text, contents
 
@@ -72,12 +78,13 @@ class _Container:
         value: The container.
         before: Its state at the first call of the step.
         state: Its state when the body's last change was recorded.
+        ranks: The partitions of modules that have it.
     """
 
-    __slots__ = ("before", "path", "state", "value")
+    __slots__ = ("before", "path", "ranks", "state", "value")
 
-    def __init__(self, path: str, value: Any) -> None:
-        self.path, self.value = path, value
+    def __init__(self, path: str, value: Any, ranks: Iterable[int] = ()) -> None:
+        self.path, self.value, self.ranks = path, value, set(ranks)
         self.before = self.state = object_state.State(value)
 
     def put(self, old: object_state.State, new: object_state.State) -> None:
@@ -124,6 +131,31 @@ class _Container:
             self.state = now
 
 
+class _Output:
+    """An attribute that calls set to tensors (MST-3).
+
+    Attributes:
+        owner: The module.
+        value: Its value for tasks: that of the last task that has run, at first that before the step.
+        shown: Its value for the body: remote tensors, or what the body has set after the last call.
+        is_set: Whether the body has set it after the last call.
+        remote: The remote tensors, with their values and recordings when the call was recorded.
+    """
+
+    __slots__ = ("is_set", "owner", "remote", "shown", "value")
+
+    def __init__(self, owner: Any, value: Any) -> None:
+        self.owner, self.value, self.shown = owner, value, value
+        self.is_set = False
+        self.remote: list[tuple[RemoteTensor, Any, Any]] = []
+
+    def show(self, value: Any, is_set: bool) -> None:
+        """Show the body a value, which it has set itself or which a call has set."""
+        self.shown, self.is_set = value, is_set
+        leaves = [] if is_set else [leaf for leaf in pytree.tensors_of(value) if type(leaf) is RemoteTensor]
+        self.remote = [(leaf, leaf.value, leaf.recording) for leaf in leaves]
+
+
 #: The attributes as they were at the start of the step.
 UNCHANGED = AttributeSnapshot({}, "{}", {})
 
@@ -134,26 +166,40 @@ class ModuleState:
     Args:
         modules: The modules that run in tasks.
         paths: Their names, by id.
+        ranks: Their partitions, by id.
+        others: The modules that are divided among partitions.
 
     Attributes:
         current: The current snapshot of the body.
+        tensors: Plain tensors in attributes of all modules.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], paths: Mapping[int, str]) -> None:
-        self._paths = paths
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        paths: Mapping[int, str],
+        ranks: Mapping[int, int],
+        others: Sequence[nn.Module],
+    ) -> None:
+        self._paths, self._ranks, self._others = paths, ranks, others
+        self.tensors = AttributeTensors()
+        #: The modules of calls in this step, with their submodules.
+        self._called: set[int] = set()
         self.current = UNCHANGED
         self._applied = UNCHANGED
         self._before: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         self._known: dict[Any, AttributeSnapshot] = {(): UNCHANGED}
-        #: Attributes that contain remote tensors at present, with their values before.
-        self._outputs: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
-        #: For each of these attributes, its remote tensors with their values and recordings when it was set.
-        self._shown: dict[tuple[int, str], list[tuple[RemoteTensor, Any, Any]]] = {}
+        #: Attributes that calls have set to tensors, until the bodies of the step have ended; and their keys, until the
+        #: next step.
+        self._outputs: dict[tuple[int, str], _Output] = {}
+        self._set_by_calls: set[tuple[int, str]] = set()
+        #: Attributes that the body has set to tensors on partitions, which no call can read.
+        self._given: set[tuple[int, str]] = set()
         #: Attributes whose tensors were changed on other partitions in earlier steps (MST-5).
         self._lost: set[tuple[int, str]] = set()
-        #: The remote tensors in attributes at the end of the bodies of the last step, with their owners; then also with
-        #: the values of the attributes at its end (MST-6).
-        self._ending: dict[tuple[int, str], tuple[Any, Any]] = {}
+        #: The attributes of `_outputs` at the end of the bodies of the last step; then their owners, remote tensors
+        #: and values at its end (MST-6).
+        self._ending: dict[tuple[int, str], _Output] = {}
         self._ended: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
         #: Attributes that calls change (MST-4), and a function to call when the first one is found.
         self.changed_by_calls: set[tuple[int, str]] = set()
@@ -161,17 +207,19 @@ class ModuleState:
         self._modules = modules
         #: The containers in attributes of all modules, by id; ``None`` before the first call of a step.
         self._tracked: dict[int, _Container] | None = None
-        #: Those that a called module reaches, by its id.
-        self._reached: dict[int, list[_Container]] = {}
+        #: Those that a called module reaches, by its id, and the plain tensors.
+        self._reached: dict[int, tuple[list[_Container], list[AttributeTensor]]] = {}
         self._assigned: list[tuple[str, torch.Tensor]] = []
 
     def begin(self) -> None:
         """Begin a step without changes."""
         self._forget_containers()
+        self._restore_set()
         self.current = self._applied = UNCHANGED
         self._before.clear()
         self._outputs.clear()
-        self._ending.clear()
+        self._set_by_calls.clear()
+        self._given.clear()
         for key, (owner, tensors, value) in self._ended.items():
             if _value(owner, key[1]) is value:
                 self.put(owner, key[1], tensors)
@@ -181,26 +229,35 @@ class ModuleState:
 
     def _forget_containers(self) -> None:
         self._tracked = None
+        self.tensors.clear()
+        self._called.clear()
         self._reached.clear()
         self._assigned.clear()
 
-    def before_call(self, module: nn.Module) -> None:
+    def before_call(self, module: nn.Module, stale: StaleStorages) -> None:
         """Record what the body has changed in containers that a module reaches (MST-7).
 
         Changes before the first call of a step count for all calls.
 
         Raises:
-            SMPUsageError: The tensor in an attribute was changed on another partition (MST-5).
+            SMPUsageError: The tensor in an attribute was changed on another partition (MST-5, ATT-2).
         """
         if self._outputs or self._lost:
             self._check_outputs(module)
         if self._tracked is None:
             self._tracked = {}
-            self._containers_of(self._modules)
+            self._parts_of(self._modules)
         reached = self._reached.get(id(module))
         if reached is None:
-            reached = self._reached[id(module)] = self._containers_of(module.modules())
-        self._note_contents(reached)
+            reached = self._reached[id(module)] = self._parts_of(module.modules())
+            self._called.update(map(id, module.modules()))
+        self._note_contents(reached[0])
+        for each in () if stale.is_empty else reached[1]:
+            if stale.has_of_body(each.tensor):
+                raise SMPUsageError(
+                    f"the `smp.step` function writes numbers of a partition to the tensor in `{each.path}`, and then "
+                    "calls the module, whose partition does not have them: pass the tensor to the module instead"
+                )
 
     def note_contents(self) -> None:
         """Record what the body has changed in all containers."""
@@ -212,21 +269,30 @@ class ModuleState:
         found, self._assigned = self._assigned, []
         return found
 
-    def _containers_of(self, modules: Iterable[nn.Module]) -> list[_Container]:
-        """Return the containers in attributes of modules, at any depth."""
+    def _parts_of(self, modules: Iterable[nn.Module]) -> tuple[list[_Container], list[AttributeTensor]]:
+        """Return the containers and the plain tensors in attributes of modules, at any depth."""
         assert self._tracked is not None, "before_call has set it"
         found: dict[int, _Container] = {}
+        tensors: list[AttributeTensor] = []
         for module in modules:
-            path = self._paths.get(id(module), "")
+            path, rank = self._paths.get(id(module), ""), self._ranks.get(id(module))
             for name, value in vars(module).items():
-                if type(value) in _ATOMS or name in _INTERNALS or (id(module), name) in self._outputs:
+                if type(value) in _ATOMS or name in _INTERNALS or self._is_shown((id(module), name)):
                     continue
-                for part in object_state.mutable_parts(value):
+                full = f"{path}.{name}" if path else name
+                parts, leaves = object_state.parts_of(value)
+                for part in parts:
                     known = self._tracked.get(id(part))
                     if known is None:
-                        known = self._tracked[id(part)] = _Container(f"{path}.{name}" if path else name, part)
+                        known = self._tracked[id(part)] = _Container(full, part)
+                    if rank is not None:
+                        known.ranks.add(rank)
                     found[id(part)] = known
-        return list(found.values())
+                for leaf in leaves:
+                    if type(leaf) is torch.Tensor and leaf.layout == torch.strided:
+                        tensors.append(AttributeTensor(leaf, module, name, full, rank, leaf is value))
+                        self.tensors.add(tensors[-1])
+        return list(found.values()), tensors
 
     def _note_contents(self, containers: Iterable[_Container]) -> None:
         for container in containers:
@@ -243,7 +309,7 @@ class ModuleState:
             assert self._tracked is not None, "the container is tracked"
             for part in object_state.mutable_parts(container.value):
                 if id(part) not in self._tracked:
-                    self._tracked[id(part)] = _Container(container.path, part)
+                    self._tracked[id(part)] = _Container(container.path, part, container.ranks)
             self._set_current(dict(self.current.values), contents)
             had = set(map(id, _members(before)))
             self._assigned += [
@@ -265,12 +331,18 @@ class ModuleState:
 
     def _note(self, owner: Any, name: str, path: str, before: Any, after: Any) -> None:
         key = (id(owner), name)
-        self._outputs.pop(key, None)
+        output = self._outputs.get(key)
+        if output is not None:
+            output.show(after, is_set=True)
+            before = output.value
         self._lost.discard(key)
+        self._given.discard(key)
+        if any(type(leaf) is RemoteTensor for leaf in pytree.tensors_of(after)):
+            self._given.add(key)
         if key not in self._before:
             self._before[key] = (owner, path, before)
         values = dict(self.current.values)
-        if _same(self._before[key][2], after):
+        if output is None and _same(self._before[key][2], after):
             values.pop(key, None)
         else:
             values[key] = after
@@ -278,7 +350,7 @@ class ModuleState:
             self._reached.clear()
         self._set_current(values, self.current.contents)
 
-    def _set_current(self, values: Mapping[tuple[int, str], Any], contents: Mapping[int, object_state.State]) -> None:
+    def _set_current(self, values: dict[tuple[int, str], Any], contents: Mapping[int, object_state.State]) -> None:
         """Make the snapshot with these attributes and contents the current one."""
         tracked = self._tracked or {}
         identity = (
@@ -301,11 +373,44 @@ class ModuleState:
     def put(self, owner: Any, name: str, tensors: Any) -> None:
         """Set an attribute to remote tensors for the body, until :meth:`hidden`."""
         key = (id(owner), name)
-        before = self._outputs[key][1] if key in self._outputs else _value(owner, name)
-        self._outputs[key] = (owner, before, tensors)
-        remote = [leaf for leaf in pytree.tensors_of(tensors) if type(leaf) is RemoteTensor]
-        self._shown[key] = [(leaf, leaf.value, leaf.recording) for leaf in remote]
+        output = self._outputs.get(key)
+        if output is None:
+            value = self._before[key][2] if key in self._before else _value(owner, name)
+            output = self._outputs[key] = _Output(owner, value)
+            self._set_by_calls.add(key)
+        output.show(tensors, is_set=False)
+        self._given.discard(key)
         owner.__dict__[name] = tensors
+        if key in self.current.values:
+            self._set_current(
+                {each: value for each, value in self.current.values.items() if each != key}, self.current.contents
+            )
+
+    def _is_shown(self, key: tuple[int, str]) -> bool:
+        """Return whether an attribute contains remote tensors that a call has set."""
+        return key in self._outputs and not self._outputs[key].is_set
+
+    def check_given(self, module: nn.Module, attributes: Iterable[tuple[str, str]] | None) -> None:
+        """Check that the body has not set attributes that a call reads, as (path, name), to tensors on partitions.
+
+        ``None`` stands for all attributes of the module and its submodules.
+
+        Raises:
+            SMPUsageError: It has set one.
+        """
+        if not self._given:
+            return
+        if attributes is None:
+            parts = {id(part): path for path, part in module.named_modules()}
+            attributes = [(parts[owner], name) for owner, name in self._given if owner in parts]
+        for path, name in attributes:
+            owner = module.get_submodule(path)
+            if (id(owner), name) in self._given:
+                full = f"{self._paths.get(id(owner), type(owner).__name__)}.{name}".removeprefix(".")
+                raise SMPUsageError(
+                    f"the `smp.step` function sets `{full}` to a tensor on a partition, and a call of the module reads "
+                    "the attribute: pass the tensor to the module instead"
+                )
 
     def _check_outputs(self, module: nn.Module) -> None:
         modules = frozenset(map(id, module.modules()))
@@ -319,7 +424,8 @@ class ModuleState:
                 )
 
     def _is_lost(self, key: tuple[int, str]) -> bool:
-        for leaf, value, recording in self._shown.get(key, ()):
+        output = self._outputs.get(key)
+        for leaf, value, recording in () if output is None else output.remote:
             now = leaf.value
             if now is value:
                 continue
@@ -342,6 +448,74 @@ class ModuleState:
             self.on_first_change()
             self.on_first_change = None
 
+    def check_shared(self, name: str, rank: int, parts: Iterable[Any]) -> None:
+        """Check that modules on other partitions do not have what a call on ``rank`` changes: containers and tensors.
+
+        Raises:
+            SMPUsageError: A module has it (MST-8, ATT-3).
+        """
+        for part in parts:
+            if isinstance(part, torch.Tensor):
+                path = next((each.path for each in self.tensors.sharing(part)), "")
+                ranks = self.tensors.partitions(part)
+            else:
+                container = (self._tracked or {}).get(id(part))
+                path, ranks = ("", set()) if container is None else (container.path, container.ranks)
+            is_divided = self._is_in_divided_module(part)
+            if ranks - {rank} or is_divided:
+                others = "modules that are divided among partitions" if is_divided else "modules on other partitions"
+                raise SMPUsageError(
+                    f"a call of `{name}` on partition {rank} changes the content of `{path}`, which {others} also "
+                    "have and would not see changed: return the content from the module and pass it on, or give the "
+                    "modules of each partition their own"
+                )
+
+    def _is_in_divided_module(self, part: Any) -> bool:
+        """Return whether a module that is divided among partitions has a container or a tensor in an attribute."""
+        for module in self._others:
+            for name, value in vars(module).items():
+                if type(value) in _ATOMS or name in _INTERNALS:
+                    continue
+                parts, tensors = object_state.parts_of(value)
+                if any(each is part for each in (*parts, *tensors)):
+                    return True
+        return False
+
+    # Plain tensors in attributes, to which the body writes (ATT-1).
+
+    def copies_before_write(self, operands: Sequence[torch.Tensor]) -> Copies:
+        """Return copies of tensors in attributes to which a function of the body may write."""
+        return Copies(self.tensors, operands, self._called)
+
+    def after_write(self, copies: Copies, written: Sequence[torch.Tensor], name: str) -> None:
+        """Give earlier calls the copies of tensors that the function ``name`` has changed.
+
+        Raises:
+            SMPUsageError: They cannot get one.
+        """
+        for each, copy in copies.of_written(written):
+            if not each.is_direct or each.tensor.requires_grad:
+                raise SMPUsageError(
+                    f"`{name}` changes the tensor in `{each.path}` in place, inside of a `smp.step` function, and "
+                    "modules that were called before read it later: assign a changed copy to the attribute"
+                )
+            self._replace_past(each.owner, each.name, each.tensor, copy)
+
+    def _replace_past(self, owner: Any, name: str, tensor: torch.Tensor, copy: torch.Tensor) -> None:
+        """Replace the tensor in an attribute for the calls so far; later calls have the tensor itself."""
+        key = (id(owner), name)
+        path, before = self._before[key][1:] if key in self._before else (self._paths.get(id(owner), ""), tensor)
+        self._before[key] = (owner, path, copy if before is tensor else before)
+        output = self._outputs.get(key)
+        if output is not None and output.value is tensor:
+            output.value = copy
+        for identity, snapshot in list(self._known.items()):
+            if snapshot.values.get(key) is tensor:
+                snapshot.values[key] = copy
+                del self._known[identity]
+        if _value(owner, name) is tensor:
+            self._set_current({**self.current.values, key: tensor}, self.current.contents)
+
     def check_use(self, owner: Any, name: str) -> None:
         """Check that the body may read an attribute.
 
@@ -363,43 +537,55 @@ class ModuleState:
         try:
             yield
         finally:
-            for key, (owner, _, tensors) in self._outputs.items():
+            for (_, name), output in self._outputs.items():
                 # The following tasks use the values that these tasks have set.
-                self._outputs[key] = (owner, _value(owner, key[1]), tensors)
-                owner.__dict__[key[1]] = tensors
+                output.value = _value(output.owner, name)
+                _set(output.owner, name, output.shown)
 
     def _hide(self) -> None:
-        for (_, name), (owner, before, tensors) in self._outputs.items():
-            if owner.__dict__.get(name) is tensors:
-                _set(owner, name, before)
+        for (_, name), output in self._outputs.items():
+            _set(output.owner, name, output.value)
 
     def end_of_bodies(self) -> None:
         """End the bodies of all microbatches: from now on, attributes keep the values that tasks set."""
         self._hide()
         self._lost.update(key for key in self._outputs if self._is_lost(key))
-        self._ending = {key: (owner, tensors) for key, (owner, _, tensors) in self._outputs.items()}
+        self._ending = dict(self._outputs)
         self._outputs.clear()
-        self._shown.clear()
 
     def end_of_step(self) -> None:
         """End a step that has succeeded; its tasks have run (MST-6)."""
         self._forget_containers()
         self.current = self._applied = UNCHANGED
         self._ended = {
-            key: (owner, tensors, _value(owner, key[1]))
-            for key, (owner, tensors) in self._ending.items()
-            if key not in self._lost
+            key: (output.owner, output.shown, _value(output.owner, key[1]))
+            for key, output in self._ending.items()
+            if not output.is_set and key not in self._lost
         }
+        self._restore_set()
+
+    def _restore_set(self) -> None:
+        """Give attributes that the body has set after the last call the body's values (MST-2)."""
+        for (_, name), output in self._ending.items():
+            if output.is_set:
+                _set(output.owner, name, output.shown)
+        self._ending.clear()
 
     # Snapshots for tasks.
 
-    def apply(self, snapshot: AttributeSnapshot) -> None:
-        """Set the attributes to a snapshot."""
+    def apply(self, snapshot: AttributeSnapshot, for_task: bool = True) -> None:
+        """Set the attributes to a snapshot.
+
+        Attributes that calls set keep their values, except those that the body has set before the call of the task.
+        """
         applied = self._applied
+        if for_task and self._set_by_calls:
+            for key in snapshot.values.keys() & self._set_by_calls:
+                _set(self._before[key][0], key[1], snapshot.values[key])
         if snapshot is applied:
             return
         self._applied = snapshot
-        for key in applied.values.keys() | snapshot.values.keys():
+        for key in (applied.values.keys() | snapshot.values.keys()) - self._set_by_calls:
             owner, _, before = self._before[key]
             _set(owner, key[1], snapshot.values.get(key, before))
         for each in applied.contents.keys() | snapshot.contents.keys():
@@ -415,7 +601,7 @@ class ModuleState:
         try:
             yield
         finally:
-            self.apply(self.current)
+            self.apply(self.current, for_task=False)
             for container in (self._tracked or {}).values():
                 container.keep_changes_of_calls()
 

@@ -67,12 +67,21 @@ def is_container(kind: type) -> bool:
 
 def mutable_parts(value: Any) -> list[Any]:
     """Return the lists, dictionaries, sets and objects in a value, at any depth."""
+    return parts_of(value)[0]
+
+
+def parts_of(value: Any) -> tuple[list[Any], list[torch.Tensor]]:
+    """Return the lists, dictionaries, sets and objects in a value, at any depth, and the tensors."""
     found: dict[int, Any] = {}
+    tensors: dict[int, torch.Tensor] = {}
     pending = [value]
     while pending:
         item = pending.pop()
         kind = type(item)
         if kind in pytree.ATOMS or id(item) in found:
+            continue
+        if isinstance(item, torch.Tensor):
+            tensors[id(item)] = item
             continue
         if not (issubclass(kind, list | dict | set | deque | tuple | frozenset) or is_object(kind)):
             continue
@@ -83,7 +92,7 @@ def mutable_parts(value: Any) -> list[Any]:
             pending.extend(each for each in item if type(each) not in pytree.ATOMS)
         if kind not in _BUILT_IN:
             pending.extend(each for _, each in attributes(item) if type(each) not in pytree.ATOMS)
-    return [item for item in found.values() if not isinstance(item, tuple | frozenset)]
+    return [item for item in found.values() if not isinstance(item, tuple | frozenset)], list(tensors.values())
 
 
 def is_output(kind: type) -> bool:

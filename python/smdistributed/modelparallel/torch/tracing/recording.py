@@ -20,10 +20,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,23 +35,22 @@ from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.runtime.fallbacks import call_site
 from smdistributed.modelparallel.torch.runtime.rng import Draw
-from smdistributed.modelparallel.torch.tracing import masks
+from smdistributed.modelparallel.torch.tracing import masks, queries
 from smdistributed.modelparallel.torch.tracing.copy_on_write import CopyOnWriteTensors
 from smdistributed.modelparallel.torch.tracing.digests import chained_digest, digest_of
 from smdistributed.modelparallel.torch.tracing.encoder import Encoder, leave_out
 from smdistributed.modelparallel.torch.tracing.functions import (
     BACKWARDS,
+    CHANGED_METADATA,
     DATA,
     DETACHES,
-    GRADIENT,
-    GRADIENT_FUNCTION,
     GRAPH_READS,
-    IS_LEAF,
     PLAIN_METADATA,
     READS,
     REQUIRES_GRAD,
     STORAGE_WRITES,
     VERSION,
+    WANTS_GRADIENT,
     is_integer,
     recorded_as,
 )
@@ -58,12 +58,10 @@ from smdistributed.modelparallel.torch.tracing.metadata import OutputSpec, Reads
 from smdistributed.modelparallel.torch.tracing.module_state import UNCHANGED
 from smdistributed.modelparallel.torch.tracing.outside_tensors import OutsideTensors
 from smdistributed.modelparallel.torch.tracing.remote_tensor import (
-    GraphNode,
     InvalidatedValue,
     RemoteTensor,
     TensorMeta,
     storage_write,
-    version_of,
 )
 from smdistributed.modelparallel.torch.tracing.replay import Call, Replay
 from smdistributed.modelparallel.torch.tracing.retained_tensors import RetainedTensors
@@ -103,7 +101,9 @@ class Recording(TorchFunctionMode):
         #: The recordings of earlier microbatches of the same step.
         self.earlier = tuple(earlier)
         #: Replicated tensors to which tasks of this step refer.
-        self.copy_on_write: CopyOnWriteTensors = earlier[0].copy_on_write if earlier else CopyOnWriteTensors()
+        self.copy_on_write: CopyOnWriteTensors = (
+            earlier[0].copy_on_write if earlier else CopyOnWriteTensors(pipeline.module_state)
+        )
         #: Attributes of modules at the time of `model.backward`.
         self.backward_modules = UNCHANGED
         self.storages = SharedStorages(self)
@@ -145,7 +145,7 @@ class Recording(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in PLAIN_METADATA and (func is not torch.Tensor.storage_offset or active.recording is not self):
+        if func in PLAIN_METADATA and (func not in CHANGED_METADATA or not self._is_asked(func, args[0])):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is torch.Tensor.__repr__:
@@ -153,21 +153,34 @@ class Recording(TorchFunctionMode):
         if active.recording is not self:
             return func(*args, **kwargs)
         if func == VERSION or func is torch.Tensor.storage_offset:
-            return self._of_first_rank(func, args[0])
+            return queries.of_first_rank(self, func, args[0])
+        if func == WANTS_GRADIENT:
+            return self.located[id(args[0])].meta.requires_grad
         if func is torch.Tensor.__iter__ and self.is_located(args[0]):
             return iter(self._operation(torch.unbind, args, {}))
         if func in REQUIRES_GRAD and id(args[0]) in self.pipeline.located:
-            return self._set_requires_grad(
-                args[0], bool(args[1]) if len(args) > 1 else kwargs.get("requires_grad", True)
-            )
+            wanted = bool(args[1]) if len(args) > 1 else kwargs.get("requires_grad", True)
+            return queries.set_requires_grad(self, args[0], wanted)
         if func in GRAPH_READS:
             if self.is_located(args[0]):
-                answer = self._graph(func, args[0])
+                answer = queries.of_graph(self, func, args[0])
                 if answer is not None:
                     return answer
+            else:
+                self.pipeline.stale_storages.check_graph(args[0])
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         return self._operation(func, args, kwargs)
+
+    def _is_asked(self, func: Any, tensor: torch.Tensor) -> bool:
+        """Return whether the body asks with one of ``CHANGED_METADATA`` for what the tensor itself does not know."""
+        if active.recording is not self:
+            return False
+        if func is torch.Tensor.storage_offset or type(self.located.get(id(tensor))) is Value:
+            return True
+        if type(tensor) is not RemoteTensor:
+            self.pipeline.stale_storages.check_graph(tensor)
+        return False
 
     def has_located(self, arguments: Any) -> bool:
         """Return whether the arguments contain a located tensor."""
@@ -280,7 +293,7 @@ class Recording(TorchFunctionMode):
         self, module: nn.Module, path: str, rank: int, args: Any, kwargs: Any, call: Callable[..., Any] | None = None
     ) -> Any:
         """Records a call of a module that is wholly on one partition; ``call`` runs there instead of it, if given."""
-        self.pipeline.module_state.before_call(module)
+        self.pipeline.module_state.before_call(module, self.pipeline.stale_storages)
         for attribute, tensor in self.pipeline.module_state.take_assigned():
             if self.is_located(tensor) and id(tensor) not in self.pipeline.located:
                 raise SMPUsageError(
@@ -339,7 +352,7 @@ class Recording(TorchFunctionMode):
         key = None if encoder.unknown else (what, encoder.key(), task.context.key())
         specs = self.pipeline.output_specs
         spec = specs.known(key)
-        reason = ""
+        reason, changed = "", []
         if spec is None:
             active.recording = None
             try:
@@ -349,6 +362,7 @@ class Recording(TorchFunctionMode):
                 spec = specs.of(
                     call, task.args, task.kwargs, _meta_of_leaf, is_module, encoder.in_containers, has_numbers
                 )
+                changed = specs.changed_parts
                 specs.keep(key, spec)
             except UnknownOutputError as error:
                 reason = str(error)
@@ -359,9 +373,15 @@ class Recording(TorchFunctionMode):
             task.call = WithAttributes(task.call, task.module, spec.attributes)
         if spec is not None and task.module is not None:
             self.pipeline.module_state.note_changes(task.module, spec.plain_attributes)
+        if task.module is not None:
+            attributes = None if spec is None else spec.read_attributes
+            if attributes != ():
+                self.pipeline.module_state.check_given(task.module, attributes)
         if spec is not None and spec.unread:
             leave_out(task, spec.unread)
         self._place(task, encoder, spec, rank)
+        if changed:
+            self._note_changed(task, changed)
         if spec is None:
             name = task.name if task.module is not None else f"{task.name} at {call_site()}"
             self.pipeline.fallbacks.note("run", name, task.rank, reason)
@@ -378,6 +398,13 @@ class Recording(TorchFunctionMode):
             if not numbers_matter:
                 specs.keep(key, spec)
         return self._results(task, encoder, spec)
+
+    def _note_changed(self, task: Task, parts: Sequence[Any]) -> None:
+        """Record what a call changes on its partition only: containers in attributes, and tensors from outside."""
+        self.pipeline.module_state.check_shared(task.name, task.rank, parts)
+        for part in parts:
+            if isinstance(part, torch.Tensor):
+                self.pipeline.stale_storages.add(part, is_own=True)
 
     def _draw(self, task: Task, kinds: Collection[str] | None) -> None:
         found = self.pipeline.rng_state.draws(kinds, task.rank)
@@ -397,6 +424,8 @@ class Recording(TorchFunctionMode):
         written = self.storages.written(spec, encoder.leaves, rank) if spec is not None and spec.mutated else {}
         for base in written:
             self.retained.check_write(base)
+            if base.parameter is not None:
+                self.pipeline.written_state.add(base.parameter)
             self.copy_on_write.check_checkpointed(base, task.name)
             if self.backward_roots:
                 self.storages.check_not_saved(base, task)
@@ -455,15 +484,21 @@ class Recording(TorchFunctionMode):
         task.output_spec = spec
         task.outputs = [self.new_value(task.rank, task.level, meta) for meta in spec.metas]
         for value, shared in zip(task.outputs, spec.storages, strict=False):
-            if shared is None or shared.place is None:
+            if shared is None:
                 continue
             place = shared.place
-            other = task.outputs[-1 - place] if place < 0 else encoder.leaves[place]
+            if place is None:
+                # Only the partition of a module writes to its parameters and buffers.
+                other = self.storages.state_of_call(task, shared.state)
+            else:
+                other = task.outputs[-1 - place] if place < 0 else encoder.leaves[place]
             if isinstance(other, Value):
                 value.base, value.offset = other.storage, other.offset + shared.offset
                 value.versioned = other.versioned and task.call != DATA
+                value.detached = value.index if task.call in DETACHES else other.detached
         if spec.written_state:
             self.storages.lose_views_of_state(task)
+            self.retained.note_written_state(task)
         if spec.mutated:
             self.storages.check_unversioned(task, encoder.leaves)
             self.storages.add_writes(task, encoder.leaves)
@@ -521,10 +556,11 @@ class Recording(TorchFunctionMode):
     def rebind(self, tensor: torch.Tensor, value: Value | InvalidatedValue) -> None:
         """Make a tensor of the body refer to another value."""
         if type(tensor) is RemoteTensor:
-            tensor.value = value  # type: ignore[assignment]
+            tensor.become(value)
             return
         if id(tensor) not in self.located:
-            self.pipeline.stale_storages.add(tensor)
+            has_graph = type(value) is Value and value.meta.requires_grad
+            self.pipeline.stale_storages.add(tensor, has_graph=has_graph)
         if id(tensor) not in self.pipeline.located:
             self.outside_tensors.note_write(tensor)
         self._kept.append(tensor)
@@ -550,57 +586,6 @@ class Recording(TorchFunctionMode):
 
     def _context(self) -> Context:
         return Context.current(self.pipeline.module_state.current)
-
-    def _of_first_rank(self, func: Any, tensor: torch.Tensor) -> int:
-        """Return a replicated tensor's version or storage offset on the first rank, which other ranks may not have.
-
-        Raises:
-            SMPUsageError: The version is that of a tensor on a partition.
-        """
-        if not self.is_located(tensor):
-            if func != VERSION:
-                return self.pipeline.from_first_rank(self, func(tensor))
-            is_written = self.pipeline.stale_storages.has_storage(tensor)
-            version = self.pipeline.from_first_rank(self, None if is_written else version_of(tensor))
-            if version is None:
-                raise SMPUsageError(
-                    "`_version` of a tensor, inside of a `smp.step` function, whose storage the function changes in "
-                    "place with numbers of a partition: these writes run when the function has returned"
-                )
-            return version
-        if func == VERSION:
-            raise SMPUsageError(
-                "`_version` of a tensor on a partition, inside of a `smp.step` function: what changes it in place "
-                "runs when the function has returned"
-            )
-        return tensor.value.offset if type(tensor) is RemoteTensor and type(tensor.value) is Value else func(tensor)
-
-    def _set_requires_grad(self, tensor: torch.Tensor, wanted: bool) -> torch.Tensor:
-        """Freeze or unfreeze a parameter, as the body requests."""
-        if tensor.requires_grad is not wanted:
-            value = self.pipeline.located[id(tensor)]
-            changing = self.pipeline.module_state.changing(tensor, "requires_grad", value.parameter)
-            with changing, torch._C.DisableTorchFunctionSubclass():
-                tensor.requires_grad_(wanted)
-            self.located[id(tensor)] = self.pipeline.relocate(tensor)
-        return tensor
-
-    def _graph(self, func: Any, tensor: torch.Tensor) -> Any:
-        """Answer a query of autograd's graph, which is created later on the partitions.
-
-        Raises:
-            SMPUsageError: The answer is not known yet.
-        """
-        if func == IS_LEAF:
-            return not tensor.value.meta.requires_grad if type(tensor) is RemoteTensor else None
-        if func == GRADIENT and not self.copy_on_write.has_backward:
-            return None
-        if func == GRADIENT_FUNCTION:
-            return GraphNode() if type(tensor) is RemoteTensor and tensor.value.meta.requires_grad else None
-        raise SMPUsageError(
-            f"`{GRAPH_READS[func]}` of a tensor on a partition, inside of a `smp.step` function: the graph is made, "
-            "and gradients are there, when the function has returned"
-        )
 
     # Functions that the body calls directly.
 
@@ -630,13 +615,27 @@ class Recording(TorchFunctionMode):
             self.copy_on_write.end_of_checkpoints()
             self.digest = chained_digest(self.digest, digest_of(("backward", tensor.value.index)))
 
-    def hold_checkpointed(self, arguments: Any) -> None:
-        """Record the arguments of a checkpoint, which must not change before the backward."""
-        found: list[torch.Tensor | Value] = []
-        for tensor in pytree.tensors_of(arguments) if torch.is_grad_enabled() else ():
-            value = tensor.value if type(tensor) is RemoteTensor else self.located.get(id(tensor), tensor)
-            found.append(value.storage if isinstance(value, Value) else value)
-        self.copy_on_write.hold_checkpointed(found)
+    @contextlib.contextmanager
+    def checkpointed(self) -> Iterator[None]:
+        """Return a context for the function of a checkpoint: what it reads must not change before the backward."""
+        if not torch.is_grad_enabled():
+            yield
+            return
+        first = len(self.tasks)
+        self.copy_on_write.begin_checkpoint()
+        try:
+            yield
+        finally:
+            self.copy_on_write.end_checkpoint(self._read_by(self.tasks[first:]))
+
+    def _read_by(self, tasks: Sequence[Task]) -> list[Value]:
+        """Return the storages that tasks read and that none of them has made."""
+        made = {value.storage for task in tasks for value in task.outputs}
+        read = {value.storage for task in tasks for value in task.inputs}
+        for task in tasks:
+            state = () if task.module is None else itertools.chain(task.module.parameters(), task.module.buffers())
+            read.update(value.storage for value in map(self.located.get, map(id, state)) if type(value) is Value)
+        return [value for value in read if value not in made]
 
     def returned(self, remote: RemoteTensor, detach: bool) -> Value:
         """Return the value of a remote tensor that the body returns."""

@@ -140,6 +140,13 @@ class RemoteTensor(torch.Tensor):
         self.recording = recording
         return self
 
+    def become(self, value: Value | InvalidatedValue) -> None:
+        """Represent another value of the same shape from now on; a write in place may have given it a graph."""
+        if not isinstance(value, InvalidatedValue) and value.meta.requires_grad and not self.value.meta.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
+                self.requires_grad_()
+        self.value = value  # type: ignore[assignment]
+
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise: PyTorch does not pass this method to function modes."""
         raise storage_write("set_")

@@ -99,6 +99,11 @@ class RetainedTensors:
         recording, other, value = self._recording, remote.recording, remote.value
         if isinstance(value, InvalidatedValue):
             raise SMPUsageError(value.reason)
+        if value.storage.parameter in recording.pipeline.written_state:
+            raise SMPUsageError(
+                f"a tensor of an earlier microbatch or step is `{value.storage.parameter}`, or a view of it, which "
+                "changes in place: keep a copy"
+            )
         is_same_step = other in recording.earlier
         needs_graph = value.meta.requires_grad and torch.is_grad_enabled() and not detached
         is_there = is_same_step or (other.pipeline is recording.pipeline and value.index in other.retained.by_value)
@@ -152,6 +157,13 @@ class RetainedTensors:
         is_shared = storage in self._copied or self._recording.storages.has_others(remote, storage)
         self._copied.add(storage)
         return is_shared
+
+    def note_written_state(self, task: Task) -> None:
+        """Record the parameters and buffers to which a call writes."""
+        values = (self._recording.storages.state_of_call(task, path) for path in task.known_spec.written_state)
+        self._recording.pipeline.written_state.update(
+            value.storage.parameter for value in values if value is not None and value.storage.parameter is not None
+        )
 
     def check_write(self, storage: Value) -> None:
         """Check that a storage may be written.

@@ -45,9 +45,17 @@ class SharedStorages:
         trains = task.context.grad and any(value.meta.requires_grad for value in task.inputs)
         taken = {value.index for value in task.inputs}
 
+        # A write to a detached tensor leaves the graphs of the other tensors of its storage as they are.
+        graphs = {
+            (leaf.storage, leaf.detached)
+            for leaf in (leaves[place] for place in task.known_spec.mutated)
+            if isinstance(leaf, Value)
+        }
+
         def new(source: Value | torch.Tensor, place: int | None = None) -> Value:
             meta = source.meta if isinstance(source, Value) else TensorMeta.of(source)
-            if trains and not meta.requires_grad:
+            has_graph = not isinstance(source, Value) or (source.storage, source.detached) in graphs
+            if trains and has_graph and not meta.requires_grad:
                 meta = meta._replace(requires_grad=meta.dtype.is_floating_point or meta.dtype.is_complex)
             value = self._recording.new_value(task.rank, task.level, meta)
             value.versioned = not isinstance(source, Value) or source.versioned
@@ -55,7 +63,8 @@ class SharedStorages:
             if place is not None:
                 task.writes.append(Write(place, value))
             elif isinstance(source, Value):
-                task.writes.append(Write(source, value))
+                value.detached = source.detached
+                task.writes.append(Write(source, value, has_graph))
             if isinstance(source, Value) and source.parameter is None and source.index not in taken:
                 taken.add(source.index)
                 task.inputs.append(source)
@@ -81,6 +90,14 @@ class SharedStorages:
                 if value is not base:
                     view = new(value)
                     view.base, view.offset = new_base, value.offset
+
+    def state_of_call(self, task: Task, path: str | None) -> Value | None:
+        """Return the value of a parameter or buffer that a called module has on its partition, by its path there."""
+        if task.module is None or path is None:
+            return None
+        _, tensor = next(state_of(task.module, (path,)))
+        value = self._recording.located.get(id(tensor))
+        return value if type(value) is Value and value.rank == task.rank else None
 
     def lose_views_of_state(self, task: Task) -> None:
         """Invalidate the body's views of buffers or parameters that a called module writes to."""
@@ -144,7 +161,7 @@ class SharedStorages:
             for value in task.saved():
                 if isinstance(value, Value):
                     savers[value.storage] = task
-            for source, result in task.writes:
+            for source, result, _ in task.writes:
                 if isinstance(source, Value) and source.storage in savers:
                     savers.setdefault(result.storage, savers[source.storage])
                 elif not isinstance(source, Value) and source in task.known_spec.saved:
@@ -203,7 +220,11 @@ class SharedStorages:
         self, result: torch.Tensor, shared: SharedStorage, tensors: list[torch.Tensor], results: list[torch.Tensor]
     ) -> None:
         """Record that a remote tensor shares its storage."""
-        if type(result) is not RemoteTensor or shared.place is None:
+        if type(result) is not RemoteTensor:
+            return
+        if shared.place is None:
+            if result.value.base is not None:
+                self._views.setdefault(result.value.base, []).append(weakref.ref(result))
             return
         other = results[-1 - shared.place] if shared.place < 0 else tensors[shared.place]
         base = result.value.storage
@@ -247,7 +268,7 @@ class SharedStorages:
                         "the view again from the changed tensor, or change a copy"
                     )
                     moved = after.get(view.value)
-                    view.value = lost if moved is None else moved  # type: ignore[assignment]
+                    view.become(lost if moved is None else moved)
             for rebound in self._recording.rebound_to(base):
                 if rebound is not tensor:
                     now = after.get(self._recording.located[id(rebound)])

@@ -26,26 +26,63 @@ class StaleStorages:
 
     def __init__(self) -> None:
         self._ranges: list[tuple[StorageWeakRef, StorageRange]] = []
+        #: Those to which the body writes, and not a call that has the tensor in an attribute (ATT-2).
+        self._of_body: list[tuple[StorageWeakRef, StorageRange]] = []
+        #: Those that get a graph by the write.
+        self._with_graph: list[tuple[StorageWeakRef, StorageRange]] = []
 
-    def add(self, tensor: torch.Tensor) -> None:
-        """Record that a task writes to a replicated tensor."""
+    def add(self, tensor: torch.Tensor, is_own: bool = False, has_graph: bool = False) -> None:
+        """Record that a task writes to a replicated tensor.
+
+        Args:
+            tensor: The tensor.
+            is_own: Whether the task's module has the tensor in an attribute.
+            has_graph: Whether the tensor gets a graph.
+        """
         with torch._C.DisableTorchFunction():
-            self._ranges.append((StorageWeakRef(tensor.untyped_storage()), StorageRange.of(tensor)))
+            written = StorageWeakRef(tensor.untyped_storage()), StorageRange.of(tensor)
+        self._ranges.append(written)
+        if not is_own:
+            self._of_body.append(written)
+        if has_graph:
+            self._with_graph.append(written)
 
     def forget_freed(self) -> None:
         """Forget freed storages, because their addresses may be reused."""
         self._ranges = [each for each in self._ranges if not each[0].expired()]
+        self._of_body = [each for each in self._of_body if not each[0].expired()]
+        self._with_graph = [each for each in self._with_graph if not each[0].expired()]
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Forget a tensor whose values were copied to this rank."""
         part = StorageRange.of(tensor)
         self._ranges = [each for each in self._ranges if each[1] != part]
+        self._of_body = [each for each in self._of_body if each[1] != part]
+        self._with_graph = [each for each in self._with_graph if each[1] != part]
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Return whether this rank lacks some values of a tensor."""
         return bool(self._ranges) and any(
             part.overlaps(tensor) for storage, part in self._ranges if not storage.expired()
         )
+
+    def has_of_body(self, tensor: torch.Tensor) -> bool:
+        """Return whether the body has written numbers of a partition to a tensor."""
+        return any(part.overlaps(tensor) for storage, part in self._of_body if not storage.expired())
+
+    def check_graph(self, tensor: torch.Tensor) -> None:
+        """Check that a tensor got no graph by a write to another tensor with the same storage.
+
+        Raises:
+            SMPUsageError: It got one.
+        """
+        if any(part.overlaps(tensor) for storage, part in self._with_graph if not storage.expired()):
+            raise SMPUsageError(STALE)
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether the body has written numbers of a partition to no tensor that exists."""
+        return not self._of_body
 
     def has_storage(self, tensor: torch.Tensor) -> bool:
         """Return whether a task writes to the storage of a tensor, also if it is to other parts of it."""

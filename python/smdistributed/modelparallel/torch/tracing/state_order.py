@@ -104,7 +104,7 @@ def refuse_parameter_writes(tasks: Iterable[Task]) -> None:
 
 def _needed_parameters(task: Task) -> Iterator[str]:
     """Yield names of parameters and buffers to which a task writes and that backwards may need."""
-    for source, _ in task.writes:
+    for source, *_ in task.writes:
         if isinstance(source, Value) and source.storage.parameter is not None and source.storage.meta.requires_grad:
             yield source.storage.parameter
     spec = task.output_spec
@@ -146,4 +146,4 @@ def _parts_of(module: nn.Module) -> frozenset[int]:
 
 def writes_parameter(task: Task) -> bool:
     """Return whether a task writes to a parameter or buffer among its arguments."""
-    return any(isinstance(source, Value) and source.storage.parameter is not None for source, _ in task.writes)
+    return any(isinstance(source, Value) and source.storage.parameter is not None for source, *_ in task.writes)

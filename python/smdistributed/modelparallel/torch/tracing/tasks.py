@@ -31,12 +31,16 @@ class Value:
         base: For a view, the value whose storage it shares; ``None`` for a value with a storage of its own.
         offset: For a view, its offset in the storage of ``base``, in elements.
         versioned: Whether autograd's version counter registers writes to it, which it does not through ``.data``.
+        detached: For a tensor that `detach` or `.data` has returned, and views of it, a number of its own: a write to
+        it changes the numbers of the other tensors of its storage, but not their graphs.
         home: The path of the parameter or buffer whose memory it is: for the parameter itself, and after in-place
         writes to it.
     """
 
     _smp_leaf = True
-    __slots__ = ("base", "home", "index", "level", "meta", "offset", "owner", "parameter", "rank", "versioned")
+    __slots__ = (
+        "base", "detached", "home", "index", "level", "meta", "offset", "owner", "parameter", "rank", "versioned",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -52,6 +56,7 @@ class Value:
         self.base: Value | None = None
         self.offset = 0
         self.versioned = True
+        self.detached: int | None = None
         self.home = parameter
 
     @property
@@ -115,10 +120,12 @@ class Write(NamedTuple):
     Attributes:
         source: The value before; for a replicated tensor, its index among the leaves of the arguments.
         result: The value after.
+        has_graph: Whether the graph of the value after contains the task, and not only that of the value before.
     """
 
     source: Value | int
     result: Value
+    has_graph: bool = True
 
 
 class Task:
