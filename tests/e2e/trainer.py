@@ -344,8 +344,9 @@ def main() -> None:
             feature = Feature({"partitions": 2, "ddp": processes > 2}, processes)
             launch(folder, version, arguments.tasks, feature)
         for name in arguments.features:
-            # The layers of images' model have other names in files and under tensor parallelism.
-            launch(folder, version, ["causal", "images"] if name == "tensors" else ["causal"], FEATURES[name])
+            # These models have other names in files and under tensor parallelism.
+            divided = ["causal", "images", "translation", "experts"]
+            launch(folder, version, divided if name == "tensors" else ["causal"], FEATURES[name])
 
 
 if __name__ == "__main__":

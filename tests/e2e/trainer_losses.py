@@ -34,8 +34,8 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 #: Relative difference of losses from those of one process in float64. The loss of causal models is computed in float32;
 #: bfloat16 rounds by up to 2**-9, and the mean over tokens differs by less, since most roundings cancel.
 TOLERANCE, BF16_TOLERANCE = 1e-4, 2.0**-9
-#: Models that divide their loss by the number of labels, and one that does not, whose loss differs with a warning.
-TASKS, OTHER = ["causal", "llama"], "masked"
+#: Models that divide their loss by the number of labels, and models whose loss is the mean over labels.
+TASKS = ["causal", "llama", "masked", "translation"]
 
 
 def example(torch: Any, number: int) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def alone(work: Path) -> None:
     """Trains in one process."""
     import contextlib
 
-    for task in [*TASKS, OTHER]:
+    for task in TASKS:
         (work / f"{task}.json").write_text(json.dumps(train(task, str(work / task), 1, contextlib.nullcontext)))
 
 
@@ -123,9 +123,12 @@ def rank(work: Path) -> None:
     import smdistributed.modelparallel.torch as smp
 
     assert transformers.__version__ == NEW
-    for task in [*TASKS, OTHER]:
+    for task in TASKS:
         if not smp.is_initialized():
             smp.init()
+        if smp.state.cfg.bf16 and task == "translation":
+            # T5 computes its loss in bfloat16, whose rounding depends on the microbatches.
+            continue
         ranks = smp.rdp_size() if smp.state.cfg.prescaled_batch else smp.dp_size()
         is_bf16, folder = smp.state.cfg.bf16, work / f"{task}-job"
         tolerance = BF16_TOLERANCE if is_bf16 else TOLERANCE
@@ -135,25 +138,22 @@ def rank(work: Path) -> None:
         warned = [str(each.message) for each in told if "different numbers of labels" in str(each.message)]
         smp.barrier()
         expected = json.loads((work / f"{task}.json").read_text())
-        if task == OTHER:
-            assert len(warned) == 1, warned
-        else:
-            assert not warned, warned
-            for key in ("losses", "evaluated") if is_bf16 else expected:
-                torch.testing.assert_close(
-                    found[key],
-                    expected[key],
-                    rtol=tolerance,
-                    atol=0.0,
-                    msg=lambda text, at=f"{task}, {key}": f"{at}: {text}",
-                )
-            weights, other = load_file(folder / "model.safetensors"), load_file(work / task / "model.safetensors")
-            # A job writes tied weights under both names.
-            assert weights.keys() >= other.keys(), other.keys() - weights.keys()
-            for name in () if is_bf16 else other:
-                torch.testing.assert_close(
-                    weights[name], other[name], rtol=1e-5, atol=1e-6, msg=lambda text, at=name: f"{at}: {text}"
-                )
+        assert not warned, warned
+        for key in ("losses", "evaluated") if is_bf16 else expected:
+            torch.testing.assert_close(
+                found[key],
+                expected[key],
+                rtol=tolerance,
+                atol=0.0,
+                msg=lambda text, at=f"{task}, {key}": f"{at}: {text}",
+            )
+        weights, other = load_file(folder / "model.safetensors"), load_file(work / task / "model.safetensors")
+        # A job writes tied weights under both names.
+        assert weights.keys() >= other.keys(), other.keys() - weights.keys()
+        for name in () if is_bf16 else other:
+            torch.testing.assert_close(
+                weights[name], other[name], rtol=1e-5, atol=1e-6, msg=lambda text, at=name: f"{at}: {text}"
+            )
         smp.barrier()
         if smp.rank() == 0:
             print(

@@ -65,8 +65,9 @@ def close(one, other, tolerance, what):
 
 
 def compare(
-    make, run, batch, tp, pp, rdp, prescaled, optimize, *, steps=2, tolerance=1e-10, more=None, dtype=None, names=None
-):
+    make, run, batch, tp, pp, rdp, prescaled, optimize, *, steps=2, tolerance=1e-10, more=None, dtype=None, names=None,
+    together=False,
+):  # fmt: skip
     """Trains in one process and with this layout, and compares everything.
 
     Args:
@@ -74,15 +75,29 @@ def compare(
         run: `run(model, *batch)` returns loss and output.
         batch: `batch(step, replica)`, of one data-parallel rank, as a tuple of tensors.
         names: Translates gathered tensors to the names of one process, if modules with other names replace its own.
+        together: Whether the loss of a microbatch is not the mean over its samples, so that one process computes the
+            same microbatches.
     """
     torch.set_default_dtype(dtype or torch.float64)
     dp = tp * rdp
+    settings = config(tp, pp, prescaled, optimize, **(more or {}))
 
     def batches(step):
         return [batch(step, replica) for replica in range(dp)]
 
-    losses, outputs, gradients, norm, parameters = reference(make, run, batches, steps)
-    smp.init(config(tp, pp, prescaled, optimize, **(more or {})))
+    def microbatches(step):
+        found, joined = batches(step), tp if prescaled else 1
+        wholes = [
+            [torch.cat(parts) for parts in zip(*found[at : at + joined], strict=True)] for at in range(0, dp, joined)
+        ]
+        return [
+            each
+            for whole in wholes
+            for each in zip(*(part.chunk(settings["microbatches"]) for part in whole), strict=True)
+        ]
+
+    losses, outputs, gradients, norm, parameters = reference(make, run, microbatches if together else batches, steps)
+    smp.init(settings)
     assert (smp.tp_size(), smp.pp_size(), smp.rdp_size(), smp.dp_size()) == (tp, pp, rdp, dp)
     torch.manual_seed(0)
     model = smp.DistributedModel(make())
@@ -108,8 +123,14 @@ def compare(
         assert abs(mean - losses[step]) <= tolerance * max(1, abs(losses[step])), (step, mean, losses[step])
         if optimizer is None:
             optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), 1e-2))
-            place = smp.rdp_rank() * tp
-            expected = torch.cat(outputs[place : place + tp]) if prescaled else outputs[smp.dp_rank()]
+            # The number of outputs of this rank's batch, and its place among the batches.
+            count, place = 1, smp.dp_rank()
+            if together:
+                count, place = settings["microbatches"], smp.rdp_rank() if prescaled else smp.dp_rank()
+            elif prescaled:
+                count, place = tp, smp.rdp_rank()
+            own = outputs[place * count : (place + 1) * count]
+            expected = own[0] if count == 1 else torch.cat(own)
             close(output.concat(), expected, tolerance, "output")
             own = gathered(model, lambda each: each.grad)
             if names is not None:

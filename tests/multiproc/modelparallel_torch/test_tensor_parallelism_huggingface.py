@@ -12,7 +12,7 @@ import pytest
 
 from support import Forked, run_ranks
 
-NAMES = ["gpt2", "llama", "llama3", "mistral", "qwen2", "gptj", "gptneo", "gptneox", "gptneox-serial"]
+NAMES = ["gpt2", "llama", "llama3", "mistral", "mixtral", "qwen2", "gptj", "gptneo", "gptneox", "gptneox-serial"]
 
 
 def _models():
@@ -36,6 +36,10 @@ def _models():
             },
         ),
         "mistral": transformers.MistralConfig(**grouped, sliding_window=3),
+        "mixtral": transformers.MixtralConfig(
+            **grouped, num_local_experts=4, experts_implementation="eager", output_router_logits=True,
+            router_aux_loss_coef=0.3, pad_token_id=3,
+        ),
         "qwen2": transformers.Qwen2Config(**grouped),
         "gptj": transformers.GPTJConfig(**gpt2, rotary_dim=2),
         "gptneo": transformers.GPTNeoConfig(
@@ -45,12 +49,6 @@ def _models():
         "gptneox": transformers.GPTNeoXConfig(**small, rotary_pct=0.5),
         "gptneox-serial": transformers.GPTNeoXConfig(**small, use_parallel_residual=False),
     }  # fmt: skip
-
-
-def _norm(module, hidden):
-    import torch
-
-    return torch.nn.functional.rms_norm(hidden, hidden.shape[-1:], module.weight, module.variance_epsilon)
 
 
 def _make(config):
@@ -73,6 +71,7 @@ def _check_models(names, layout, variants):
     import torch
 
     import smdistributed.modelparallel.torch as smp
+    from support.exact_models import exact
     from support.tensor_parallel import close, config, tokens
 
     torch.set_default_dtype(torch.float64)
@@ -82,21 +81,18 @@ def _check_models(names, layout, variants):
         # GPT-J and GPT-Neo compute scores in float32.
         tolerance = 1e-5 if name in ("gptj", "gptneo") else 1e-10
         for prescaled, optimize in variants:
-            alone = _make(_models()[name])
-            for each in alone.modules():
-                if type(each).__name__.endswith("RMSNorm"):
-                    # Theirs computes in float32.
-                    each.forward = functools.partial(_norm, each)
+            alone = exact(_make(_models()[name]))
             batches = [tokens(0, replica) for replica in range(tp * rdp)]
             # A token that sees none has no output that two implementations agree on.
             masks = [(batch % 11 != 0).long().index_fill_(1, torch.tensor([0]), 1) for batch in batches]
             losses = []
             for ids, mask in zip(batches, masks, strict=True):
                 # Not the models' own losses, which are computed in float32.
-                logits = alone(input_ids=ids, attention_mask=mask).logits[:, :-1].flatten(0, 1)
-                losses.append(
-                    torch.nn.functional.cross_entropy(logits, ids.masked_fill(mask == 0, -100)[:, 1:].flatten())
-                )
+                output = alone(input_ids=ids, attention_mask=mask)
+                logits, labels = output.logits[:, :-1].flatten(0, 1), ids.masked_fill(mask == 0, -100)[:, 1:].flatten()
+                losses.append(torch.nn.functional.cross_entropy(logits, labels))
+                if name == "mixtral":
+                    losses[-1] = losses[-1] + 0.3 * output.aux_loss
             torch.stack(losses).mean().backward()
             gradients = {key: each.grad for key, each in alone.named_parameters()}
             weights = alone.state_dict()
@@ -251,11 +247,12 @@ def _other_kinds():
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
     return {
-        "t5": (
-            transformers.T5ForConditionalGeneration,
-            transformers.T5Config(
-                vocab_size=53, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, dropout_rate=0.0,
-                decoder_start_token_id=0,
+        "bart": (
+            transformers.BartForConditionalGeneration,
+            transformers.BartConfig(
+                vocab_size=53, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+                decoder_attention_heads=4, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=12,
+                dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
             ),
         ),
         "vit": (
@@ -264,24 +261,13 @@ def _other_kinds():
                 **sizes, image_size=8, patch_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
             ),
         ),
-        "mixtral": (
-            transformers.MixtralForCausalLM,
-            transformers.MixtralConfig(
-                **sizes, vocab_size=53, num_key_value_heads=2, num_local_experts=4, experts_implementation="eager"
+        "olmoe": (
+            transformers.OlmoeForCausalLM,
+            transformers.OlmoeConfig(
+                **sizes, vocab_size=53, num_experts=4, num_experts_per_tok=2, experts_implementation="eager"
             ),
         ),
     }  # fmt: skip
-
-
-def _exact_norms(model):
-    """Replace norms that compute in float32."""
-    import torch
-
-    for parent in list(model.modules()):
-        for name, each in list(parent.named_children()):
-            if type(each).__name__.endswith("RMSNorm") or type(each).__name__ == "T5LayerNorm":
-                setattr(parent, name, torch.nn.RMSNorm(each.weight.shape[0], each.variance_epsilon))
-    return model
 
 
 def _run_other(name, model, ids):
@@ -292,7 +278,7 @@ def _run_other(name, model, ids):
         pixels = (ids[:, :1, None, None].double() * torch.linspace(-1, 1, 192).view(3, 8, 8)).sin()
         logits = model(pixel_values=pixels).logits
         return torch.nn.functional.cross_entropy(logits, ids[:, 0] % 2), logits
-    more = {"decoder_input_ids": ids.flip(1)} if name == "t5" else {}
+    more = {"decoder_input_ids": ids.flip(1)} if name == "bart" else {}
     logits = model(input_ids=ids, **more).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()), logits
 
@@ -301,6 +287,7 @@ def _check_others(names, layout, optimize):
     import torch
 
     import smdistributed.modelparallel.torch as smp
+    from support.exact_models import exact
     from support.tensor_parallel import compare, tokens
 
     torch.set_default_dtype(torch.float64)
@@ -310,7 +297,7 @@ def _check_others(names, layout, optimize):
 
         def make(kind=kind, settings=settings):
             with smp.tensor_parallelism():
-                return _exact_norms(kind(settings))
+                return exact(kind(settings))
 
         run = functools.partial(_run_other, name)
         # Layers of ViT are replaced, with names of their own.
@@ -321,7 +308,7 @@ def _check_others(names, layout, optimize):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", ["t5", "vit", "mixtral"])
+@pytest.mark.parametrize("name", ["bart", "vit", "olmoe"])
 def test_other_models_equal_one_process(name):
     pytest.importorskip("transformers")
     run_ranks(_check_others, 2, [name], (2, 1, 1), "memory", launcher=Forked("transformers"), timeout=190)
@@ -384,7 +371,7 @@ LAYOUTS = [(2, 1, 1), (2, 2, 1), (2, 2, 2)]
 
 @pytest.mark.more
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", ["t5", "vit", "mixtral"])
+@pytest.mark.parametrize("name", ["bart", "vit", "olmoe"])
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
 def test_other_models_on_partitions(name, layout):
     pytest.importorskip("transformers")
@@ -394,28 +381,31 @@ def test_other_models_on_partitions(name, layout):
 def _run_causal(model, ids):
     import torch
 
-    logits = model(input_ids=ids).logits
-    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()), logits
+    output = model(input_ids=ids)
+    loss = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    # With experts, the loss that balances them.
+    balancing = getattr(output, "aux_loss", None)
+    return loss if balancing is None else loss + 0.3 * balancing, output.logits
 
 
-def _check_trained(names, layout):
+def _check_trained(names, layout, prescaled=False, optimize="memory"):
     import smdistributed.modelparallel.torch as smp
+    from support.exact_models import exact
     from support.tensor_parallel import compare, tokens
 
     for name in names:
 
         def make(name=name):
             with smp.tensor_parallelism():
-                model = _make(_models()[name])
-            # Whole models of these kinds are replaced, and their norms with them.
-            return model if smp.is_initialized() and smp.tp_size() > 1 else _exact_norms(model)
+                return exact(_make(_models()[name]))
 
         family = {"llama3": "llama", "gptneox-serial": "gptneox"}.get(name, name)
         to_hf = getattr(getattr(smp.nn.huggingface, family), f"translate_state_dict_to_hf_{family}")
         heads = {"num_attention_heads": 4} if family == "gptneox" else {}
         translate = functools.partial(_named, to_hf, heads)
-        compare(make, _run_causal, lambda step, replica: (tokens(step, replica),), *layout, False, "memory", steps=5,
-                tolerance=1e-5 if name in ("gptj", "gptneo") else 1e-10, names=translate)  # fmt: skip
+        compare(make, _run_causal, lambda step, replica: (tokens(step, replica),), *layout, prescaled, optimize,
+                steps=5, tolerance=1e-5 if name in ("gptj", "gptneo") else 1e-10, names=translate,
+                together=name == "mixtral")  # fmt: skip
 
 
 def _named(to_hf, options, found):

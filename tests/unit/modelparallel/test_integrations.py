@@ -266,7 +266,11 @@ def test_losses_of_the_trainer_are_divided_by_the_labels_of_all_batches(job, mon
     wrapped = smp.DistributedModel(model)
     two = types.SimpleNamespace(cfg=types.SimpleNamespace(microbatches=2), require_model=lambda: wrapped)
     monkeypatch.setattr(trainer_loss, "state", two)
-    module = types.SimpleNamespace(Trainer=Trainer, smp_forward_backward=lambda model, inputs, steps: (inputs, steps))
+    module = types.SimpleNamespace(
+        Trainer=Trainer,
+        smp_forward_backward=lambda model, inputs, steps: (inputs, steps),
+        smp_forward_only=lambda model, inputs: inputs,
+    )
     trainer_loss.adapt(module)
     trainer, labels = Trainer(model), torch.tensor([[1, 2], [3, -100]])
     inputs, divisor = trainer.training_step(model, {"labels": labels}, torch.tensor(12))
@@ -275,11 +279,42 @@ def test_losses_of_the_trainer_are_divided_by_the_labels_of_all_batches(job, mon
     assert divisor == 1 / 4
     assert not told
     assert trainer.prediction_step(model, inputs, True)["num_items_in_batch"].smp_slice(2, 0, 0).item() == 3.0
-    # A model without a use of the number has the mean of accumulated batches, of which an epoch's end may have fewer.
+    # A model without a use of the number has the mean of accumulated batches, of which an epoch's end may have fewer;
+    # one that takes the number, and ignores it, has their sum.
     other = Trainer(torch.nn.Linear(2, 2))
+    assert other.training_step(model, {"labels": labels.abs()}, torch.tensor(12))[1] == 1.0
+    other.loss_is_scaled_for_ga = False
     assert other.training_step(model, {"labels": labels.abs()}, torch.tensor(12))[1] == 3.0
     assert not told
     inputs, divisor = other.training_step(model, {"labels": labels}, torch.tensor(12))
     assert ("num_items_in_batch" in inputs, divisor) == (False, 3.0)
     assert [text.partition(",")[0] for text in told] == ["microbatches have different numbers of labels"]
     assert module.smp_forward_backward(model, inputs, 2)[1] == 2
+
+
+def test_means_over_labels_are_weighted_by_the_labels_of_microbatches():
+    class Masked(torch.nn.Module):
+        def forward(self, x, labels=None, **kwargs):
+            return torch.nn.CrossEntropyLoss()(x, labels)
+
+    class Weighted(torch.nn.Module):
+        def forward(self, x, labels=None):
+            return torch.nn.CrossEntropyLoss(weight=torch.ones(4))(x, labels)
+
+    class Several(torch.nn.Module):
+        def forward(self, x, labels=None, sentence_label=None):
+            loss = torch.nn.CrossEntropyLoss()
+            return loss(x, labels) + loss(x, sentence_label)
+
+    labels = torch.tensor([[1, 2, 3], [-100, 3, -100], [1, -100, -100], [-100, -100, 0]])
+    for model, expected in ((Masked(), True), (Weighted(), False), (Several(), False), (torch.nn.Linear(2, 2), False)):
+        trainer = types.SimpleNamespace(model=model)
+        assert trainer_loss._averages_labels(trainer, {"labels": labels}) is expected
+    assert not trainer_loss._averages_labels(types.SimpleNamespace(model=Masked()), {"labels": labels[:, 0]})
+    # Of 12 labels on two ranks, this rank has 4 and 2 in its microbatches.
+    shares = trainer_loss.LabelShares(labels, torch.tensor(12), 2)
+    assert [shares.smp_slice(2, at, 0).item() for at in range(2)] == [6 / (2 * 4), 6 / (2 * 2)]
+    # Weighted so, the mean over ranks and microbatches is the mean over all labels.
+    losses = torch.randn(6, dtype=torch.float64)
+    parts = [losses[:4].mean() / shares.smp_slice(2, 0, 0), losses[4:].mean() / shares.smp_slice(2, 1, 0)]
+    torch.testing.assert_close(sum(parts) / 2, losses.sum() / 6)

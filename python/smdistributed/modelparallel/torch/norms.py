@@ -99,6 +99,57 @@ def _norm_over_partitions(gradients: Sequence[torch.Tensor], norm_type: float) -
     return total if infinite else total ** (1.0 / norm_type)
 
 
+def divided(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return which tensors of an optimizer are slices of parameters that tensor parallelism divides.
+
+    Args:
+        optimizer: The optimizer.
+
+    Returns:
+        Their ids; none unless ``smp.DistributedOptimizer`` wraps the optimizer.
+    """
+    if not _is_wrapped(optimizer):
+        return set()
+    slices = shards(state.require_model().module)
+    return {id(each) for each, source in _sources(optimizer) if id(source) in slices}
+
+
+@torch.no_grad()
+def whole_norm(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Return the norm of all gradients of an optimizer, over all ranks that hold one model.
+
+    All of these ranks call it, also those without parameters. Unless ``smp.DistributedOptimizer`` wraps the optimizer,
+    it is the norm of the gradients on this rank.
+
+    Args:
+        optimizer: The optimizer, whose states are not sharded.
+
+    Returns:
+        The norm, in float64.
+    """
+    pairs = _sources(optimizer)
+    if _is_wrapped(optimizer):
+        counted = {id(each) for each in _counted_here([source for _, source in pairs])}
+        pairs = [(each, source) for each, source in pairs if id(source) in counted]
+        return _norm_over_partitions([each.grad for each, _ in pairs if each.grad is not None], 2.0)
+    found = [torch.linalg.vector_norm(each.grad, dtype=_wide(each.grad)) for each, _ in pairs if each.grad is not None]
+    return (
+        torch.stack([each.double() for each in found]).norm()
+        if found
+        else torch.zeros((), dtype=torch.float64, device=current_device())
+    )
+
+
+def _is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
+    return state.optimizer is not None and state.optimizer.optimizer is optimizer and state.model is not None
+
+
+def _sources(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return each tensor of an optimizer with the model's parameter of which it is the master weight, or itself."""
+    known = {} if state.optimizer is None else state.optimizer.master_sources
+    return [(each, known.get(id(each), each)) for group in optimizer.param_groups for each in group["params"]]
+
+
 def follow_torch() -> None:
     """Make the functions of ``torch.nn.utils`` compute norms over all partitions, for the life of this process."""
     if not isinstance(clip_grad._get_total_norm, _TotalNorm):

@@ -14,6 +14,7 @@ from smdistributed import _core
 from smdistributed.modelparallel.exceptions import SMPUnsupportedError, SMPUsageError
 from smdistributed.modelparallel.torch import norms
 from smdistributed.modelparallel.torch.checkpoint import optimizer_state
+from smdistributed.modelparallel.torch.optimizers import steps_here
 from smdistributed.modelparallel.torch.precision import half_model, loss_scale
 from smdistributed.modelparallel.torch.precision.loss_scale import DYNAMIC_DEFAULTS, make_loss_scale
 from smdistributed.modelparallel.torch.precision.master_weights import MasterWeights
@@ -204,6 +205,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return found
 
     @property
+    def master_sources(self) -> Mapping[int, torch.Tensor]:
+        """For each master weight by id, the 16-bit parameter of the model; empty without ``fp16`` and ``bf16``."""
+        return {} if self._masters is None else self._masters.sources
+
+    @property
     def is_sharded(self) -> bool:
         """Whether ranks with the same parameters hold different parts of the state."""
         return self._shards is not None or _sharded_model() is not None
@@ -213,7 +219,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         sharded = _sharded_model()
         if sharded is None:
             return gradients
-        sources = {} if self._masters is None else self._masters.sources
+        sources = self.master_sources
         pieces = sharded.pieces
         left_out = set()
         for each in itertools.chain.from_iterable(group["params"] for group in self.optimizer.param_groups):
@@ -331,7 +337,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._check_scaled()
             self._has_scaled_loss = False
             result = self._masters.step()
-        elif any(group["params"] for group in self.optimizer.param_groups):
+        elif steps_here(self.optimizer):
             result = self.optimizer.step()
         if self._shards is not None and not self.overflow:
             self._shards.gather()

@@ -6,8 +6,10 @@ mean over labels of its own.
 
 - TRL-1: a model gets the number of labels divided by that of microbatches, since a step averages over microbatches.
   Its loss is multiplied by the number of ranks over which labels were counted, since gradients are averaged over them.
-- TRL-2: a model whose code shows no use of the number gets none. Its loss is a mean, and so is the loss of a step. One
-  process adds up such losses of accumulated batches, though they are means.
+- TRL-2: a model whose code shows no use of the number gets none. One process then adds up the losses of accumulated
+  batches, though they are means, if the model takes arguments that it does not know. So does the branch here.
+- TRL-3: if the loss of such a model is the mean over its labels, as that of BERT for masked language modeling, the loss
+  of a microbatch is weighted by its share of the labels in the batch, which the ranks add up once for each batch.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from smdistributed.modelparallel.torch.state import state
 _ITEMS = "num_items_in_batch"
 _IGNORED_LABEL = -100
 #: The divisor of the loss of the step that begins, if the branch's own is not that of one process.
-_divisor: contextvars.ContextVar[float | None] = contextvars.ContextVar("divisor", default=None)
+_divisor: contextvars.ContextVar[Any] = contextvars.ContextVar("divisor", default=None)
 
 
 class ItemCount:
@@ -54,6 +56,36 @@ class ItemCount:
         return self._count / num_mb
 
 
+class LabelShares:
+    """The divisors of the mean losses of microbatches, as an argument of a step (TRL-3).
+
+    Args:
+        labels: ``[batch, ..]``, the labels on this rank.
+        whole: The number of labels in the batch, over all counting ranks.
+        ranks: The number of these ranks.
+        divisor: A divisor of all losses.
+    """
+
+    def __init__(self, labels: torch.Tensor, whole: torch.Tensor, ranks: int, divisor: float = 1.0) -> None:
+        self._is_label = labels.ne(_IGNORED_LABEL).flatten(1).sum(1)
+        self._mean, self._divisor = whole.double() / ranks, divisor
+
+    def smp_slice(self, num_mb: int, mb: int, axis: int) -> torch.Tensor:
+        """Return the divisor for a microbatch.
+
+        Args:
+            num_mb: Number of microbatches.
+            mb: Index of the microbatch.
+            axis: The batch's axis, which a number has none of.
+
+        Returns:
+            The divisor, without axes.
+        """
+        del axis
+        own = self._is_label.chunk(num_mb)[mb].sum()
+        return self._mean.to(own.device) / (own * num_mb) * self._divisor
+
+
 def adapt(module: Any) -> None:
     """Correct the losses of the Trainer's branch, if its version counts labels.
 
@@ -64,17 +96,19 @@ def adapt(module: Any) -> None:
     if _ITEMS not in inspect.signature(getattr(kind, "training_step", _nothing)).parameters:
         return
     training_step, prediction_step = kind.training_step, kind.prediction_step
-    forward_backward = module.smp_forward_backward
+    forward_backward, forward_only = module.smp_forward_backward, module.smp_forward_only
 
     @functools.wraps(training_step)
     def step_of_batch(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         counts = num_items_in_batch is not None and _uses_count(self)
-        _warn_of_differences(self, inputs, counts)
+        shares = not counts and _averages_labels(self, inputs)
+        _warn_of_differences(self, inputs, counts or shares)
+        divisor: Any = 1.0 if _adds_up(self, num_items_in_batch) else float(self.current_gradient_accumulation_steps)
         if counts:
             inputs = {**inputs, _ITEMS: ItemCount(num_items_in_batch)}
             divisor = 1.0 / _counting_ranks(self)
-        else:
-            divisor = float(self.current_gradient_accumulation_steps)
+        elif shares:
+            divisor = _shares(self, inputs["labels"], divisor)
         # An epoch may end with fewer batches than are accumulated otherwise.
         state.require_model().replicas.reduce_in_next_step(self.accelerator.gradient_state.sync_gradients)
         token = _divisor.set(divisor)
@@ -90,18 +124,49 @@ def adapt(module: Any) -> None:
             count = self._get_num_items_in_batch([inputs], self.args.device)
             if count is not None:
                 inputs = {**inputs, _ITEMS: ItemCount(count / _counting_ranks(self))}
-        return prediction_step(self, model, inputs, *args, **kwargs)
+        token = None
+        if has_labels and _ITEMS not in inputs and _averages_labels(self, inputs):
+            token = _divisor.set(_shares(self, inputs["labels"]))
+        try:
+            return prediction_step(self, model, inputs, *args, **kwargs)
+        finally:
+            if token is not None:
+                _divisor.reset(token)
 
     @functools.wraps(forward_backward)
     def divided(model: Any, inputs: Any, gradient_accumulation_steps: float = 1) -> Any:
         divisor = _divisor.get()
         return forward_backward(model, inputs, gradient_accumulation_steps if divisor is None else divisor)
 
-    kind.training_step, kind.prediction_step, module.smp_forward_backward = step_of_batch, predict_batch, divided
+    @functools.wraps(forward_only)
+    def divided_outputs(model: Any, inputs: Any) -> Any:
+        outputs, shares = forward_only(model, inputs), _divisor.get()
+        if isinstance(shares, LabelShares) and isinstance(outputs, dict):
+            losses = outputs["loss"].outputs
+            of_parts = [each / shares.smp_slice(len(losses), at, 0).to(each) for at, each in enumerate(losses)]
+            outputs["loss"] = type(outputs["loss"])(of_parts)
+        return outputs
+
+    kind.training_step, kind.prediction_step = step_of_batch, predict_batch
+    module.smp_forward_backward, module.smp_forward_only = divided, divided_outputs
 
 
 def _nothing() -> None:
     """Stand for a method that is absent."""
+
+
+def _adds_up(trainer: Any, num_items: Any) -> bool:
+    """Return whether one process adds up the losses of accumulated batches instead of dividing by their number."""
+    chosen = getattr(trainer, "loss_is_scaled_for_ga", None)
+    return bool(chosen) if chosen is not None else bool(trainer.model_accepts_loss_kwargs and num_items is not None)
+
+
+def _shares(trainer: Any, labels: torch.Tensor, divisor: float = 1.0) -> LabelShares:
+    """Return the shares of the labels of microbatches; all counting ranks call it."""
+    ranks, count = _counting_ranks(trainer), labels.ne(_IGNORED_LABEL).sum()
+    if ranks > 1:
+        count = trainer.accelerator.gather(count.to(trainer.args.device)).sum().to(labels.device)
+    return LabelShares(labels, count, ranks, divisor)
 
 
 def _counting_ranks(trainer: Any) -> int:
@@ -129,15 +194,39 @@ def _warn_of_differences(trainer: Any, inputs: Any, counts: bool) -> None:
 
 def _uses_count(trainer: Any) -> bool:
     """Return whether a model divides its loss by the number: by a parameter, or by transformers' loss (TRL-2)."""
-    model = trainer.model
     if not trainer.model_accepts_loss_kwargs:
         return False
+    forward, code = _forward_of(trainer.model)
+    return _ITEMS in inspect.signature(forward).parameters or (code is not None and "loss_function" in code.co_names)
+
+
+def _averages_labels(trainer: Any, inputs: Any) -> bool:
+    """Return whether the loss of a model is the mean over the labels of tokens, as its code shows (TRL-3).
+
+    That is so if its only labels go to a ``CrossEntropyLoss`` without weights and with PyTorch's reduction.
+    """
+    labels = inputs.get("labels")
+    if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():
+        return False
+    forward, code = _forward_of(trainer.model)
+    if (
+        code is None
+        or "CrossEntropyLoss" not in code.co_names
+        or not {"loss_function", "loss_fn"}.isdisjoint(code.co_names)
+    ):
+        return False
+    of_labels = [name for name in inspect.signature(forward).parameters if "label" in name]
+    options = {name for each in code.co_consts if isinstance(each, tuple) for name in each if isinstance(name, str)}
+    return of_labels == ["labels"] and options.isdisjoint({"weight", "reduction", "label_smoothing"})
+
+
+def _forward_of(model: Any) -> tuple[Any, Any]:
+    """Return the function that computes the loss, and its code."""
     if hasattr(model, "get_base_model"):
         # An adapter of PEFT calls the model with its own arguments.
         model = model.get_base_model()
     forward = inspect.unwrap(model.forward)
-    code = getattr(forward, "__code__", None)
-    return _ITEMS in inspect.signature(forward).parameters or (code is not None and "loss_function" in code.co_names)
+    return forward, getattr(forward, "__code__", None)
 
 
 def _are_uneven(labels: Any, microbatches: int) -> bool:

@@ -4,6 +4,8 @@ from smdistributed.modelparallel.torch.nn import huggingface as huggingface
 from smdistributed.modelparallel.torch.nn.attention import DistributedAttentionLayer
 from smdistributed.modelparallel.torch.nn.cross_entropy import vocab_parallel_cross_entropy
 from smdistributed.modelparallel.torch.nn.embedding import DistributedEmbedding, VocabParallelEmbedding
+from smdistributed.modelparallel.torch.nn.encoder_decoder import DistributedEncoderDecoder
+from smdistributed.modelparallel.torch.nn.experts import DistributedExpertsLayer
 from smdistributed.modelparallel.torch.nn.feed_forward import DistributedTransformerOutputLayer
 from smdistributed.modelparallel.torch.nn.flash_attention import FlashAttentionLayer
 from smdistributed.modelparallel.torch.nn.linear import DistributedLinear
@@ -11,6 +13,7 @@ from smdistributed.modelparallel.torch.nn.lm_head import DistributedTransformerL
 from smdistributed.modelparallel.torch.nn.module import DistributedModule
 from smdistributed.modelparallel.torch.nn.norm import DistributedLayerNorm, DistributedRMSNorm, FusedLayerNorm
 from smdistributed.modelparallel.torch.nn.options import BlockOptions
+from smdistributed.modelparallel.torch.nn.relative_bias import RelativeBias
 from smdistributed.modelparallel.torch.nn.rotary import Rotary
 from smdistributed.modelparallel.torch.nn.transformer import DistributedTransformer, DistributedTransformerLayer
 
@@ -18,6 +21,8 @@ __all__ = [
     "BlockOptions",
     "DistributedAttentionLayer",
     "DistributedEmbedding",
+    "DistributedEncoderDecoder",
+    "DistributedExpertsLayer",
     "DistributedLayerNorm",
     "DistributedLinear",
     "DistributedModule",
@@ -28,6 +33,7 @@ __all__ = [
     "DistributedTransformerOutputLayer",
     "FlashAttentionLayer",
     "FusedLayerNorm",
+    "RelativeBias",
     "Rotary",
     "VocabParallelEmbedding",
     "huggingface",

@@ -135,6 +135,7 @@ class DistributedAttentionLayer(DistributedModule):
         cross_length: int = 0,
         has_residual: bool = True,
         normed: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend inside of a block; see :mod:`layout` for the shapes.
 
@@ -148,6 +149,7 @@ class DistributedAttentionLayer(DistributedModule):
             cross_length: Their number of tokens.
             has_residual: Whether the input is added.
             normed: The input after the first norm, if the caller has computed it.
+            bias: Added to the scores of this rank's heads, ``[1, local heads, S, S]``.
 
         Returns:
             As ``hidden``.
@@ -170,6 +172,8 @@ class DistributedAttentionLayer(DistributedModule):
             angles = rotary.angles(positions, length, query)
             query, key = rotary.rotate(query, angles), rotary.rotate(key, angles)
         slopes = query.new_tensor(self._slopes) if self.options.use_alibi else None
+        if bias is not None:
+            mask = bias if mask is None else mask.to(bias.dtype) + bias
         context = attend(
             query,
             key,
@@ -189,6 +193,8 @@ class DistributedAttentionLayer(DistributedModule):
         )
         if has_residual:
             output = add_residual(hidden, output, self.options.fp32_residual_addition)
+        if self.options.limits_fp16:
+            output = limited(output)
         return self.layernorm(output) if self.has_post_layernorm else output
 
     def _split(self, features: torch.Tensor) -> torch.Tensor:
@@ -211,3 +217,19 @@ def add_residual(hidden: torch.Tensor, output: torch.Tensor, in_fp32: bool) -> t
     if in_fp32 and output.dtype in (torch.float16, torch.bfloat16):
         return (hidden.float() + output.float()).to(output.dtype)
     return hidden + output
+
+
+def limited(hidden: torch.Tensor) -> torch.Tensor:
+    """Clamp activations in float16 to finite values.
+
+    Args:
+        hidden: Activations.
+
+    Returns:
+        The same, unless the type is float16.
+    """
+    if hidden.dtype != torch.float16:
+        return hidden
+    # A sum of two numbers at the limit of the type would be infinite again in the next block.
+    limit = torch.finfo(hidden.dtype).max - 1000
+    return hidden.clamp(-limit, limit)

@@ -113,12 +113,19 @@ class VocabParallelEmbedding(DistributedModule):
         num_embeddings: Rows of the whole embedding.
         embedding_dim: Number of features.
         initializer_range: Standard deviation of initial values.
+        padding_idx: A row that gets no gradient.
     """
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, initializer_range: float = 0.02) -> None:
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        initializer_range: float = 0.02,
+        padding_idx: int | None = None,
+    ) -> None:
         super().__init__()
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        initial = initializers.normal_rows(initializer_range, None)
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        initial = initializers.normal_rows(initializer_range, padding_idx)
         self.add_parameter("weight", (num_embeddings, embedding_dim), initial, shard_dim=0, padded=True)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -131,9 +138,11 @@ class VocabParallelEmbedding(DistributedModule):
             ``[N, S, embedding_dim]``, with zeros for rows of other ranks: a partial result.
         """
         if collectives.tp_size() == 1:
-            return functional.embedding(ids, self.weight)
+            return functional.embedding(ids, self.weight, self.padding_idx)
         begin, end = self.shards["weight"].bounds(collectives.tp_rank())
         local = ids - begin
         is_here = (local >= 0) & (local < end - begin)
-        rows = functional.embedding(local.masked_fill(~is_here, 0), self.weight)
+        padding = self.padding_idx
+        padding = None if padding is None or not begin <= padding < end else padding - begin
+        rows = functional.embedding(local.masked_fill(~is_here, 0), self.weight, padding)
         return rows.masked_fill(~is_here[..., None], 0.0)

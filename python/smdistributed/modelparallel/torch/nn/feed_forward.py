@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from smdistributed.modelparallel.exceptions import SMPValidationError
 from smdistributed.modelparallel.torch.nn import layout, random
-from smdistributed.modelparallel.torch.nn.attention import add_residual
+from smdistributed.modelparallel.torch.nn.attention import add_residual, limited
 from smdistributed.modelparallel.torch.nn.column_products import column_products
 from smdistributed.modelparallel.torch.nn.linear import ColumnParallelLinear, RowParallelLinear
 from smdistributed.modelparallel.torch.nn.module import DistributedModule, check_divisible
@@ -80,7 +80,8 @@ class DistributedTransformerOutputLayer(DistributedModule):
             self.pre_layernorm = make_norm(options.normalization, hidden_size, layernorm_epsilon)
         if post_layernorm:
             self.layernorm = make_norm(options.normalization, hidden_size, layernorm_epsilon)
-        self.is_gated = options.gated
+        self.is_gated, self.activation_dropout_prob = options.gated, options.activation_dropout_prob
+        self.limits_fp16 = options.limits_fp16
         self.has_pre_layernorm, self.has_post_layernorm = pre_layernorm, post_layernorm
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -112,9 +113,13 @@ class DistributedTransformerOutputLayer(DistributedModule):
         layers = [self.gate, self.dense1] if self.is_gated else [self.dense1]
         products = column_products(normed, batch, length, [layer.local() for layer in layers])
         inner = activation(products[0]) * products[1] if self.is_gated else activation(products[0])
+        # Ranks have different features.
+        inner = random.dropout(inner, self.activation_dropout_prob, self.training, same_on_group=False)
         output = random.dropout(
             self.dense2(inner), self.hidden_dropout_prob, self.training, same_on_group=not layout.has_token_shares()
         )
         if has_residual:
             output = add_residual(hidden, output, self.fp32_residual_addition)
+        if self.limits_fp16:
+            output = limited(output)
         return self.layernorm(output) if self.has_post_layernorm else output

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from smdistributed.modelparallel.exceptions import SMPValidationError
@@ -9,10 +11,11 @@ from smdistributed.modelparallel.torch.nn import collectives, initializers, layo
 from smdistributed.modelparallel.torch.nn.column_products import column_products
 from smdistributed.modelparallel.torch.nn.cross_entropy import vocab_parallel_cross_entropy
 from smdistributed.modelparallel.torch.nn.embedding import VocabParallelEmbedding
+from smdistributed.modelparallel.torch.nn.experts import load_balancing_loss
 from smdistributed.modelparallel.torch.nn.module import DistributedModule
 from smdistributed.modelparallel.torch.nn.norm import make_norm
 from smdistributed.modelparallel.torch.nn.options import BlockOptions
-from smdistributed.modelparallel.torch.nn.transformer import DistributedTransformer
+from smdistributed.modelparallel.torch.nn.transformer import DistributedTransformer, Parts
 
 #: Labels that no loss is computed for.
 IGNORED_LABEL = -100
@@ -31,6 +34,7 @@ class TransformerEmbeddings(DistributedModule):
         layernorm_epsilon: Its epsilon.
         initializer_range: Standard deviation of initial values.
         first_position: The position of the first token.
+        padding_idx: A word whose embedding gets no gradient.
     """
 
     def __init__(
@@ -44,10 +48,11 @@ class TransformerEmbeddings(DistributedModule):
         layernorm_epsilon: float,
         initializer_range: float,
         first_position: int = 0,
+        padding_idx: int | None = None,
     ) -> None:
         super().__init__()
         self.dropout_prob, self.first_position, self.num_positions = dropout_prob, first_position, num_positions
-        self.word_embedding = VocabParallelEmbedding(vocab_size, hidden_size, initializer_range)
+        self.word_embedding = VocabParallelEmbedding(vocab_size, hidden_size, initializer_range, padding_idx)
         if num_positions:
             self.position_embedding = VocabParallelEmbedding(num_positions, hidden_size, initializer_range)
         if num_token_types:
@@ -116,6 +121,8 @@ class LanguageModelHead(DistributedModule):
         tied: The embedding whose weight the projection uses; ``None`` for a weight of its own.
         bias: Whether the projection has a bias.
         is_causal: Whether the label of a token is the next token.
+        dropout_prob: Probability with which an element of the norm's output is dropped.
+        scale: Factor of the input of the projection.
     """
 
     def __init__(
@@ -129,8 +136,11 @@ class LanguageModelHead(DistributedModule):
         tied: VocabParallelEmbedding | None,
         bias: bool,
         is_causal: bool,
+        dropout_prob: float = 0.0,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
+        self.dropout_prob, self.scale = dropout_prob, scale
         self.is_causal, self.has_norm, self.has_projection = is_causal, norm is not None, has_projection
         if norm is not None:
             self.layernorm = make_norm(norm, hidden_size, layernorm_epsilon)
@@ -170,9 +180,12 @@ class LanguageModelHead(DistributedModule):
         """
         if self.has_norm:
             hidden = self.layernorm(hidden)
+        hidden = random.dropout(hidden, self.dropout_prob, self.training, same_on_group=not layout.has_token_shares())
         batch, length = layout.shape_of(hidden, mask)
         if not self.has_projection:
             return None, layout.leave_block(hidden, batch, length)
+        if self.scale != 1.0:
+            hidden = hidden * self.scale
         (logits,) = column_products(hidden, batch, length, [(self.weight, self.bias)])
         loss = None if labels is None else self._loss(logits, labels, num_items_in_batch)
         return loss, self._whole(logits) if wants_logits else None
@@ -226,6 +239,9 @@ class DistributedTransformerLMHead(DistributedModule):
         tie_word_embedding: Whether the head uses the weight of the word embedding.
         lm_head_bias: Whether the head has a bias.
         first_position: The position of the first token.
+        padding_idx: A word whose embedding gets no gradient.
+        router_loss_factor: With experts, the factor of the loss that balances them.
+        output_router_logits: With experts, whether that loss is added, and the logits of the routers are returned.
 
     Attributes:
         embeddings: The embeddings.
@@ -262,6 +278,9 @@ class DistributedTransformerLMHead(DistributedModule):
         tie_word_embedding: bool = True,
         lm_head_bias: bool = False,
         first_position: int = 0,
+        padding_idx: int | None = None,
+        router_loss_factor: float = 0.0,
+        output_router_logits: bool = False,
     ) -> None:
         super().__init__()
         options = options or BlockOptions()
@@ -277,7 +296,10 @@ class DistributedTransformerLMHead(DistributedModule):
             layernorm_epsilon,
             initializer_range,
             first_position,
+            padding_idx,
         )
+        self.router_loss_factor, self.output_router_logits = router_loss_factor, output_router_logits
+        self.experts_per_token = options.experts_per_token
         self.transformer = DistributedTransformer(
             num_layers,
             num_attention_heads,
@@ -309,8 +331,11 @@ class DistributedTransformerLMHead(DistributedModule):
         )
 
     def forward(
-        self, inputs: tuple[torch.Tensor | None, ...], num_items_in_batch: torch.Tensor | float | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
+        self,
+        inputs: tuple[torch.Tensor | None, ...],
+        num_items_in_batch: torch.Tensor | float | None = None,
+        output_router_logits: bool | None = None,
+    ) -> Any:
         """Predict tokens.
 
         Args:
@@ -319,10 +344,13 @@ class DistributedTransformerLMHead(DistributedModule):
                 S]``; in the mask ``[batch, S]``, 1 is a masked token. Entries at the end may be left out. An eighth
                 entry after the masks, which documentation of the original lists, is ignored.
             num_items_in_batch: The divisor of the sum of losses; the number of labels by default.
+            output_router_logits: Takes precedence over the constructor's argument.
 
         Returns:
             Logits ``[batch, S, vocab_size]``, or states without a head; with labels ``(loss, logits)``, where logits
-            are ``None`` in training.
+            are ``None`` in training. With ``output_router_logits``: ``(loss, logits, balancing_loss, router_logits)``,
+            where the loss includes the balancing one, and is ``None`` without labels. Router logits are ``[batch * S,
+            num_experts]`` of each layer.
         """
         expected = 7 if self.has_cross_attention else 5
         if self.has_cross_attention and len(inputs) == 8:
@@ -347,9 +375,31 @@ class DistributedTransformerLMHead(DistributedModule):
             cross_mask = layout.gather_batch(additive_mask(cross_mask, cross.dtype), batch)
             cross_mask = layout.with_shape(cross_mask, cross, layout.group_batch(batch), cross.shape[1])
             cross = layout.enter_block(cross)
-        hidden = self.transformer.compute(hidden, cross, mask, cross_mask, positions)
+        wants_routers = self.output_router_logits if output_router_logits is None else output_router_logits
+        if wants_routers and not self.transformer.has_experts:
+            raise SMPValidationError("`output_router_logits` needs `num_experts`")
+        routers = () if wants_routers else None
+        parts = Parts(hidden, mask, cross, cross_mask, positions, router_logits=routers)
+        hidden, routed = self.transformer.compute(parts)
         loss, logits = self.lm_head(hidden, mask, labels, labels is None or not self.training, num_items_in_batch)
-        return logits if labels is None else (loss, logits)
+        if routed is None:
+            return logits if labels is None else (loss, logits)
+        # Losses are means over the tokens of a rank, so each rank balances its own tokens.
+        group = layout.shape_of(hidden, mask)
+        routed = tuple(layout.leave_block(each, *group).flatten(0, 1) for each in routed)
+        balancing = load_balancing_loss(routed, self.experts_per_token, _is_token(inputs[1] if inputs[1:] else None))
+        if loss is not None:
+            loss = loss + self.router_loss_factor * balancing.to(loss.device)
+        return loss, logits, balancing, routed
+
+
+def _is_token(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return 1 for tokens and 0 for padding, from a mask with 1 for padding."""
+    if mask is None:
+        return None
+    if mask.dim() != 2:
+        raise SMPValidationError(f"`output_router_logits` needs an attention mask [batch, S]: it is {list(mask.shape)}")
+    return 1 - mask.long()
 
 
 def additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

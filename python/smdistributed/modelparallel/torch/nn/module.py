@@ -88,6 +88,16 @@ class DistributedModule(nn.Module):
             self.shards[name] = owner.shards[of_owner]
         self._whole_shapes[name] = owner._whole_shapes[of_owner]
 
+    def set_initializer(self, name: str, initializer: Initializer) -> None:
+        """Initialize a parameter in another way, now and when it gets memory.
+
+        Args:
+            name: Its name.
+            initializer: Sets the values of a whole tensor in place.
+        """
+        self._initializers[name] = initializer
+        self._initialize(name)
+
     def reset_parameters(self) -> None:
         """Initialize this module's own parameters."""
         for name in self._initializers:

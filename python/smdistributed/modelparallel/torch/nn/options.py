@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from smdistributed.modelparallel.exceptions import SMPValidationError
+from smdistributed.modelparallel.torch.nn.relative_bias import RelativeBias
 from smdistributed.modelparallel.torch.nn.rotary import Rotary
 
 
@@ -32,6 +33,14 @@ class BlockOptions:
         use_alibi: Whether scores get a bias that is linear in the distance (Press et al., 2022).
         alibi_bias_max: Exponent of the last head's slope.
         fp32_residual_addition: Whether residuals are added in float32.
+        relative_bias: The bias of scores by the distance of tokens, which the layers of a stack share, if any.
+        activation_dropout_prob: Probability with which a feature between the products of the feed-forward layer is
+        dropped.
+        limits_fp16: Whether the outputs of sublayers in float16 are clamped to finite values.
+        num_experts: Number of feed-forward layers, of which each token uses some; ``None`` for a single one.
+        experts_per_token: Number of experts that a token uses.
+        router_jitter: With a value above 0, training multiplies the input of router and experts by random numbers
+        between ``1 - router_jitter`` and ``1 + router_jitter``.
     """
 
     num_key_value_heads: int | None = None
@@ -50,10 +59,20 @@ class BlockOptions:
     use_alibi: bool = False
     alibi_bias_max: int = 8
     fp32_residual_addition: bool = False
+    relative_bias: RelativeBias | None = None
+    activation_dropout_prob: float = 0.0
+    limits_fp16: bool = False
+    num_experts: int | None = None
+    experts_per_token: int = 2
+    router_jitter: float = 0.0
 
     def __post_init__(self) -> None:
         if self.normalization not in ("layernorm", "rmsnorm"):
             raise SMPValidationError(f"`normalization` is {self.normalization!r}: expected 'layernorm' or 'rmsnorm'")
+        if self.num_experts is not None and not 1 <= self.experts_per_token <= self.num_experts:
+            raise SMPValidationError(
+                f"`experts_per_token` is {self.experts_per_token}: expected 1 to `num_experts` {self.num_experts}"
+            )
 
     def window(self, layer: int) -> int | None:
         """Return the number of tokens to which a token of a layer attends.

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import nn
 
 from smdistributed.modelparallel.exceptions import SMPValidationError
 from smdistributed.modelparallel.torch.nn import layout
 from smdistributed.modelparallel.torch.nn.attention import DistributedAttentionLayer
+from smdistributed.modelparallel.torch.nn.experts import DistributedExpertsLayer
 from smdistributed.modelparallel.torch.nn.feed_forward import DistributedTransformerOutputLayer
 from smdistributed.modelparallel.torch.nn.module import DistributedModule
 from smdistributed.modelparallel.torch.nn.norm import make_norm
 from smdistributed.modelparallel.torch.nn.options import BlockOptions
+from smdistributed.modelparallel.torch.nn.relative_bias import RelativePositionBias
 
-#: The data between layers: states, states of cross attention if there is any, masks, position numbers.
-States = tuple[torch.Tensor | None, ...]
+#: The data between layers: states, states of cross attention if there is any, masks. Position numbers, the relative
+#: position bias, and the tuple of logits of the routers so far may follow.
+States = tuple[Any, ...]
 
 
 class DistributedTransformerLayer(DistributedModule):
@@ -73,6 +79,8 @@ class DistributedTransformerLayer(DistributedModule):
         if not pre_layernorm and not post_layernorm:
             raise SMPValidationError("`pre_layernorm` and `post_layernorm` are both False: a layer has a norm")
         options = options or BlockOptions(use_alibi=use_alibi, alibi_bias_max=alibi_bias_max)
+        if options.relative_bias is not None and not is_inside:
+            raise SMPValidationError("`relative_bias` is shared by the layers of a DistributedTransformer")
         if options.parallel_residual and (post_layernorm or add_cross_attention):
             raise SMPValidationError("`parallel_residual` has no `post_layernorm` and no cross attention")
         self.options, self.is_inside = options, is_inside
@@ -87,7 +95,8 @@ class DistributedTransformerLayer(DistributedModule):
             self.cross_attention = DistributedAttentionLayer(
                 *heads, *init, True, None, *norms, options=options, layer_idx=layer_idx
             )
-        self.output = DistributedTransformerOutputLayer(
+        kind = DistributedTransformerOutputLayer if options.num_experts is None else DistributedExpertsLayer
+        self.output: DistributedTransformerOutputLayer | DistributedExpertsLayer = kind(
             hidden_size,
             intermediate_size,
             hidden_dropout_prob,
@@ -109,38 +118,38 @@ class DistributedTransformerLayer(DistributedModule):
         Returns:
             The same tuple, with new ``hidden_states``.
         """
-        hidden, cross, mask, cross_mask, positions = _parts(inputs, self.has_cross_attention)
+        parts = _parts(inputs, self.has_cross_attention)
         if self.is_inside:
-            return self._compute(hidden, cross, mask, cross_mask, positions), *inputs[1:]
-        states = enter(hidden, cross, mask, cross_mask, positions)
-        batch, length = layout.group_batch(hidden.shape[0]), hidden.shape[1]
-        return layout.leave_block(self._compute(*states), batch, length), *inputs[1:]
+            hidden, logits = self._compute(parts)
+            if parts.router_logits is not None:
+                inputs = (*inputs[:-1], (*parts.router_logits, logits))
+            return hidden, *inputs[1:]
+        batch, length = layout.group_batch(parts.hidden.shape[0]), parts.hidden.shape[1]
+        return layout.leave_block(self._compute(enter(parts))[0], batch, length), *inputs[1:]
 
-    def _compute(
-        self,
-        hidden: torch.Tensor,
-        cross: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        cross_mask: torch.Tensor | None,
-        positions: torch.Tensor | None,
-    ) -> torch.Tensor:
-        shape = layout.shape_of(hidden, mask)
-        attention_mask = layout.without_shape(mask)
+    def _compute(self, states: Parts) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the new states, and the logits of the router if there are experts."""
+        hidden, positions, bias = states.hidden, states.positions, states.bias
+        shape = layout.shape_of(hidden, states.mask)
+        attention_mask = layout.without_shape(states.mask)
         if self.options.parallel_residual:
+            assert isinstance(self.output, DistributedTransformerOutputLayer)
             # If the norm is shared, only the attention has its parameters.
             normed = self.attention.pre_layernorm(hidden)
             attended = self.attention.compute(
-                hidden, attention_mask, *shape, positions, has_residual=False, normed=normed
+                hidden, attention_mask, *shape, positions, has_residual=False, normed=normed, bias=bias
             )
             source = normed if self.options.shared_norm else hidden
-            return hidden + attended + self.output.compute(source, *shape, has_residual=False)
-        hidden = self.attention.compute(hidden, attention_mask, *shape, positions)
+            return hidden + attended + self.output.compute(source, *shape, has_residual=False), None
+        hidden = self.attention.compute(hidden, attention_mask, *shape, positions, bias=bias)
         if self.has_cross_attention:
-            assert cross is not None
-            cross_length = layout.shape_of(cross, cross_mask)[1]
-            other = layout.without_shape(cross_mask)
-            hidden = self.cross_attention.compute(hidden, other, *shape, None, cross, cross_length)
-        return self.output.compute(hidden, *shape)
+            assert states.cross is not None
+            cross_length = layout.shape_of(states.cross, states.cross_mask)[1]
+            other = layout.without_shape(states.cross_mask)
+            hidden = self.cross_attention.compute(hidden, other, *shape, None, states.cross, cross_length)
+        if isinstance(self.output, DistributedExpertsLayer):
+            return self.output.compute(hidden, *shape)
+        return self.output.compute(hidden, *shape), None
 
 
 class DistributedTransformer(DistributedModule):
@@ -219,6 +228,11 @@ class DistributedTransformer(DistributedModule):
                 for index in range(num_layers)
             )
         )
+        self.has_relative_bias, self.has_experts = options.relative_bias is not None, options.num_experts is not None
+        if options.relative_bias is not None:
+            self.relative_bias = RelativePositionBias(
+                options.relative_bias, num_attention_heads, causal_mask_size is not None, initializer_range
+            )
         self.has_outer_norms = pre_layernorm and post_layernorm
         if self.has_outer_norms:
             self.input_layernorm = make_norm(options.normalization, hidden_size, layernorm_epsilon)
@@ -233,80 +247,88 @@ class DistributedTransformer(DistributedModule):
         Returns:
             The same tuple, with new ``hidden_states``.
         """
-        hidden, cross, mask, cross_mask, positions = _parts(inputs, self.has_cross_attention)
-        batch, length = layout.group_batch(hidden.shape[0]), hidden.shape[1]
-        states = self.compute(*enter(hidden, cross, mask, cross_mask, positions))
+        parts = _parts(inputs, self.has_cross_attention)
+        batch, length = layout.group_batch(parts.hidden.shape[0]), parts.hidden.shape[1]
+        states, _ = self.compute(enter(parts))
         return layout.leave_block(states, batch, length), *inputs[1:]
 
-    def compute(
-        self,
-        hidden: torch.Tensor,
-        cross: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        cross_mask: torch.Tensor | None,
-        positions: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def compute(self, parts: Parts) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
         """Apply all layers inside of a block.
 
         Args:
-            hidden: Activations in the layout between products (:mod:`layout`).
-            cross: States of cross attention, in the same layout.
-            mask: The mask of the group, from :func:`layout.with_shape`.
-            cross_mask: The same for cross attention.
-            positions: Position numbers of the group.
+            parts: The inputs, in the layout between products (:mod:`layout`), with masks from
+                :func:`layout.with_shape`.
 
         Returns:
-            As ``hidden``.
+            States in the same layout; and for each layer the logits of its router, if ``parts`` has a tuple for them.
         """
-        if self.has_outer_norms:
-            hidden = self.input_layernorm(hidden)
-        inputs: States = (hidden, cross, mask, cross_mask) if self.has_cross_attention else (hidden, mask)
-        result = self.seq_layers(inputs if positions is None else (*inputs, positions))[0]
-        return self.output_layernorm(result) if self.has_outer_norms else result
+        hidden = self.input_layernorm(parts.hidden) if self.has_outer_norms else parts.hidden
+        inputs: States = (hidden, parts.mask)
+        if self.has_cross_attention:
+            inputs = (hidden, parts.cross, parts.mask, parts.cross_mask)
+        if self.has_relative_bias:
+            bias = self.relative_bias(layout.shape_of(hidden, parts.mask)[1])
+            inputs = (*inputs, parts.positions, bias)
+        elif parts.positions is not None or parts.router_logits is not None:
+            inputs = (*inputs, parts.positions)
+        if parts.router_logits is not None:
+            inputs = (*inputs, *([] if self.has_relative_bias else [None]), parts.router_logits)
+        outputs = self.seq_layers(inputs)
+        logits = None if parts.router_logits is None else outputs[-1]
+        return self.output_layernorm(outputs[0]) if self.has_outer_norms else outputs[0], logits
 
 
-def enter(
-    hidden: torch.Tensor,
-    cross: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    cross_mask: torch.Tensor | None,
-    positions: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+@dataclass(frozen=True)
+class Parts:
+    """The inputs of a layer or a stack.
+
+    Attributes:
+        hidden: States.
+        mask: Added to the scores of attention.
+        cross: States of cross attention.
+        cross_mask: Added to the scores of cross attention.
+        positions: Position numbers.
+        bias: The relative position bias.
+        router_logits: Logits of the routers so far; ``None`` if they are not collected.
+    """
+
+    hidden: torch.Tensor
+    mask: torch.Tensor | None = None
+    cross: torch.Tensor | None = None
+    cross_mask: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
+
+
+def enter(outside: Parts) -> Parts:
     """Convert the inputs to the layout of the block.
 
     Args:
-        hidden: ``[batch, S, H]``.
-        cross: ``[batch, S2, H]``.
-        mask: ``[batch, ..]``.
-        cross_mask: ``[batch, ..]``.
-        positions: ``[batch, S]``.
+        outside: States ``[batch, S, H]`` and ``[batch, S2, H]``, masks ``[batch, ..]``, positions ``[batch, S]``.
 
     Returns:
         The same for the group; activations in the layout between products (:mod:`layout`).
     """
+    hidden, cross = outside.hidden, outside.cross
     batch, length = hidden.shape[:2]
     whole = layout.group_batch(batch)
-    mask = layout.with_shape(layout.gather_batch(mask, batch), hidden, whole, length)
-    cross_mask = layout.gather_batch(cross_mask, batch)
+    mask = layout.with_shape(layout.gather_batch(outside.mask, batch), hidden, whole, length)
+    cross_mask = layout.gather_batch(outside.cross_mask, batch)
     if cross is not None:
         cross_mask = layout.with_shape(cross_mask, hidden, whole, cross.shape[1])
         cross = layout.enter_block(cross)
-    return layout.enter_block(hidden), cross, mask, cross_mask, layout.gather_batch(positions, batch)
+    positions = layout.gather_batch(outside.positions, batch)
+    return Parts(layout.enter_block(hidden), mask, cross, cross_mask, positions)
 
 
-def _parts(
-    inputs: States, has_cross: bool
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return ``hidden, cross, mask, cross_mask, positions`` of a tuple."""
+def _parts(inputs: States, has_cross: bool) -> Parts:
+    """Return the entries of a tuple by their names."""
     expected = 4 if has_cross else 2
-    if not isinstance(inputs, tuple) or len(inputs) not in (expected, expected + 1):
+    if not isinstance(inputs, tuple) or not expected <= len(inputs) <= expected + 3:
         raise SMPValidationError(
             f"a transformer layer takes one tuple of {expected} entries, and position numbers after them: "
             f"got {type(inputs).__name__}{f' of {len(inputs)}' if isinstance(inputs, tuple) else ''}"
         )
-    hidden, mask = inputs[0], inputs[1]
-    assert hidden is not None
-    cross = cross_mask = None
-    if has_cross:
-        cross, mask, cross_mask = inputs[1:4]
-    return hidden, cross, mask, cross_mask, inputs[expected] if len(inputs) > expected else None
+    names = ("hidden", "cross", "mask", "cross_mask") if has_cross else ("hidden", "mask")
+    return Parts(**dict(zip((*names, "positions", "bias", "router_logits"), inputs, strict=False)))

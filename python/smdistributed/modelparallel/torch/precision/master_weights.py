@@ -19,6 +19,7 @@ from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.exceptions import CLASSES
 from smdistributed.modelparallel.torch.device import current_device
+from smdistributed.modelparallel.torch.optimizers import steps_here
 from smdistributed.modelparallel.torch.state import state
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -152,7 +153,7 @@ class MasterWeights:
         overflow = self.unscale()
         result = None
         if not overflow:
-            if any(group["params"] for group in self._optimizer.param_groups):
+            if steps_here(self._optimizer):
                 result = self._optimizer.step()
             self.publish()
         self._update_scale(overflow)

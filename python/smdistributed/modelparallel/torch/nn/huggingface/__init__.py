@@ -7,14 +7,16 @@ from smdistributed.modelparallel.torch.nn.huggingface import gptneo as gptneo
 from smdistributed.modelparallel.torch.nn.huggingface import gptneox as gptneox
 from smdistributed.modelparallel.torch.nn.huggingface import llama as llama
 from smdistributed.modelparallel.torch.nn.huggingface import mistral as mistral
+from smdistributed.modelparallel.torch.nn.huggingface import mixtral as mixtral
 from smdistributed.modelparallel.torch.nn.huggingface import qwen2 as qwen2
 from smdistributed.modelparallel.torch.nn.huggingface import roberta as roberta
+from smdistributed.modelparallel.torch.nn.huggingface import t5 as t5
 from smdistributed.modelparallel.torch.nn.huggingface import vit as vit
 from smdistributed.modelparallel.torch.nn.registry import Registration, add_finder
 
 _REGISTRATIONS: dict[str, Registration] = {
     name: registration
-    for family in (bert, gpt2, gptj, gptneo, gptneox, llama, mistral, qwen2, roberta, vit)
+    for family in (bert, gpt2, gptj, gptneo, gptneox, llama, mistral, mixtral, qwen2, roberta, t5, vit)
     for name, registration in family.REGISTRATIONS.items()
 }
 

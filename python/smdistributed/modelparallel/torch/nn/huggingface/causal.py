@@ -21,13 +21,18 @@ _OUTPUTS = ("output_attentions", "output_hidden_states")
 _IGNORED = {"use_cache", "return_dict", "cache_position", "logits_to_keep", *_OUTPUTS}
 
 
-def causal(table: NameTable, arguments: Callable[[nn.Module, Any], dict[str, Any]]) -> Registration:
+def causal(
+    table: NameTable,
+    arguments: Callable[[nn.Module, Any], dict[str, Any]],
+    output: Callable[[Any], Any] | None = None,
+) -> Registration:
     """Return how the models of an architecture are replaced.
 
     Args:
         table: Names of its weights.
         arguments: Returns the keyword arguments of ``DistributedTransformerLMHead`` for a model and its
         configuration.
+        output: Converts the result of its ``forward``; by default to ``CausalLMOutputWithPast``.
 
     Returns:
         The registration.
@@ -47,6 +52,7 @@ def causal(table: NameTable, arguments: Callable[[nn.Module, Any], dict[str, Any
             "pre_layernorm": True,
             "post_layernorm": False,
             "vocab_size": config.vocab_size,
+            "padding_idx": getattr(_embedding(module), "padding_idx", None),
             "tie_word_embedding": bool(getattr(config, "tie_word_embeddings", True)),
         }
         return (), values
@@ -60,7 +66,11 @@ def causal(table: NameTable, arguments: Callable[[nn.Module, Any], dict[str, Any
         heads = config.num_attention_heads
         return functools.partial(table.to_hf, heads=heads), functools.partial(table.from_hf, heads=heads)
 
-    return Registration(DistributedTransformerLMHead, of, _forward, _output, translate, model_translations)
+    return Registration(DistributedTransformerLMHead, of, _forward, output or _output, translate, model_translations)
+
+
+def _embedding(module: Any) -> Any:
+    return module.get_input_embeddings()
 
 
 def _forward(
@@ -73,6 +83,7 @@ def _forward(
 ) -> tuple[tuple[Any], dict[str, Any]]:
     """Convert arguments of Hugging Face's models to those of the distributed module; most are passed by name."""
     labels, num_items = rest.pop("labels", None), rest.pop("num_items_in_batch", None)
+    wants_routers = rest.pop("output_router_logits", None)
     if isinstance(past_key_values, torch.Tensor):
         # In newer models, the mask is the second argument.
         attention_mask, past_key_values = past_key_values, None
@@ -86,7 +97,8 @@ def _forward(
         if attention_mask.dim() != 2:
             raise SMPUnsupportedError(f"the attention mask has {attention_mask.dim()} dimensions: expected [batch, S]")
         attention_mask = 1 - attention_mask.long()
-    return ((input_ids, attention_mask, token_type_ids, position_ids, labels),), {"num_items_in_batch": num_items}
+    inputs = input_ids, attention_mask, token_type_ids, position_ids, labels
+    return (inputs,), {"num_items_in_batch": num_items, "output_router_logits": wants_routers}
 
 
 def _output(result: Any) -> Any:

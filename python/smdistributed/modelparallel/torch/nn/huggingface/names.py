@@ -5,6 +5,7 @@ Translations only move and transpose tensors, so they are exact in both directio
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ class Weight:
         is_transposed: Whether Hugging Face's model stores matrices as ``[in, out]``.
         is_by_head: Whether a combined tensor has the rows of each head together: query, key and value of head 0, and
         so on.
+        other_name: Another name in Hugging Face's model.
+        dim: The dimension along which a combined tensor has its parts.
     """
 
     ours: tuple[str, ...]
@@ -41,6 +44,7 @@ class Weight:
     is_transposed: bool = False
     is_by_head: bool = False
     other_name: str | None = None
+    dim: int = 0
 
     def split(self, tensor: torch.Tensor, heads: int | None) -> list[torch.Tensor]:
         """Return the distributed module's tensors for Hugging Face's tensor."""
@@ -50,7 +54,7 @@ class Weight:
         if count == 1:
             return [tensor.contiguous()]
         if not self.is_by_head:
-            return [part.contiguous() for part in tensor.chunk(count)]
+            return [part.contiguous() for part in tensor.chunk(count, self.dim)]
         rows = tensor.view(_known(heads, self.theirs), count, -1, *tensor.shape[1:])
         return [rows[:, place].reshape(-1, *tensor.shape[1:]) for place in range(count)]
 
@@ -63,7 +67,7 @@ class Weight:
             rows = [tensor.view(count, -1, *tensor.shape[1:]) for tensor in tensors]
             whole = torch.stack(rows, 1).reshape(-1, *tensors[0].shape[1:])
         else:
-            whole = torch.cat(list(tensors))
+            whole = torch.cat(list(tensors), self.dim)
         return whole.t().contiguous() if self.is_transposed and whole.dim() == 2 else whole.contiguous()
 
 
@@ -179,7 +183,7 @@ class NameTable:
     def _of_layer(self, index: int) -> list[Weight]:
         here, there = f"transformer.seq_layers.{index}.", (self.base + self.layers).format(index)
         return [
-            Weight(tuple(here + name for name in each.ours), there + each.theirs, each.is_transposed, each.is_by_head)
+            dataclasses.replace(each, ours=tuple(here + name for name in each.ours), theirs=there + each.theirs)
             for each in self.layer
         ]
 
