@@ -56,6 +56,12 @@ pub(crate) fn carry_bytes(dtype: DType) -> usize {
     }
 }
 
+/// Whether an element and its carry are the same bytes.
+pub(crate) fn is_own_carry(dtype: DType) -> bool {
+    // Any byte but zero is true, and its carry is one.
+    carry_bytes(dtype) == dtype.size() && dtype != DType::Bool
+}
+
 /// Whether values of `dtype` can be combined by `op`.
 ///
 /// # Errors

@@ -16,6 +16,10 @@
 //!   result from its carry, which exists only after every span has added its values.
 //! - CHN-3: an owner touches the parts of a piece only after the piece was released ([`ChannelOwner::work`]), because
 //!   the other members have not written their values before. Carries may arrive earlier, in memory of their own.
+//! - CHN-4: a member that is alone on its host uses no part where its values and the place of the result are known: it
+//!   sends the values from where they are, if they are a carry already, and receives the result where it wants it.
+//! - CHN-5: an owner that begins the chain of a piece has at most [`DEPTH`] pieces under way whose results it awaits.
+//!   The other owners have posted as many receives, so frames go to the memory of their receives.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -227,7 +231,7 @@ impl<'a> ChannelOwner<'a> {
                     ChainKind::Result if number >= self.released => break,
                     ChainKind::Result => {
                         (memory, bytes) = (Vec::new(), piece.bytes);
-                        place = chain.parts[self.channel].wrapping_add(piece.start);
+                        place = chain.place(piece, self.channel);
                     }
                 }
                 // SAFETY: `memory` does not move, and only this owner accesses the parts of a released piece, until
@@ -240,17 +244,24 @@ impl<'a> ChannelOwner<'a> {
         }
     }
 
+    /// Whether as many pieces before `piece` are under way as may be (CHN-5).
+    fn is_behind(&self, piece: usize) -> bool {
+        let results = self.streams.iter().filter(|stream| matches!(stream.kind, ChainKind::Result));
+        let awaited = results.map(|stream| stream.pieces.partition_point(|other| *other < piece) - stream.done);
+        self.sends.len() >= DEPTH || awaited.sum::<usize>() >= DEPTH
+    }
+
     /// Makes progress without waiting; returns whether there was any.
     fn step(&mut self) -> Result<bool> {
         let mut moved = false;
         for index in 0..self.streams.len() {
             loop {
-                let sending = self.sends.len();
+                let Some(piece) = self.streams[index].next().filter(|piece| *piece < self.released) else { break };
+                let is_behind = self.is_behind(piece);
                 let stream = &mut self.streams[index];
-                let Some(piece) = stream.next().filter(|piece| *piece < self.released) else { break };
                 let carry = match (stream.from, stream.open.front()) {
-                    // The first span waits for no carry, only for its own sends.
-                    (None, _) if sending >= DEPTH => break,
+                    // The first span waits for no carry, only for its own sends and the results of earlier pieces.
+                    (None, _) if is_behind => break,
                     (None, _) => None,
                     (Some(_), Some((message, _))) => match message.poll() {
                         None => break,
@@ -321,13 +332,21 @@ impl<'a> ChannelOwner<'a> {
                 }
                 (None, other) => (other.expect("one of them is some"), TAG_RESULT, piece.bytes),
             };
-            let mut made = carry_memory(&mut self.spare, bytes);
-            // SAFETY: the parts are valid for the piece, and only this owner accesses them; the carries have that
-            // many elements in the accumulation type. Validation checked the op.
-            unsafe { kernels::fold(&Fold { outputs: &[made.as_mut_ptr().cast()], ..fold }) };
-            // SAFETY: the memory does not move until the message is complete or cancelled.
-            let message = unsafe { group.transport.post_send(to, tag, made.as_ptr().cast(), bytes) };
-            self.sends.push(PieceSend { piece: number, message, memory: made });
+            // The values of a single member are the carry already (CHN-4).
+            let (from, memory) = match (&sources[..], &carry) {
+                ([values], None) if next.is_some() && kernels::is_own_carry(chain.dtype) => (*values, Vec::new()),
+                _ => {
+                    let mut made = carry_memory(&mut self.spare, bytes);
+                    // SAFETY: the parts are valid for the piece, and only this owner accesses them; the carries have
+                    // that many elements in the accumulation type. Validation checked the op.
+                    unsafe { kernels::fold(&Fold { outputs: &[made.as_mut_ptr().cast()], ..fold }) };
+                    (made.as_ptr().cast(), made)
+                }
+            };
+            // SAFETY: the memory does not move until the message is complete or cancelled; values are not overwritten
+            // before the result arrives, which was computed from what is sent here (CHN-2).
+            let message = unsafe { group.transport.post_send(to, tag, from, bytes) };
+            self.sends.push(PieceSend { piece: number, message, memory });
         } else {
             let places = self.places(piece);
             // SAFETY: as above; the outputs are at the same place as a source or apart from all of them.
@@ -348,12 +367,13 @@ impl<'a> ChannelOwner<'a> {
         self.send_on(number);
     }
 
-    /// Where the result of a piece goes on this host: first to this owner's part.
+    /// Where the result of a piece goes on this host: first where it arrives.
     fn places(&self, piece: &ChainPiece) -> Vec<*mut u8> {
-        let own = self.chain.parts[self.channel].wrapping_add(piece.start);
-        let others = self.chain.parts.iter().map(|part| part.wrapping_add(piece.start)).filter(|part| *part != own);
-        let others = others.filter(|_| self.chain.to_parts);
-        std::iter::once(own).chain(others).chain((!piece.output.is_null()).then_some(piece.output)).collect()
+        let first = self.chain.place(piece, self.channel);
+        let parts = self.chain.parts.iter().map(|part| part.wrapping_add(piece.start));
+        let parts = parts.filter(|_| self.chain.to_parts);
+        let output = (!piece.output.is_null()).then_some(piece.output);
+        std::iter::once(first).chain(parts.chain(output).filter(|place| *place != first)).collect()
     }
 
     /// Sends a result for all members to the previous host, in a ring that begins at the host of the last span.
@@ -365,7 +385,7 @@ impl<'a> ChannelOwner<'a> {
         if piece.to != ResultRanks::All || before == spans[spans.len() - 1].host {
             return;
         }
-        let place = self.chain.parts[self.channel].wrapping_add(piece.start);
+        let place = self.chain.place(piece, self.channel);
         // SAFETY: the result is not written any more until the piece is complete, by which time the message is
         // complete or cancelled.
         let message =
@@ -410,6 +430,15 @@ impl CarryStream {
 }
 
 impl Chain<'_> {
+    /// Where the result of a piece arrives: the owner's part, unless the only member of this host wants it elsewhere
+    /// (CHN-4).
+    fn place(&self, piece: &ChainPiece, channel: usize) -> *mut u8 {
+        match self.parts.len() == 1 && !piece.output.is_null() {
+            true => piece.output,
+            false => self.parts[channel].wrapping_add(piece.start),
+        }
+    }
+
     fn elems(&self, piece: &ChainPiece) -> usize {
         piece.bytes / self.dtype.size()
     }
