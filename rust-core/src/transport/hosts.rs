@@ -16,7 +16,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::mailbox::{Header, Link, Mailbox, Messages};
-use super::ports::{Carrier, MailboxProgress, PAYLOAD_BYTES, Port};
+use super::ports::{Carrier, MailboxProgress, PAYLOAD_BYTES, Port, Receiver};
 use super::shm::{Rings, SharedMemory};
 use super::{Members, Transport};
 use crate::error::Result;
@@ -287,6 +287,10 @@ impl Transport for HostsTransport {
 
     fn drain_timeout(&self) -> Duration {
         DRAIN_TIMEOUT
+    }
+
+    fn receiver(&self) -> Option<Receiver<'_>> {
+        Receiver::begin(&*self.carrier)
     }
 }
 

@@ -26,6 +26,7 @@ pub(crate) mod tcp;
 
 pub use hosts::HostsTransport;
 pub use mailbox::{Message, Messages};
+pub use ports::Receiver;
 pub use shm::ShmTransport;
 
 /// The tag of a message; messages of one pair with equal tags arrive in the order in which they were sent.
@@ -168,6 +169,10 @@ pub trait Transport: Send + Sync {
     fn hosts(&self) -> Option<&hosts::Hosts> {
         None
     }
+    /// Lets the caller receive what arrives from other hosts while it waits, if the transport allows it.
+    fn receiver(&self) -> Option<Receiver<'_>> {
+        None
+    }
     /// Global ranks on which all communication depends, if there are more than the members of an operation.
     fn depends_on(&self) -> Option<&[usize]> {
         None
@@ -185,9 +190,7 @@ pub trait Transport: Send + Sync {
 /// # Errors
 /// A message's own error, or the one of [`Wait::check`].
 pub fn wait_all(transport: &dyn Transport, messages: &[Message], wait: &Wait<'_>) -> Result<()> {
-    let mut backoff = Backoff::new();
-    // The peers' cores are not known, so spin only if every process has a core of its own.
-    let crowded = transport.members().size() > cores();
+    let mut pause = MessagePause::new(transport);
     let mut first = 0;
     let mut sleeps = Sleeps::default();
     let outcome = loop {
@@ -205,7 +208,7 @@ pub fn wait_all(transport: &dyn Transport, messages: &[Message], wait: &Wait<'_>
         if first == messages.len() {
             return Ok(());
         }
-        if backoff.pause(|| crowded) {
+        if pause.pause() {
             continue;
         }
         let missing = || {
@@ -227,6 +230,46 @@ pub fn wait_all(transport: &dyn Transport, messages: &[Message], wait: &Wait<'_>
     }
     messages.iter().for_each(|message| transport.cancel(message));
     Err(outcome)
+}
+
+/// How a wait for messages spends its time before it sleeps. If messages come from other hosts, it receives them itself
+/// and yields in between. It does not spin then: a message between hosts takes longer than a yield, and what it waits
+/// for may need this core, which a look at the members of this host does not tell.
+pub(crate) struct MessagePause<'a> {
+    transport: &'a dyn Transport,
+    backoff: Backoff,
+    receiver: Option<Receiver<'a>>,
+    crowded: bool,
+}
+
+impl<'a> MessagePause<'a> {
+    pub(crate) fn new(transport: &'a dyn Transport) -> Self {
+        // The peers' cores are not known, so spin only if every process has a core of its own.
+        let crowded = transport.members().size() > cores();
+        let mut backoff = Backoff::new();
+        if transport.hosts().is_some() {
+            backoff.spins = 0;
+        }
+        Self { transport, backoff, receiver: None, crowded }
+    }
+
+    /// Waits briefly without sleeping; returns false when it is time to sleep.
+    pub(crate) fn pause(&mut self) -> bool {
+        if self.receiver.is_none() {
+            self.receiver = self.transport.receiver();
+        }
+        // Messages of other groups may arrive all the time, but the wait must be checked.
+        if self.receiver.as_ref().is_some_and(Receiver::receive) && self.backoff.has_time() {
+            return true;
+        }
+        let crowded = self.crowded;
+        let again = self.backoff.pause(|| crowded);
+        if !again {
+            // While it sleeps, the carrier's thread receives.
+            self.receiver = None;
+        }
+        again
+    }
 }
 
 /// How a wait spends its time before it sleeps: it spins briefly, if that takes no core from the awaited processes,
@@ -270,6 +313,12 @@ fn process_ms(now: Instant) -> u64 {
 impl Backoff {
     pub(crate) fn new() -> Self {
         Self { spins: SPINS, yields_since: None }
+    }
+
+    /// Whether it is not yet time to sleep.
+    fn has_time(&mut self) -> bool {
+        let now = Instant::now();
+        now.saturating_duration_since(*self.yields_since.get_or_insert(now)) < YIELD_TIME
     }
 
     /// Waits briefly without sleeping; returns false when it is time to sleep. `shares_core` says whether an awaited

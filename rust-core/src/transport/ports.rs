@@ -9,6 +9,7 @@
 //! other threads of the process compute.
 
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
@@ -44,6 +45,16 @@ pub(crate) trait Carrier: Send + Sync {
     fn send(&self, from: PortKey, to: usize, prefix: &[u8; PREFIX_BYTES], payload: &[u8]) -> bool;
     /// A caller begins or ends to wait for frames; used by carriers that must poll.
     fn busy_poll(&self, waits: bool);
+    /// A caller begins or ends to wait for frames and to receive them by [`Carrier::receive`], so that the carrier's
+    /// thread need not be woken for them. Returns false if this carrier only receives by its thread.
+    fn receives(&self, _begins: bool) -> bool {
+        false
+    }
+    /// Receives what has arrived, for all groups of the process, unless another thread does. Waits for nothing. Returns
+    /// whether there was anything.
+    fn receive(&self) -> bool {
+        false
+    }
     /// Waits until the network has accepted all queued frames, while it works and at most until the deadline.
     fn flush(&self, deadline: Instant);
     /// Whether the death of any process of the job stops all communication, whatever processes frames are for.
@@ -133,9 +144,34 @@ struct Frame {
     payload: usize,
 }
 
-/// Frames that have arrived for a member, by sender.
-#[derive(Default)]
-struct Inbox(Mutex<HashMap<usize, VecDeque<Frame>>>);
+/// Frames that have arrived for a member.
+struct Inbox {
+    /// By sender.
+    frames: Mutex<Vec<VecDeque<Frame>>>,
+    /// Their number, so that looking for frames where there are none takes no lock. Who adds a frame notifies the
+    /// mailbox afterwards, so a count that is read too early hides no frame for long.
+    count: AtomicUsize,
+}
+
+impl Inbox {
+    fn new(members: usize) -> Self {
+        Self { frames: Mutex::new((0..members).map(|_| VecDeque::new()).collect()), count: AtomicUsize::new(0) }
+    }
+
+    fn put(&self, from: usize, frame: Frame) {
+        self.frames.lock()[from].push_back(frame);
+        self.count.fetch_add(1, Ordering::Release);
+    }
+
+    fn take(&self, from: usize) -> Option<Frame> {
+        if self.count.load(Ordering::Acquire) == 0 {
+            return None;
+        }
+        let frame = self.frames.lock()[from].pop_front()?;
+        self.count.fetch_sub(1, Ordering::Relaxed);
+        Some(frame)
+    }
+}
 
 struct OpenPort {
     inbox: Arc<Inbox>,
@@ -170,7 +206,7 @@ impl OpenPort {
     /// Whether a frame comes from the process of its stated sender (TRA-2); other frames are dropped.
     fn deliver(&self, source: usize, from: usize, frame: Frame) {
         if self.processes.get(from) == Some(&source) {
-            self.inbox.0.lock().entry(from).or_default().push_back(frame);
+            self.inbox.put(from, frame);
         }
     }
 }
@@ -281,7 +317,7 @@ impl Port {
         processes: Arc<[usize]>,
         monitor: Arc<Monitor>,
     ) -> Self {
-        let inbox = Arc::new(Inbox::default());
+        let inbox = Arc::new(Inbox::new(processes.len()));
         let key = (key, members.me);
         let mut table = carrier.ports().table.lock();
         let open = OpenPort {
@@ -326,7 +362,7 @@ impl Port {
 
     /// As [`pop`](super::mailbox::Link::pop) of a link.
     pub(super) fn pop(&self, from: usize, take: &mut dyn FnMut(Header, *const u8)) -> bool {
-        let Some(frame) = self.inbox.0.lock().get_mut(&from).and_then(VecDeque::pop_front) else { return false };
+        let Some(frame) = self.inbox.take(from) else { return false };
         take(frame.header, frame.buffer[frame.payload..].as_ptr());
         self.carrier.ports().buffers.put(frame.buffer);
         true
@@ -336,6 +372,27 @@ impl Port {
     pub(super) fn busy_poll(&self) -> BusyPoll<'_> {
         self.carrier.busy_poll(true);
         BusyPoll(&*self.carrier)
+    }
+}
+
+/// While it lives, the caller receives what arrives from other hosts, instead of the carrier's thread.
+pub struct Receiver<'a>(&'a dyn Carrier);
+
+impl<'a> Receiver<'a> {
+    /// Returns none if the carrier only receives by its thread.
+    pub(super) fn begin(carrier: &'a dyn Carrier) -> Option<Self> {
+        carrier.receives(true).then_some(Self(carrier))
+    }
+
+    /// Receives what has arrived, without waiting; returns whether there was anything.
+    pub fn receive(&self) -> bool {
+        self.0.receive()
+    }
+}
+
+impl Drop for Receiver<'_> {
+    fn drop(&mut self) {
+        self.0.receives(false);
     }
 }
 

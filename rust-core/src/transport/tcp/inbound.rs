@@ -55,6 +55,15 @@ pub(super) type Take<'a> = dyn FnMut(&mut Option<usize>, TcpFrame) -> Result<(),
 pub(super) type BeginDirectReceive<'a> =
     dyn FnMut(Option<usize>, &[u8; PREFIX_BYTES], usize) -> Option<DirectReceiveHandle> + 'a;
 
+/// How much to read at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ReadExtent {
+    /// About [`READ_BATCH`] bytes at most.
+    Batch,
+    /// No more after the end of a frame.
+    Frame,
+}
+
 /// The result of reading.
 pub(super) enum ReadOutcome {
     /// All available bytes were read, or some may be left.
@@ -77,6 +86,8 @@ pub(super) struct InboundConnection {
     pub(super) address: SocketAddr,
     /// The rank, once it was introduced.
     pub(super) rank: Option<usize>,
+    /// Whether the system has announced the end of the connection, behind what it has left to read.
+    pub(super) ends: bool,
     pub(super) came: Instant,
     stage: InboundStage,
 }
@@ -89,7 +100,15 @@ impl InboundConnection {
         // closes.
         let _ = stream.write(&challenge.greeting());
         let stage = InboundStage::Unauthenticated { challenge, answer: Vec::with_capacity(ANSWER_BYTES) };
-        Ok(Self { _guard: fork::Guard::new(&stream), stream, address, rank: None, came: Instant::now(), stage })
+        Ok(Self {
+            _guard: fork::Guard::new(&stream),
+            stream,
+            address,
+            rank: None,
+            ends: false,
+            came: Instant::now(),
+            stage,
+        })
     }
 
     /// Reads available bytes and passes their frames to `take`. An error ends the connection; its text is a predicate
@@ -98,6 +117,7 @@ impl InboundConnection {
         &mut self,
         key: &JobKey,
         peer_timeout: Duration,
+        extent: ReadExtent,
         spare: &Pool,
         take: &mut Take<'_>,
         begin_direct_receive: &mut BeginDirectReceive<'_>,
@@ -125,19 +145,34 @@ impl InboundConnection {
         let InboundStage::Open(reader) = &mut self.stage else { return Ok(ReadOutcome::Pause) };
         let mut read = 0;
         while read < READ_BATCH {
-            let outcome = match &mut reader.direct {
-                Some(direct) => direct.read(&mut self.stream),
-                None => self.stream.read(reader.room(spare)).inspect(|count| reader.filled += count),
+            let (outcome, room) = match &mut reader.direct {
+                Some(direct) => {
+                    let room = direct.bytes - direct.filled;
+                    (direct.read(&mut self.stream), room)
+                }
+                None => {
+                    let room = reader.room(spare);
+                    let bytes = room.len();
+                    (self.stream.read(room).inspect(|count| reader.filled += count), bytes)
+                }
             };
             match outcome {
                 Ok(0) if reader.is_between_frames() => return Ok(ReadOutcome::End),
                 Ok(0) => return Err("ended in the middle of a frame".to_owned()),
                 Ok(count) => {
                     read += count;
+                    let frames = reader.frames;
                     while let Some(frame) = reader.next().map_err(|error| format!("broke the protocol: {error}"))? {
                         take(&mut self.rank, frame)?;
                     }
                     reader.begin_direct_receive(|prefix, bytes| begin_direct_receive(self.rank, prefix, bytes));
+                    // The system had no more, and tells when more comes. It does not tell of the end again.
+                    if count < room && !self.ends {
+                        return Ok(ReadOutcome::Pause);
+                    }
+                    if extent == ReadExtent::Frame && reader.frames > frames {
+                        return Ok(ReadOutcome::More);
+                    }
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(ReadOutcome::Pause),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
@@ -166,6 +201,8 @@ struct Reader {
     expected: Option<usize>,
     /// Whether memory for this frame's payload was sought.
     sought: bool,
+    /// Number of complete frames so far.
+    frames: u64,
     direct: Option<Box<DirectFrame>>,
 }
 
@@ -200,7 +237,16 @@ impl DirectFrame {
 
 impl Reader {
     fn new(verifier: Verifier) -> Self {
-        Self { verifier, buffer: Vec::new(), start: 0, filled: 0, expected: None, sought: false, direct: None }
+        Self {
+            verifier,
+            buffer: Vec::new(),
+            start: 0,
+            filled: 0,
+            expected: None,
+            sought: false,
+            frames: 0,
+            direct: None,
+        }
     }
 
     fn is_between_frames(&self) -> bool {
@@ -246,6 +292,7 @@ impl Reader {
         if let Some(direct) = self.direct.take_if(|direct| direct.filled == direct.bytes) {
             self.verifier.verify_hashed(&direct.header, &direct.head, Some(direct.hasher.finalize()))?;
             direct.receive.complete();
+            self.frames += 1;
         }
         let bytes = &self.buffer[self.start..self.filled];
         if self.expected.is_none() {
@@ -254,6 +301,7 @@ impl Reader {
         let Some(whole) = self.expected.filter(|whole| bytes.len() >= *whole) else { return Ok(None) };
         let (header, payload) = bytes[..whole].split_at(HEADER_BYTES);
         self.verifier.verify(header, payload)?;
+        self.frames += 1;
         (self.expected, self.sought) = (None, false);
         if whole <= SMALL_BYTES {
             let frame = TcpFrame { buffer: payload.to_vec(), start: 0, bytes: payload.len() };

@@ -1,5 +1,6 @@
 //! TCP between hosts, for jobs that no MPI launcher started. Each process listens on one port ([`listen`]), and the
-//! ranks exchange their addresses at the rendezvous. One thread ([`service`]) receives for all groups of the process.
+//! ranks exchange their addresses at the rendezvous. One thread ([`service`]) receives for all groups of the process,
+//! unless a caller that waits for frames does so itself.
 //!
 //! ```text
 //!   rank 0                                       rank 1
@@ -17,17 +18,22 @@
 //! - TCP-4: a lost connection does not mean a dead process. If the process has departed, the rendezvous reports it with
 //!   the cause. If no report arrives in time, the network between two living processes is broken, which ends the
 //!   session.
-//! - TCP-5: locks are taken in the order mailbox, send queue. The thread holds neither while it advances a mailbox.
+//! - TCP-5: locks are taken in the order service, mailbox, send queue. Who serves holds no send queue while it advances
+//!   a mailbox.
 //! - TCP-6: a large payload is read directly to the memory of its receive, if that is posted
 //!   ([`super::ports::DirectReceiveHandle`]). What is there counts only when the frame has been authenticated, because
 //!   the receive completes only then.
+//! - TCP-7: a caller that receives only serves established connections. Handshakes, commands and timers are the thread's
+//!   alone. While no caller receives ([`gate`]), the thread serves everything.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use mio::{Poll, Waker};
+use mio::Poll;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
@@ -37,6 +43,7 @@ use crate::world::rendezvous::JobKey;
 use crate::world::{Monitor, fork};
 
 mod dial;
+mod gate;
 mod inbound;
 pub(crate) mod interface;
 mod send_queue;
@@ -119,15 +126,53 @@ struct TcpState {
     /// Outgoing frames, by rank.
     send_queues: Vec<Mutex<SendQueue>>,
     calls: Mutex<Vec<TcpCommand>>,
-    waker: Waker,
+    gate: gate::Gate,
+    /// None once it has ended.
+    service: Mutex<Option<service::Service>>,
+    /// Whether the service has taken events from the system that it has not handled.
+    has_more: AtomicBool,
 }
 
 impl TcpState {
     fn call(&self, call: TcpCommand) {
         self.calls.lock().push(call);
-        if let Err(error) = self.waker.wake() {
-            tracing::error!("waking the thread that serves other hosts: {error}");
+        self.gate.ring();
+    }
+
+    /// The body of the thread.
+    fn serve(&self, monitor: &Monitor) {
+        // Also if it panics.
+        let _end = ServiceEnd(self);
+        loop {
+            let limit = {
+                let mut service = self.service.lock();
+                let Some(service) = service.as_mut() else { return };
+                if !service.serve_all(self) {
+                    return;
+                }
+                self.has_more.store(service.has_more(), Ordering::SeqCst);
+                service.limit()
+            };
+            // Stored before this question, so that the last receiver rings the bell if it leaves after the answer.
+            let has_more = self.has_more.load(Ordering::SeqCst) && !self.gate.has_receivers();
+            if let Err(error) = self.gate.wait(if has_more { Some(Duration::ZERO) } else { limit }) {
+                monitor.close(&format!("nothing serves other hosts any more: {}", std::io::Error::from(error)));
+                return;
+            }
         }
+    }
+}
+
+/// Ends the service when it is dropped: closes all connections, and drops later frames.
+struct ServiceEnd<'a>(&'a TcpState);
+
+impl Drop for ServiceEnd<'_> {
+    fn drop(&mut self) {
+        let service = self.0.service.lock().take();
+        for queue in &self.0.send_queues {
+            drop(queue.lock().lose());
+        }
+        drop(service);
     }
 }
 
@@ -145,16 +190,22 @@ impl Network {
     pub(crate) fn start(listener: TcpListener, options: TcpOptions) -> Result<Arc<Self>> {
         let io = |error| Error::io("serving other hosts", error);
         let poll = Poll::new().map_err(io)?;
+        let (rank, monitor) = (options.rank, options.monitor.clone());
+        // SAFETY: the descriptor is open while `poll` lives, which is longer than this call.
+        let connections = unsafe { BorrowedFd::borrow_raw(poll.as_raw_fd()) };
+        let gate = gate::Gate::new(connections).map_err(|error| io(error.into()))?;
+        let send_queues = options.book.iter().map(|_| Mutex::default()).collect();
         let shared = Arc::new(TcpState {
-            rank: options.rank,
+            rank,
             ports: Ports::new(inbound::BUFFER_BYTES),
-            send_queues: options.book.iter().map(|_| Mutex::default()).collect(),
+            send_queues,
             calls: Mutex::default(),
-            waker: Waker::new(poll.registry(), service::WAKER).map_err(io)?,
+            gate,
+            service: Mutex::new(Some(service::Service::new(poll, listener, options)?)),
+            has_more: AtomicBool::new(false),
         });
-        let service = service::Service::new(poll, listener, options, shared.clone())?;
         let own = shared.clone();
-        let work = move || own.ports.serve("smd-tcp", move || service.run());
+        let work = move || own.ports.serve("smd-tcp", || own.serve(&monitor));
         let thread = std::thread::Builder::new().name("smd-tcp".into()).spawn(work).map_err(io)?;
         Ok(Arc::new(Self { shared, thread: Mutex::new(Some(thread)) }))
     }
@@ -208,6 +259,23 @@ impl Carrier for Network {
 
     /// The system wakes the thread when data arrives.
     fn busy_poll(&self, _waits: bool) {}
+
+    fn receives(&self, begins: bool) -> bool {
+        match begins {
+            true => self.shared.gate.enter(),
+            false => self.shared.gate.leave(|| !self.shared.has_more.load(Ordering::SeqCst)),
+        }
+        true
+    }
+
+    fn receive(&self) -> bool {
+        let shared = &self.shared;
+        let Some(mut service) = shared.service.try_lock() else { return false };
+        let Some(serving) = service.as_mut() else { return false };
+        let received = serving.receive(shared);
+        shared.has_more.store(serving.has_more(), Ordering::SeqCst);
+        received
+    }
 
     fn flush(&self, deadline: Instant) {
         let others = || self.shared.send_queues.iter().enumerate().filter(|(rank, _)| *rank != self.shared.rank);

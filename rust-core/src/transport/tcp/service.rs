@@ -1,15 +1,14 @@
-//! The thread that opens and accepts connections, reads incoming data, and writes queued data.
+//! Opens and accepts connections, reads incoming data, and writes queued data.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io::ErrorKind;
 use std::net::TcpListener;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use mio::{Events, Interest, Poll, Token};
 
 use super::dial::Dial;
-use super::inbound::{self, InboundConnection, ReadOutcome, TcpFrame};
+use super::inbound::{self, InboundConnection, ReadExtent, ReadOutcome, TcpFrame};
 use super::send_queue::OutboundConnection;
 use super::{PROTOCOL, TcpCommand, TcpOptions, TcpState};
 use crate::error::{Error, Result};
@@ -19,8 +18,7 @@ use crate::world::rendezvous::JobKey;
 use crate::world::rendezvous::refusals::Refusals;
 
 const LISTENER: Token = Token(0);
-pub(super) const WAKER: Token = Token(1);
-const FIRST_CONNECTION: usize = 2;
+const FIRST_CONNECTION: usize = 1;
 
 /// Limits for connections before authentication: their number, the time that each may take, and the age from which
 /// one may be closed in favour of a new one.
@@ -56,14 +54,14 @@ struct LostConnection {
     judge_at: Instant,
 }
 
-/// The state of the thread that serves all TCP connections.
+/// The state of whoever serves the TCP connections.
 pub(super) struct Service {
     _guard: fork::Guard,
     listener: mio::net::TcpListener,
     poll: Poll,
+    events: Events,
     key: JobKey,
     options: TcpOptions,
-    shared: Arc<TcpState>,
     connections: HashMap<Token, TcpConnection>,
     /// Connections before authentication, oldest first.
     unauthenticated: BTreeMap<Token, Instant>,
@@ -71,15 +69,15 @@ pub(super) struct Service {
     introduced: HashSet<usize>,
     next: usize,
     accept_at: Option<Instant>,
-    /// Connections with more data to read.
-    again: HashSet<Token>,
+    /// Connections with more to do.
+    again: Vec<Token>,
     redials: Vec<Redial>,
     losses: Vec<LostConnection>,
     refusals: Refusals,
 }
 
 impl Service {
-    pub(super) fn new(poll: Poll, listener: TcpListener, options: TcpOptions, shared: Arc<TcpState>) -> Result<Self> {
+    pub(super) fn new(poll: Poll, listener: TcpListener, options: TcpOptions) -> Result<Self> {
         let io = |error| Error::io("serving other hosts", error);
         listener.set_nonblocking(true).map_err(io)?;
         // The standard library's listen queue is short.
@@ -90,65 +88,102 @@ impl Service {
             _guard: fork::Guard::new(&listener),
             listener,
             poll,
+            events: Events::with_capacity(256),
             key: options.key.scoped(PROTOCOL),
             options,
-            shared,
             connections: HashMap::new(),
             unauthenticated: BTreeMap::new(),
             introduced: HashSet::new(),
             next: FIRST_CONNECTION,
             accept_at: None,
-            again: HashSet::new(),
+            again: Vec::new(),
             redials: Vec::new(),
             losses: Vec::new(),
             refusals: Refusals::default(),
         })
     }
 
-    pub(super) fn run(mut self) {
-        let mut events = Events::with_capacity(256);
-        loop {
-            if let Err(error) = self.poll.poll(&mut events, self.timeout()) {
-                if error.kind() == ErrorKind::Interrupted {
-                    continue;
-                }
+    /// One round of the thread: everything that can be done now. Returns false once it is told to stop.
+    pub(super) fn serve_all(&mut self, shared: &TcpState) -> bool {
+        let ready = self.look();
+        if !self.answer_calls(shared) {
+            return false;
+        }
+        for token in ready {
+            self.serve(token, ReadExtent::Batch, shared);
+        }
+        let now = Instant::now();
+        if self.accept_at.is_some_and(|at| at <= now) {
+            self.accept();
+        }
+        self.expire(now, shared);
+        self.judge(now);
+        self.refusals.summarize(now);
+        true
+    }
+
+    /// One round of a caller that waits for frames (TCP-7): reads what has arrived on each established connection, at
+    /// most up to the end of a frame, which may be what the caller waits for. Returns whether anything was done.
+    pub(super) fn receive(&mut self, shared: &TcpState) -> bool {
+        let accept_at = self.accept_at;
+        let ready = self.look();
+        let mut for_thread = self.accept_at != accept_at;
+        let mut done = false;
+        for token in ready {
+            let is_established = match self.connections.get(&token) {
+                Some(TcpConnection::Outbound(_)) => true,
+                Some(TcpConnection::Inbound(inbound)) => inbound.rank.is_some(),
+                Some(TcpConnection::Dial(_)) => false,
+                None => continue,
+            };
+            if is_established {
+                let losses = self.losses.len();
+                self.serve(token, ReadExtent::Frame, shared);
+                done = true;
+                for_thread |= self.losses.len() > losses;
+            } else {
+                self.again.push(token);
+                for_thread = true;
+            }
+        }
+        if for_thread {
+            shared.gate.ring();
+        }
+        done
+    }
+
+    /// The connections at which something has happened.
+    fn look(&mut self) -> Vec<Token> {
+        let mut ready = std::mem::take(&mut self.again);
+        if let Err(error) = self.poll.poll(&mut self.events, Some(Duration::ZERO)) {
+            if error.kind() != ErrorKind::Interrupted {
                 self.options.monitor.close(&format!("nothing serves other hosts any more: {error}"));
-                break;
             }
-            let mut ready = std::mem::take(&mut self.again);
-            for event in &events {
-                match event.token() {
-                    LISTENER => self.accept_at = Some(Instant::now()),
-                    WAKER => {}
-                    token => {
-                        ready.insert(token);
+            return ready;
+        }
+        for event in &self.events {
+            match event.token() {
+                LISTENER => self.accept_at = Some(Instant::now()),
+                token => {
+                    if let Some(TcpConnection::Inbound(inbound)) = self.connections.get_mut(&token) {
+                        inbound.ends |= event.is_read_closed() || event.is_error();
                     }
+                    ready.push(token);
                 }
             }
-            if !self.answer_calls() {
-                break;
-            }
-            for token in ready {
-                self.serve(token);
-            }
-            let now = Instant::now();
-            if self.accept_at.is_some_and(|at| at <= now) {
-                self.accept();
-            }
-            self.expire(now);
-            self.judge(now);
-            self.refusals.summarize(now);
         }
-        for queue in &self.shared.send_queues {
-            drop(queue.lock().lose());
-        }
+        ready.sort_unstable();
+        ready.dedup();
+        ready
+    }
+
+    /// Whether there is more to do at once.
+    pub(super) fn has_more(&self) -> bool {
+        !self.again.is_empty()
     }
 
     /// The time until the next timer, during which only events can cause work.
-    fn timeout(&self) -> Option<Duration> {
-        if !self.again.is_empty() {
-            return Some(Duration::ZERO);
-        }
+    pub(super) fn limit(&self) -> Option<Duration> {
         let now = Instant::now();
         let unauthenticated = self.unauthenticated.values().next().map(|came| *came + HANDSHAKE_TIME);
         let dial = self.connections.values().filter_map(|it| match it {
@@ -159,27 +194,28 @@ impl Service {
         let loss = self.losses.iter().map(|loss| loss.judge_at);
         let fixed = [unauthenticated, self.accept_at, self.refusals.due()].into_iter().flatten();
         let next = fixed.chain(dial).chain(redial).chain(loss).min()?;
-        // mio rounds down to milliseconds, so one is added; otherwise the loop would spin during the last one.
+        // The system may round down to milliseconds, so one is added; otherwise the thread would spin during the last
+        // one.
         Some(next.saturating_duration_since(now) + Duration::from_millis(1))
     }
 
-    fn answer_calls(&mut self) -> bool {
-        let calls = std::mem::take(&mut *self.shared.calls.lock());
+    fn answer_calls(&mut self, shared: &TcpState) -> bool {
+        let calls = std::mem::take(&mut *shared.calls.lock());
         for call in calls {
             match call {
-                TcpCommand::Dial(rank) => self.dial(rank, Instant::now()),
-                TcpCommand::Lost(rank, why) => self.lose(rank, &why),
+                TcpCommand::Dial(rank) => self.dial(rank, Instant::now(), shared),
+                TcpCommand::Lost(rank, why) => self.lose(rank, &why, shared),
                 TcpCommand::Stop => return false,
             }
         }
         true
     }
 
-    fn serve(&mut self, token: Token) {
+    fn serve(&mut self, token: Token, extent: ReadExtent, shared: &TcpState) {
         match self.connections.get(&token) {
-            Some(TcpConnection::Dial(_)) => self.serve_dial(token),
-            Some(TcpConnection::Outbound(rank)) => self.serve_send_queue(*rank),
-            Some(TcpConnection::Inbound(_)) => self.serve_inbound(token),
+            Some(TcpConnection::Dial(_)) => self.serve_dial(token, shared),
+            Some(TcpConnection::Outbound(rank)) => self.serve_send_queue(*rank, shared),
+            Some(TcpConnection::Inbound(_)) => self.serve_inbound(token, extent, shared),
             None => {}
         }
     }
@@ -203,18 +239,18 @@ impl Service {
         }
     }
 
-    fn dial(&mut self, rank: usize, since: Instant) {
+    fn dial(&mut self, rank: usize, since: Instant, shared: &TcpState) {
         let address = self.options.book[rank];
         match Dial::start(rank, address, since) {
             Ok(dial) => match self.register(TcpConnection::Dial(dial)) {
-                Some(token) => self.serve_dial(token),
-                None => self.dial_failed(rank, since, "the system does not watch it".to_owned()),
+                Some(token) => self.serve_dial(token, shared),
+                None => self.dial_failed(rank, since, "the system does not watch it".to_owned(), shared),
             },
-            Err(error) => self.dial_failed(rank, since, error.to_string()),
+            Err(error) => self.dial_failed(rank, since, error.to_string(), shared),
         }
     }
 
-    fn serve_dial(&mut self, token: Token) {
+    fn serve_dial(&mut self, token: Token, shared: &TcpState) {
         let Some(TcpConnection::Dial(dial)) = self.connections.get_mut(&token) else { return };
         let (rank, since) = (dial.rank, dial.since);
         match dial.advance(&self.key, self.options.peer_timeout) {
@@ -222,61 +258,61 @@ impl Service {
             Ok(true) => {
                 let Some(TcpConnection::Dial(dial)) = self.connections.remove(&token) else { return };
                 match dial.finish(&self.key) {
-                    Ok(line) => self.open(token, rank, line),
-                    Err(error) => self.dial_failed(rank, since, error.to_string()),
+                    Ok(line) => self.open(token, rank, line, shared),
+                    Err(error) => self.dial_failed(rank, since, error.to_string(), shared),
                 }
             }
             Err(error) => {
                 self.connections.remove(&token);
-                self.dial_failed(rank, since, error.to_string());
+                self.dial_failed(rank, since, error.to_string(), shared);
             }
         }
     }
 
-    fn open(&mut self, token: Token, rank: usize, line: OutboundConnection) {
+    fn open(&mut self, token: Token, rank: usize, line: OutboundConnection, shared: &TcpState) {
         self.connections.insert(token, TcpConnection::Outbound(rank));
         let words = [self.options.session, self.options.rank as u64, rank as u64];
         let first = inbound::hello(words).to_vec();
         let (outcome, admitted) = {
-            let mut queue = self.shared.send_queues[rank].lock();
+            let mut queue = shared.send_queues[rank].lock();
             (queue.open(line, first), queue.admitted())
         };
-        self.shared.ports.progress(admitted);
+        shared.ports.progress(admitted);
         if let Err(error) = outcome {
-            self.lose(rank, &error.to_string());
+            self.lose(rank, &error.to_string(), shared);
         }
     }
 
     /// Retries while the other process may still be there.
-    fn dial_failed(&mut self, rank: usize, since: Instant, why: String) {
+    fn dial_failed(&mut self, rank: usize, since: Instant, why: String, shared: &TcpState) {
         let now = Instant::now();
         if self.options.monitor.departure(rank).is_none() && now < since + self.options.peer_timeout {
             tracing::trace!("rank {rank} at {}: {why}", self.options.book[rank]);
             self.redials.push(Redial { at: now + RETRY_PAUSE, rank, since });
             return;
         }
-        self.lose(rank, &format!("it could not be made: {why}"));
+        self.lose(rank, &format!("it could not be made: {why}"), shared);
     }
 
-    fn serve_send_queue(&mut self, rank: usize) {
+    fn serve_send_queue(&mut self, rank: usize, shared: &TcpState) {
         let (outcome, admitted) = {
-            let mut queue = self.shared.send_queues[rank].lock();
+            let mut queue = shared.send_queues[rank].lock();
             if queue.is_lost() {
                 return;
             }
             let outcome = queue.write().and_then(|()| queue.look_for_end());
             (outcome, queue.admitted())
         };
-        self.shared.ports.progress(admitted);
+        shared.ports.progress(admitted);
         if let Err(error) = outcome {
-            self.lose(rank, &error.to_string());
+            self.lose(rank, &error.to_string(), shared);
         }
     }
 
     /// Gives up the queue to `rank`, or the connection from it (TCP-4).
-    fn lose(&mut self, rank: usize, why: &str) {
+    fn lose(&mut self, rank: usize, why: &str, shared: &TcpState) {
         let (line, admitted) = {
-            let mut queue = self.shared.send_queues[rank].lock();
+            let mut queue = shared.send_queues[rank].lock();
             (queue.lose(), queue.admitted())
         };
         if let Some(mut line) = line {
@@ -285,7 +321,7 @@ impl Service {
         self.connections
             .retain(|_, connection| !matches!(connection, TcpConnection::Outbound(other) if *other == rank));
         // Their frames are dropped from now on, so their senders need not keep them.
-        self.shared.ports.progress(admitted);
+        shared.ports.progress(admitted);
         tracing::debug!("the connection to rank {rank} at {}: {why}", self.options.book[rank]);
         let judge_at = Instant::now() + self.options.peer_timeout;
         if !self.losses.iter().any(|loss| loss.rank == rank) {
@@ -347,13 +383,14 @@ impl Service {
         }
     }
 
-    fn serve_inbound(&mut self, token: Token) {
+    fn serve_inbound(&mut self, token: Token, extent: ReadExtent, shared: &TcpState) {
         let Some(TcpConnection::Inbound(inbound)) = self.connections.get_mut(&token) else { return };
-        let (ports, options, introduced) = (&self.shared.ports, &self.options, &mut self.introduced);
-        let mut touched: HashSet<PortKey> = HashSet::new();
+        let (ports, options, introduced) = (&shared.ports, &self.options, &mut self.introduced);
+        let mut touched: Vec<PortKey> = Vec::new();
         let mut take = |rank: &mut Option<usize>, frame: TcpFrame| match *rank {
             Some(source) => {
-                touched.extend(ports.take(source, frame.buffer, frame.start, frame.bytes));
+                let port = ports.take(source, frame.buffer, frame.start, frame.bytes);
+                touched.extend(port.filter(|port| !touched.contains(port)));
                 Ok(())
             }
             None => match inbound::introduction(&frame) {
@@ -376,7 +413,7 @@ impl Service {
         let mut begin_direct_receive =
             |rank: Option<usize>, prefix: &_, bytes| ports.begin_direct_receive(rank?, prefix, bytes);
         let outcome =
-            inbound.read(&self.key, options.peer_timeout, &ports.buffers, &mut take, &mut begin_direct_receive);
+            inbound.read(&self.key, options.peer_timeout, extent, &ports.buffers, &mut take, &mut begin_direct_receive);
         let rank = inbound.rank;
         if rank.is_some() {
             self.unauthenticated.remove(&token);
@@ -384,17 +421,17 @@ impl Service {
         match outcome {
             Ok(ReadOutcome::Pause) => {}
             Ok(ReadOutcome::More) => {
-                self.again.insert(token);
+                self.again.push(token);
             }
             Ok(ReadOutcome::End) => self.dismiss(token, "ended before it said who it is"),
             Err(why) => {
                 self.dismiss(token, &why);
                 if let Some(rank) = rank {
-                    self.lose(rank, &format!("what comes from it {why}"));
+                    self.lose(rank, &format!("what comes from it {why}"), shared);
                 }
             }
         }
-        self.shared.ports.progress(touched);
+        shared.ports.progress(touched);
     }
 
     /// Closes an incoming connection.
@@ -409,7 +446,7 @@ impl Service {
         }
     }
 
-    fn expire(&mut self, now: Instant) {
+    fn expire(&mut self, now: Instant, shared: &TcpState) {
         while let Some((&token, &came)) = self.unauthenticated.first_key_value() {
             if came + HANDSHAKE_TIME > now {
                 break;
@@ -422,13 +459,13 @@ impl Service {
         };
         for (token, rank, since) in self.connections.iter().filter_map(late).collect::<Vec<_>>() {
             self.connections.remove(&token);
-            self.dial_failed(rank, since, "it does not answer".to_owned());
+            self.dial_failed(rank, since, "it does not answer".to_owned(), shared);
         }
         let (due, later): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.redials).into_iter().partition(|redial| redial.at <= now);
         self.redials = later;
         for Redial { rank, since, .. } in due {
-            self.dial(rank, since);
+            self.dial(rank, since, shared);
         }
     }
 }

@@ -7,7 +7,7 @@ use super::inbound::{Hello, hello};
 use super::*;
 use crate::transport::Members;
 use crate::transport::mailbox::Header;
-use crate::transport::ports::{FRAME_BYTES, PAYLOAD_BYTES, Port};
+use crate::transport::ports::{FRAME_BYTES, PAYLOAD_BYTES, Port, Receiver};
 use crate::world::Departure;
 use crate::world::rendezvous::frame::Sealer;
 use crate::world::rendezvous::handshake::{ANSWER_BYTES, ChallengeResponse, GREETING_BYTES, PROOF_BYTES, REFUSAL};
@@ -122,6 +122,61 @@ fn who_does_not_know_the_secret_is_refused_and_says_so() {
     let text = ends[2].closed();
     assert!(text.contains("rank 0 at 127.0.0.1:") && text.contains("does not accept this job's secret"), "{text}");
     is_served(&ends[..2]);
+}
+
+#[test]
+fn a_caller_receives_instead_of_the_thread_and_the_thread_again_after_it() {
+    let ends = ends(&[SECRET; 2], LONG);
+    let (a, b) = (ends[0].port(0, 2), ends[1].port(1, 2));
+    is_delivered(&a, &b, 1);
+    let receiver = Receiver::begin(&*ends[1].network).expect("callers receive from TCP");
+    // The thread may still be busy with the frame before.
+    std::thread::sleep(SHORT);
+    assert!(push(&a, 1, 2, &[2; 50_000]));
+    std::thread::sleep(SHORT);
+    assert!(!b.pop(0, &mut |_, _| panic!("a frame arrived")), "the thread does not receive");
+    let mut found = None;
+    wait_until(|| {
+        receiver.receive();
+        b.pop(0, &mut |header, _| found = Some(header[1])).then_some(())
+    });
+    assert_eq!(found, Some(2));
+    assert!(push(&a, 1, 3, b"before the caller stops"));
+    drop(receiver);
+    assert_eq!(pop(&b, 0).0, 3);
+    is_delivered(&a, &b, 4);
+}
+
+#[test]
+fn what_is_not_a_callers_is_left_to_the_thread_while_it_receives() {
+    // The first frame opens a connection, and its rank is introduced there; a broken connection has a timer.
+    let ends = ends(&[SECRET; 2], SHORT);
+    let receivers: Vec<Receiver<'_>> =
+        ends.iter().map(|end| Receiver::begin(&*end.network).expect("callers receive from TCP")).collect();
+    let (a, b) = (ends[0].port(0, 2), ends[1].port(1, 2));
+    assert!(push(&a, 1, 1, b"hello"));
+    let mut found = None;
+    let receive = || {
+        for receiver in &receivers {
+            receiver.receive();
+        }
+    };
+    wait_until(|| {
+        receive();
+        b.pop(0, &mut |header, _| found = Some(header[1])).then_some(())
+    });
+    assert_eq!(found, Some(1));
+    ends[1].network.close();
+    let text = wait_until(|| {
+        receive();
+        ends[0].monitor.check(&[], "test").err().map(|error| error.to_string())
+    });
+    assert!(text.contains("the connection to rank 1 at 127.0.0.1:"), "{text}");
+}
+
+fn is_delivered(from: &Port, to: &Port, number: u64) {
+    assert!(push(from, 1, number, b"frame"));
+    assert_eq!(pop(to, 0).0, number);
 }
 
 /// A connection to `end` whose other side a test simulates, with the keys for its frames.

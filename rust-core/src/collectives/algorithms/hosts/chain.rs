@@ -30,7 +30,7 @@ use crate::collectives::kernels::{self, Fold, FoldStage, carry_bytes};
 use crate::error::Result;
 use crate::transport::hosts::Hosts;
 use crate::transport::ports::PAYLOAD_BYTES;
-use crate::transport::{Backoff, Message, NAP, Tag, cores};
+use crate::transport::{Message, MessagePause, NAP, Tag};
 
 /// The smallest piece for which a second channel pays off.
 const SMALL_BYTES: usize = 16 << 10;
@@ -186,8 +186,7 @@ impl<'a> ChannelOwner<'a> {
     pub(super) unsafe fn work(&mut self, released: usize, until: usize) -> Result<()> {
         self.released = released;
         let transport = self.group.transport;
-        let crowded = self.hosts.memory.size() > cores();
-        let mut backoff = Backoff::new();
+        let mut pause = MessagePause::new(transport);
         loop {
             let seen = transport.doorbell();
             self.post();
@@ -197,10 +196,10 @@ impl<'a> ChannelOwner<'a> {
                 return Ok(());
             }
             if moved {
-                backoff = Backoff::new();
+                pause = MessagePause::new(transport);
                 continue;
             }
-            if backoff.pause(|| crowded) {
+            if pause.pause() {
                 continue;
             }
             self.group.wait.check(|| self.missing())?;
