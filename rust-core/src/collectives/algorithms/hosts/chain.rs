@@ -254,8 +254,7 @@ impl<'a> ChannelOwner<'a> {
     fn step(&mut self) -> Result<bool> {
         let mut moved = false;
         for index in 0..self.streams.len() {
-            loop {
-                let Some(piece) = self.streams[index].next().filter(|piece| *piece < self.released) else { break };
+            while let Some(piece) = self.streams[index].next().filter(|piece| *piece < self.released) {
                 let is_behind = self.is_behind(piece);
                 let stream = &mut self.streams[index];
                 let carry = match (stream.from, stream.open.front()) {
