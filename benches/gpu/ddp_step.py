@@ -39,7 +39,12 @@ TORCH_VARIANTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="+", default=["124M:8", "350M:1", "1.5B:2"], help="[hf-]size:batch[:compile]; hf: the model of transformers")
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        default=["124M:8", "350M:1", "1.5B:2"],
+        help="[hf-]size:batch[:compile]; hf: the model of transformers",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=3)

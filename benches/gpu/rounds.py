@@ -115,7 +115,9 @@ class Rounds:
         c10d.all_gather_object(every, (times, hosts, peaks, losses))
         if c10d.get_rank() == 0:
             print(f"\n{title}, {self.rounds} rounds of {self.steps} steps")
-            print(f"{'variant':34} {'tokens/s':>9} {'step ms':>8} {'min':>8} {'max':>8} {'host ms':>8}  peak GiB     loss")
+            print(
+                f"{'variant':34} {'tokens/s':>9} {'step ms':>8} {'min':>8} {'max':>8} {'host ms':>8}  peak GiB     loss"
+            )
             for name in names:
                 # The slowest rank of each round.
                 slowest = [max(each[0][name][at] for each in every) for at in range(self.rounds)]

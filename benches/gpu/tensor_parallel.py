@@ -18,7 +18,6 @@ import torch
 import torch.distributed as c10d
 from rounds import Rounds, Step, start
 from sharded import Bench as ShardedBench
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as tp

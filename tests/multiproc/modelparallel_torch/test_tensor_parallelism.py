@@ -41,10 +41,10 @@ def test_other_parts_are_equal_to_one_process():
 
 def _check_compiled_layers(layers):
     import torch
-    from support.tensor_parallel import compare
     from torch._dynamo.utils import counters
 
     import smdistributed.modelparallel.torch as smp
+    from support.tensor_parallel import compare
 
     def make():
         model = smp.nn.DistributedTransformerLMHead(

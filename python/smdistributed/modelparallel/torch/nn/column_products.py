@@ -93,9 +93,7 @@ class _ColumnProducts(torch.autograd.Function):
         return partial, None, *found
 
 
-def _begin_reduction(
-    partial: torch.Tensor, shared_rows: int | None
-) -> tuple[torch.Tensor, dist.Work | None]:
+def _begin_reduction(partial: torch.Tensor, shared_rows: int | None) -> tuple[torch.Tensor, dist.Work | None]:
     """Begin to sum gradients of an input over the group; with ``shared_rows``, each rank gets those of its tokens."""
     group = state.groups.tp_group
     with errors.translated(CLASSES):

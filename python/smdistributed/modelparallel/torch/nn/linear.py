@@ -116,7 +116,8 @@ class ColumnParallelLinear(DistributedModule):
         Returns:
             ``[local features, in_features]`` and ``[local features]``, or ``None`` without a bias.
         """
-        weight, bias = self.weight, self.bias
+        weight: torch.Tensor = self.weight  # type: ignore[assignment]
+        bias: torch.Tensor | None = self.bias  # type: ignore[assignment]
         if not self.is_divided:
             weight = collectives.partial_in_group(weight)
             bias = None if bias is None else collectives.partial_in_group(bias)

@@ -186,7 +186,8 @@ class LanguageModelHead(DistributedModule):
             return None, layout.leave_block(hidden, batch, length)
         if self.scale != 1.0:
             hidden = hidden * self.scale
-        (logits,) = column_products(hidden, batch, length, [(self.weight, self.bias)])
+        own: Any = (self.weight, self.bias)
+        (logits,) = column_products(hidden, batch, length, [own])
         loss = None if labels is None else self._loss(logits, labels, num_items_in_batch)
         return loss, self._whole(logits) if wants_logits else None
 

@@ -25,7 +25,8 @@ from smdistributed import _core
 from smdistributed.modelparallel.torch import pytree as structures
 from smdistributed.modelparallel.torch.nn.module import units
 from smdistributed.modelparallel.torch.partitioning import cost_model
-from smdistributed.modelparallel.torch.tracing import object_state, shape_probe
+from smdistributed.modelparallel.torch.tracing import shape_probe
+from smdistributed.modelparallel.torch.tracing.attributes import object_state
 from smdistributed.modelparallel.torch.tracing.metadata import OutputSpecs, UnknownOutputError
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta
 

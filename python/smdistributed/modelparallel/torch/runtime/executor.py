@@ -33,9 +33,9 @@ from smdistributed.modelparallel.torch.runtime.task_execution import (
     task_outputs,
 )
 from smdistributed.modelparallel.torch.runtime.transfers import PendingReceive, Transfers
-from smdistributed.modelparallel.torch.tracing import object_state
+from smdistributed.modelparallel.torch.tracing.attributes import object_state
+from smdistributed.modelparallel.torch.tracing.attributes.module_state import ModuleState
 from smdistributed.modelparallel.torch.tracing.metadata import OutputSpec, describe_result
-from smdistributed.modelparallel.torch.tracing.module_state import ModuleState
 from smdistributed.modelparallel.torch.tracing.placeholders import UnreadTensor
 from smdistributed.modelparallel.torch.tracing.recording import Recording
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta, offset_of, version_of

@@ -29,10 +29,10 @@ from smdistributed.modelparallel.torch.runtime.task_execution import modes_of_th
 from smdistributed.modelparallel.torch.runtime.transfers import Transfers
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing import task_order
+from smdistributed.modelparallel.torch.tracing.attributes.module_state import ModuleState
 from smdistributed.modelparallel.torch.tracing.constants import Constants
 from smdistributed.modelparallel.torch.tracing.digests import digest_of
 from smdistributed.modelparallel.torch.tracing.metadata import OutputSpec, OutputSpecs
-from smdistributed.modelparallel.torch.tracing.module_state import ModuleState
 from smdistributed.modelparallel.torch.tracing.recording import Recording, active
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta
 from smdistributed.modelparallel.torch.tracing.replay import Call

@@ -270,8 +270,8 @@ def _gradients(task: Task) -> list[tuple[list[int], list[int]]]:
     pairs: list[tuple[object, Value]] = [(write.source, write.result) for write in task.writes]
     aliases = () if task.output_spec is None else task.output_spec.aliases
     if any(place is not None for place in aliases):
-        leaves = task.leaves()
-        pairs += [(leaves[at], value) for at, value in zip(aliases, task.outputs, strict=False) if at is not None]
+        arguments = task.leaves()
+        pairs += [(arguments[at], value) for at, value in zip(aliases, task.outputs, strict=False) if at is not None]
     return [
         (_trained([source]), _trained([result]))
         for source, result in pairs

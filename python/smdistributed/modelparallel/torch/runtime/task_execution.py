@@ -10,8 +10,8 @@ import torch
 
 from smdistributed.modelparallel.exceptions import SMPError
 from smdistributed.modelparallel.torch import pytree
-from smdistributed.modelparallel.torch.tracing import object_state
-from smdistributed.modelparallel.torch.tracing.module_state import ModuleState
+from smdistributed.modelparallel.torch.tracing.attributes import object_state
+from smdistributed.modelparallel.torch.tracing.attributes.module_state import ModuleState
 from smdistributed.modelparallel.torch.tracing.tasks import Context, Task, Value
 
 

@@ -158,7 +158,6 @@ class ShardedModel:
             needs: For each module, the units that it and its submodules need.
         """
         for module, units in needs.items():
-
             # A compiled module runs them as they are, and compiles what lies between them.
             @torch.compiler.disable
             def enter(module: nn.Module, args: Any, units: list[Unit] = units) -> None:
@@ -328,9 +327,7 @@ class ShardedModel:
         rows = unit.rows_of(members, gradients)
         # One reduction beside this one, so that few gradients wait in memory. The one before it has had the time of a
         # unit's backward.
-        while len(self._reductions) > 1 or (
-            self._reductions and self._reducing + rows.numel() > self._bucket_elems
-        ):
+        while len(self._reductions) > 1 or (self._reductions and self._reducing + rows.numel() > self._bucket_elems):
             self._finish_reduction()
         shard = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
         with errors.translated(CLASSES):

@@ -27,7 +27,7 @@ from smdistributed.modelparallel.torch.tracing.remote_tensor import (
 )
 
 if TYPE_CHECKING:
-    from smdistributed.modelparallel.torch.tracing.module_state import ModuleState
+    from smdistributed.modelparallel.torch.tracing.attributes.module_state import ModuleState
     from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
 
 

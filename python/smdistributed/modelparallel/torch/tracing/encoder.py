@@ -11,7 +11,7 @@ from torch import nn
 
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch import pytree
-from smdistributed.modelparallel.torch.tracing import object_state
+from smdistributed.modelparallel.torch.tracing.attributes import object_state
 from smdistributed.modelparallel.torch.tracing.placeholders import UnreadTensor
 from smdistributed.modelparallel.torch.tracing.remote_tensor import InvalidatedValue, RemoteTensor, TensorMeta
 from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
@@ -29,7 +29,7 @@ class Encoder:
         tensors: The same as the body's tensors.
         unknown: Whether an argument cannot be described.
         containers: For a call of a module: lists, dictionaries and objects that it may change
-        (``tracing/object_state.py``).
+        (``tracing/attributes/object_state.py``).
         in_containers: Indices, among all tensors, of those that are in such containers.
         may_read: Whether the operation can get integers instead of tensors if it reads their values.
     """

@@ -30,8 +30,9 @@ from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.partitioning.cost_model import UNKNOWN_COST, Counter, OpCost
 from smdistributed.modelparallel.torch.partitioning.placement import own_tensors
 from smdistributed.modelparallel.torch.runtime.generators import HostGenerators
-from smdistributed.modelparallel.torch.tracing import object_state, shape_probe
-from smdistributed.modelparallel.torch.tracing.preserved_attributes import Content, preserved_attributes
+from smdistributed.modelparallel.torch.tracing import shape_probe
+from smdistributed.modelparallel.torch.tracing.attributes import object_state
+from smdistributed.modelparallel.torch.tracing.attributes.preserved_attributes import Content, preserved_attributes
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta, offset_of, version_of
 
 #: Largest number of cached signatures, which limits the memory if a step never repeats one.

@@ -36,6 +36,7 @@ from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.runtime.fallbacks import call_site
 from smdistributed.modelparallel.torch.runtime.rng import Draw
 from smdistributed.modelparallel.torch.tracing import masks, queries
+from smdistributed.modelparallel.torch.tracing.attributes.module_state import UNCHANGED
 from smdistributed.modelparallel.torch.tracing.copy_on_write import CopyOnWriteTensors
 from smdistributed.modelparallel.torch.tracing.digests import chained_digest, digest_of
 from smdistributed.modelparallel.torch.tracing.encoder import Encoder, leave_out
@@ -55,7 +56,6 @@ from smdistributed.modelparallel.torch.tracing.functions import (
     recorded_as,
 )
 from smdistributed.modelparallel.torch.tracing.metadata import OutputSpec, ReadsNumbersError, UnknownOutputError
-from smdistributed.modelparallel.torch.tracing.module_state import UNCHANGED
 from smdistributed.modelparallel.torch.tracing.outside_tensors import OutsideTensors
 from smdistributed.modelparallel.torch.tracing.remote_tensor import (
     InvalidatedValue,

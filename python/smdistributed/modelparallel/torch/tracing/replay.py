@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smdistributed.modelparallel.torch import pytree
-from smdistributed.modelparallel.torch.tracing import object_state
+from smdistributed.modelparallel.torch.tracing.attributes import object_state
 from smdistributed.modelparallel.torch.tracing.encoder import leave_out
 from smdistributed.modelparallel.torch.tracing.remote_tensor import RemoteTensor, TensorMeta
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch import pytree
-from smdistributed.modelparallel.torch.tracing import object_state
+from smdistributed.modelparallel.torch.tracing.attributes import object_state
+from smdistributed.modelparallel.torch.tracing.attributes.module_state import UNCHANGED, AttributeSnapshot
 from smdistributed.modelparallel.torch.tracing.metadata import OutputSpec
-from smdistributed.modelparallel.torch.tracing.module_state import UNCHANGED, AttributeSnapshot
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta
 
 if TYPE_CHECKING:

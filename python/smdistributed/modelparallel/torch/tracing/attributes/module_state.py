@@ -33,8 +33,12 @@ from torch import nn
 
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch import pytree
-from smdistributed.modelparallel.torch.tracing import object_state
-from smdistributed.modelparallel.torch.tracing.attribute_tensors import AttributeTensor, AttributeTensors, Copies
+from smdistributed.modelparallel.torch.tracing.attributes import object_state
+from smdistributed.modelparallel.torch.tracing.attributes.attribute_tensors import (
+    AttributeTensor,
+    AttributeTensors,
+    Copies,
+)
 from smdistributed.modelparallel.torch.tracing.remote_tensor import InvalidatedValue, RemoteTensor
 from smdistributed.modelparallel.torch.tracing.stale_storages import StaleStorages
 

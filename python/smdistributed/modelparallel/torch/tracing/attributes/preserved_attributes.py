@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch import pytree
-from smdistributed.modelparallel.torch.tracing import object_state
+from smdistributed.modelparallel.torch.tracing.attributes import object_state
 from smdistributed.modelparallel.torch.tracing.remote_tensor import RemoteTensor, TensorMeta
 
 #: Attributes of every module, which its forward does not set.
@@ -150,8 +150,8 @@ class preserved_attributes:  # noqa: N801 - a context
                     module.__dict__[name] = value
         for content in self._contents:
             content.restore()
-        for (_, _, tensor), numbers in zip(self.tensors, self._copies, strict=False):
-            tensor.data.copy_(numbers)
+        for (_path, _name, changed), numbers in zip(self.tensors, self._copies, strict=False):
+            changed.data.copy_(numbers)
 
 
 def _is_restorable(part: Any) -> bool:
