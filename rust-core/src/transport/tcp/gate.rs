@@ -1,4 +1,4 @@
-//! Who serves the connections: the thread `smd-tcp`, or a caller that waits for frames.
+//! Decides which thread reads the connections: `smd-tcp`, or a caller that waits for frames.
 //!
 //! ```text
 //!   epoll of the thread --+-- bell: commands, timers that changed
@@ -9,7 +9,7 @@
 //!   than what there is to do, and with fewer cores than threads, each would wait for the other's core.
 //! - GATE-2: when the last caller has stopped, data that arrived before or arrives later wakes the thread. The epoll of
 //!   the connections is watched for its level, so nothing is missed in between; what a caller took from it and left
-//!   undone is announced by the bell ([`Gate::leave`]).
+//!   undone is announced by the bell ([`ReceiveGate::leave`]).
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
@@ -19,7 +19,7 @@ use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
 use rustix::io::{self, Errno};
 
-pub(super) struct Gate {
+pub(super) struct ReceiveGate {
     epoll: OwnedFd,
     /// The epoll of the connections; a descriptor of its own, so that it outlives the service.
     connections: OwnedFd,
@@ -31,7 +31,7 @@ pub(super) struct Gate {
 const CONNECTIONS: EventData = EventData::new_u64(0);
 const BELL: EventData = EventData::new_u64(1);
 
-impl Gate {
+impl ReceiveGate {
     /// Watches `connections`, an epoll.
     pub(super) fn new(connections: impl AsFd) -> io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
@@ -115,14 +115,14 @@ mod tests {
     const LONG: Duration = Duration::from_secs(20);
 
     /// A gate, and an event in the epoll that it watches.
-    fn gate() -> (Gate, OwnedFd, OwnedFd) {
+    fn gate() -> (ReceiveGate, OwnedFd, OwnedFd) {
         let connections = epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
         let data = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
         epoll::add(&connections, &data, BELL, EventFlags::IN).unwrap();
-        (Gate::new(&connections).unwrap(), connections, data)
+        (ReceiveGate::new(&connections).unwrap(), connections, data)
     }
 
-    fn waits(gate: &Gate, limit: Duration) -> bool {
+    fn waits(gate: &ReceiveGate, limit: Duration) -> bool {
         let start = Instant::now();
         gate.wait(Some(limit)).unwrap();
         start.elapsed() >= limit

@@ -126,7 +126,7 @@ struct TcpState {
     /// Outgoing frames, by rank.
     send_queues: Vec<Mutex<SendQueue>>,
     calls: Mutex<Vec<TcpCommand>>,
-    gate: gate::Gate,
+    gate: gate::ReceiveGate,
     /// None once it has ended.
     service: Mutex<Option<service::Service>>,
     /// Whether the service has taken events from the system that it has not handled.
@@ -193,7 +193,7 @@ impl Network {
         let (rank, monitor) = (options.rank, options.monitor.clone());
         // SAFETY: the descriptor is open while `poll` lives, which is longer than this call.
         let connections = unsafe { BorrowedFd::borrow_raw(poll.as_raw_fd()) };
-        let gate = gate::Gate::new(connections).map_err(|error| io(error.into()))?;
+        let gate = gate::ReceiveGate::new(connections).map_err(|error| io(error.into()))?;
         let send_queues = options.book.iter().map(|_| Mutex::default()).collect();
         let shared = Arc::new(TcpState {
             rank,

@@ -26,7 +26,7 @@ class StaleStorages:
 
     def __init__(self) -> None:
         self._ranges: list[tuple[StorageWeakRef, StorageRange]] = []
-        #: Those to which the body writes, and not a call that has the tensor in an attribute (ATT-2).
+        #: Those to which the body writes, and not a call that has the tensor in an attribute (ATN-2).
         self._of_body: list[tuple[StorageWeakRef, StorageRange]] = []
         #: Those that get a graph by the write.
         self._with_graph: list[tuple[StorageWeakRef, StorageRange]] = []

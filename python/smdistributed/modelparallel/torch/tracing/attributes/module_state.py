@@ -244,7 +244,7 @@ class ModuleState:
         Changes before the first call of a step count for all calls.
 
         Raises:
-            SMPUsageError: The tensor in an attribute was changed on another partition (MST-5, ATT-2).
+            SMPUsageError: The tensor in an attribute was changed on another partition (MST-5, ATN-2).
         """
         if self._outputs or self._lost:
             self._check_outputs(module)
@@ -456,7 +456,7 @@ class ModuleState:
         """Check that modules on other partitions do not have what a call on ``rank`` changes: containers and tensors.
 
         Raises:
-            SMPUsageError: A module has it (MST-8, ATT-3).
+            SMPUsageError: A module has it (MST-8, ATN-3).
         """
         for part in parts:
             if isinstance(part, torch.Tensor):
@@ -485,7 +485,7 @@ class ModuleState:
                     return True
         return False
 
-    # Plain tensors in attributes, to which the body writes (ATT-1).
+    # Plain tensors in attributes, to which the body writes (ATN-1).
 
     def copies_before_write(self, operands: Sequence[torch.Tensor]) -> Copies:
         """Return copies of tensors in attributes to which a function of the body may write."""
