@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.exceptions import SMPCheckpointError
 from smdistributed.modelparallel.torch.nn.huggingface import llama
 from smdistributed.modelparallel.torch.nn.huggingface.causal import causal
 from smdistributed.modelparallel.torch.nn.huggingface.names import NameTable, State, Weight
@@ -45,6 +46,12 @@ def _joined(state_dict: State) -> dict[str, Any]:
         else:
             experts.setdefault(found["layer"], {}).setdefault(found["name"], {})[int(found["expert"])] = tensor
     for layer, tensors in experts.items():
+        numbers = {name: sorted(tensors.get(name, ())) for name in ("w1", "w2", "w3")}
+        complete = list(range(max(map(len, numbers.values()))))
+        if any(found != complete for found in numbers.values()):
+            raise SMPCheckpointError(
+                f"{layer}.mlp.experts: each of w1, w2 and w3 needs experts {complete}: got {numbers}"
+            )
         gate, up, down = (
             torch.stack([each for _, each in sorted(tensors[name].items())]) for name in ("w1", "w3", "w2")
         )
