@@ -73,7 +73,7 @@ class Rounds:
         """Make all variants, then time them.
 
         Args:
-            makers: By its name, what makes a variant. A variant that cannot be made says so in the table.
+            makers: By the name of a variant, the function that makes it.
             tokens: Tokens that all ranks together train on in a step.
             title: The first line of the table.
         """

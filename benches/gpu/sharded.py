@@ -28,17 +28,8 @@ import smdistributed.modelparallel.torch as smp
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--batch", type=int, default=4, help="sequences of each rank")
-    parser.add_argument("--sequence", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=22)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--vocabulary", type=int, default=32_000)
-    parser.add_argument("--compile", action="store_true", help="compile each layer")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4)
+    add_arguments(parser, "sequences of each rank", 4)
     parser.add_argument("--variants", nargs="+", default=["smp", "fsdp2 nccl", "fsdp2 smddp"])
-    parser.add_argument("--trace", help="write a profile of one step of each variant into this folder")
     arguments = parser.parse_args()
     device = start(arguments.device)
     bench = Bench(arguments, device)
@@ -52,6 +43,20 @@ def main() -> None:
         f"{', compiled layers' if arguments.compile else ''}",
     )
     c10d.destroy_process_group()
+
+
+def add_arguments(parser: argparse.ArgumentParser, batch_help: str, batch: int) -> None:
+    """Add the arguments of the model and of the rounds."""
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--batch", type=int, default=batch, help=batch_help)
+    parser.add_argument("--sequence", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=22)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--vocabulary", type=int, default=32_000)
+    parser.add_argument("--compile", action="store_true", help="compile each layer")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--trace", help="write a profile of one step of each variant into this folder")
 
 
 class Bench:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as c10d
 from rounds import Rounds, Step, start
 from sharded import Bench as ShardedBench
+from sharded import add_arguments
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as tp
@@ -29,18 +30,9 @@ import smdistributed.modelparallel.torch as smp
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--batch", type=int, default=8, help="sequences that all ranks train on together")
-    parser.add_argument("--sequence", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=22)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--vocabulary", type=int, default=32_000)
+    add_arguments(parser, "sequences that all ranks train on together", 8)
     parser.add_argument("--optimize", default="speed", choices=["speed", "memory"], help="of smp")
-    parser.add_argument("--compile", action="store_true", help="compile each layer")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--variants", nargs="+")
-    parser.add_argument("--trace", help="write a profile of one step of each variant into this folder")
     arguments = parser.parse_args()
     device = start(arguments.device)
     bench = Bench(arguments, device)

@@ -229,7 +229,7 @@ class Table(nn.Module):
 ''',
     "Memo": '''
 class Memo(nn.Module):
-    """Remembers in a dictionary: what depends on shapes, and in training what it was called with."""
+    """Keeps a dictionary with entries that depend on shapes and, in training, with its last input."""
 
     def __init__(self):
         super().__init__()

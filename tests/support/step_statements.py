@@ -557,7 +557,7 @@ class Statements:
             self._add(f"h = h * (1 + {one}.table['calls'])")
 
     def detached_write(self) -> None:
-        """A write to a tensor without the graph of what it shares its memory with."""
+        """A write to a detached tensor, which shares memory with a tensor that has a graph."""
         a, b, name = self._tensor(), self._tensor(), self._new()
         self._add(f"{name} = {self._one(a, f'({a} * 1.0)', f'({a} + 1.0)')}.{self._one('detach()', 'data')}")
         part = self._one("", "", "[0]", "[:, :2]")

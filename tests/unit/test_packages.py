@@ -41,10 +41,10 @@ def test_importing_the_package_imports_no_framework():
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 
-def test_importing_data_parallelism_does_not_import_the_compiler():
+def test_importing_the_libraries_does_not_import_the_compiler():
     pytest.importorskip("torch", reason="PyTorch is not installed")
     code = (
-        "import sys, smdistributed.dataparallel.torch.torch_smddp\n"
+        "import sys, smdistributed.dataparallel.torch.torch_smddp, smdistributed.modelparallel.torch\n"
         "from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel\n"
         "print('torch._dynamo' in sys.modules)"
     )

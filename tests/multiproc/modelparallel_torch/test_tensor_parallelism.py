@@ -74,3 +74,45 @@ def _check_compiled_layers(layers):
 
 def test_compiled_layers_are_equal_to_one_process():
     run_ranks(_check_compiled_layers, 2, 10, launcher=Forked("torch"), timeout=110)
+
+
+def _check_column_products(optimize):
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+    from smdistributed.modelparallel.torch.nn import layout
+    from smdistributed.modelparallel.torch.nn.column_products import column_products
+
+    smp.init({"tensor_parallel_degree": 3, "ddp": True, "prescaled_batch": True, "optimize": optimize})
+    batch, length, width = 2, 5, 8
+
+    def plain(hidden, batch, length, slices):
+        tokens = layout.enter_product(hidden, batch, length)
+        return [torch.nn.functional.linear(tokens, *each) for each in slices]
+
+    for dtype, has_autocast in ((torch.float64, False), (torch.float32, True)):
+        for is_frozen in (False, True):
+            torch.manual_seed(5)
+            # Ten tokens over three ranks: the last rank's share is padded.
+            shape = (4, width) if optimize == "memory" else (batch, length, width)
+            hidden = torch.randn(shape, dtype=dtype)
+            weights = [torch.randn(rows, width, dtype=dtype) for rows in (6, 4)]
+            results = []
+            for products in (plain, column_products):
+                inputs = [hidden.clone().requires_grad_(), *(each.clone().requires_grad_() for each in weights)]
+                inputs[1].requires_grad_(not is_frozen)
+                with torch.autocast("cpu", torch.bfloat16, enabled=has_autocast):
+                    outputs = products(inputs[0], batch, length, [(each, None) for each in inputs[1:]])
+                sum(each.float().square().sum() for each in outputs).backward()
+                results.append([each.grad for each in inputs] + outputs)
+            for expected, found in zip(*results, strict=True):
+                assert (expected is None) == (found is None)
+                if expected is not None:
+                    assert found.dtype == expected.dtype
+                    error = (found - expected).abs().max() / expected.abs().max()
+                    assert error < (2e-2 if has_autocast else 1e-12), (dtype, is_frozen, error)
+
+
+@pytest.mark.parametrize("optimize", ["speed", "memory"])
+def test_column_products_are_plain_products(optimize):
+    run_ranks(_check_column_products, 3, optimize, launcher=Forked("torch"))

@@ -47,5 +47,5 @@ def test_tensors_of_one_storage_are_in_one_storage_on_other_ranks():
     storages = [tensor.untyped_storage().data_ptr() for tensor in placed]
     assert storages[0] == storages[1]
     assert len(set(storages)) == 4
-    # Only what they cover.
+    # Only the bytes that the views cover.
     assert placed[0].untyped_storage().nbytes() == 160

@@ -86,7 +86,7 @@ pub(super) struct InboundConnection {
     pub(super) address: SocketAddr,
     /// The rank, once it was introduced.
     pub(super) rank: Option<usize>,
-    /// Whether the system has announced the end of the connection, behind what it has left to read.
+    /// Whether the system has announced the end of the connection; received data may still be unread.
     pub(super) ends: bool,
     pub(super) came: Instant,
     stage: InboundStage,

@@ -54,7 +54,7 @@ struct LostConnection {
     judge_at: Instant,
 }
 
-/// The state of whoever serves the TCP connections.
+/// The TCP connections; the thread `smd-tcp` or a waiting caller serves them under a lock.
 pub(super) struct Service {
     _guard: fork::Guard,
     listener: mio::net::TcpListener,

@@ -52,7 +52,9 @@ class Rotary:
         Returns:
             Each ``[N or 1, 1, S, 2 * pairs]``; the sine of a pair's first feature is negative.
         """
-        if positions is not None or type(like) is not torch.Tensor or torch.compiler.is_compiling():
+        # Tensors that are created while a CUDA graph is captured belong to the graph.
+        is_captured = like.is_cuda and torch.cuda.is_current_stream_capturing()
+        if positions is not None or type(like) is not torch.Tensor or torch.compiler.is_compiling() or is_captured:
             return self._angles(positions, length, like)
         key = self, length, like.device, like.dtype
         found = _TABLES.pop(key, None)

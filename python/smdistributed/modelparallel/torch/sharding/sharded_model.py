@@ -125,6 +125,8 @@ class ShardedModel:
         self._present: list[Unit] = []
         self._for_the_forward: list[Unit] = []
         self._saved: dict[int, tuple[Unit, int]] = {}
+        # Compiled modules run these as they are. Not decorators: those would import the compiler with this module.
+        self._hooks = torch.compiler.disable(self._pack), torch.compiler.disable(self._unpack)
         self._reductions: deque[tuple[dist.Work, torch.Tensor, torch.Tensor, Unit, list[int], int]] = deque()
         self._reducing = 0
         #: Whether gradients were averaged over replicas, and none was computed since.
@@ -200,7 +202,7 @@ class ShardedModel:
         self.end_microbatch()
         self._is_training, self.is_running = torch.is_grad_enabled(), True
         try:
-            with errors.translated(CLASSES), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            with errors.translated(CLASSES), torch.autograd.graph.saved_tensors_hooks(*self._hooks):
                 yield
         finally:
             self.is_running = False
@@ -283,14 +285,12 @@ class ShardedModel:
 
     # Backward.
 
-    @torch.compiler.disable
     def _pack(self, tensor: torch.Tensor) -> Any:
         found = self._saved.get(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
         if found is None:
             return tensor
         return _Saved(*found, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-    @torch.compiler.disable
     def _unpack(self, saved: Any) -> torch.Tensor:
         if not isinstance(saved, _Saved):
             return saved

@@ -163,6 +163,8 @@ class Unit:
         """Set the modules' parameters to the shards."""
         for module, table in self.tables.items():
             if module._parameters is not table:
+                # The forward may have added and removed parameters.
+                table.clear()
                 table.update(module._parameters)
                 module.__dict__["_parameters"] = table
         for each in self.parameters:

@@ -262,7 +262,7 @@ class CopyOnWriteTensors:
         )
 
     def _release(self, storage: int) -> None:
-        """Give tasks that refer to a storage a copy of what they refer to."""
+        """Make earlier tasks read a copy of their tensors in a storage, before the storage changes."""
         copies: dict[int, torch.Tensor] = {}
 
         def copied(leaf: Any) -> Any:

@@ -617,7 +617,7 @@ class Recording(TorchFunctionMode):
 
     @contextlib.contextmanager
     def checkpointed(self) -> Iterator[None]:
-        """Return a context for the function of a checkpoint: what it reads must not change before the backward."""
+        """Return a context for a checkpointed function, whose inputs must not change before the backward."""
         if not torch.is_grad_enabled():
             yield
             return

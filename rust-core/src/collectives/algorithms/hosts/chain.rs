@@ -341,8 +341,8 @@ impl<'a> ChannelOwner<'a> {
                     (made.as_ptr().cast(), made)
                 }
             };
-            // SAFETY: the memory does not move until the message is complete or cancelled; values are not overwritten
-            // before the result arrives, which was computed from what is sent here (CHN-2).
+            // SAFETY: the memory does not move until the message is complete or cancelled; the result, which
+            // overwrites the values, is computed from this message and so arrives after it was sent (CHN-2).
             let message = unsafe { group.transport.post_send(to, tag, from, bytes) };
             self.sends.push(PieceSend { piece: number, message, memory });
         } else {
