@@ -43,11 +43,11 @@ class Net(nn.Module):
         return self.fc2(torch.relu(self.fc1(x_BCHW.flatten(1))))
 
 
-def digits() -> tuple[TensorDataset, TensorDataset]:
+def digits(dtype: torch.dtype = torch.float32) -> tuple[TensorDataset, TensorDataset]:
     """1,437 images to learn from and 360 to test with."""
     images, labels = load_digits(return_X_y=True)
     split = train_test_split(images, labels, test_size=360, random_state=0, stratify=labels)
-    x_train, x_test = (torch.tensor(x, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16 for x in split[:2])
+    x_train, x_test = (torch.tensor(x, dtype=dtype).reshape(-1, 1, 8, 8) / 16 for x in split[:2])
     y_train, y_test = (torch.tensor(y) for y in split[2:])
     return TensorDataset(x_train, y_train), TensorDataset(x_test, y_test)
 
@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=32, help="over all processes")
     parser.add_argument("--lr", type=float, default=0.03)
+    parser.add_argument("--double", action="store_true", help="train in float64, so that loss curves can be compared")
     parser.add_argument("--out", type=Path, default=Path("digits-out"), help="folder for the results")
     arguments = parser.parse_args()
 
@@ -108,12 +109,13 @@ def main() -> None:
 
     # Data parallel: each rank takes its share of every batch.
     batch_size = max(arguments.batch_size // dist.get_world_size(), 1)
-    train_set, test_set = digits()
+    dtype = torch.float64 if arguments.double else torch.float32
+    train_set, test_set = digits(dtype)
     sampler = DistributedSampler(train_set, num_replicas=dist.get_world_size(), rank=rank, drop_last=True)
     loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True)
 
     # Data parallel: wrap the model.
-    model = DDP(Net())
+    model = DDP(Net().to(dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=0.9)
 
     losses: list[float] = []
