@@ -21,6 +21,9 @@ pytestmark = [
 _BENCHES = Path(__file__).parents[3] / "benches" / "modelparallel"
 #: Of the model whose memory is measured; each layer has 1 MiB.
 _LAYERS, _WIDTH = 32, 512
+#: TensorFlow counts the bytes of tensors on CPUs in the allocator of oneDNN only, which it uses by itself on some processors. The size of the
+#: process says less: it also grows with the graph, which has each microbatch in it.
+_COUNTED = {**ENV, "TF_ENABLE_ONEDNN_OPTS": "1"}
 
 
 def _peak(microbatches):
@@ -39,7 +42,7 @@ def _few_microbatches():
 
 @pytest.fixture(scope="module")
 def few():
-    return run_ranks(_few_microbatches, 2, launcher=Forked("tensorflow"), env=ENV, timeout=280)
+    return run_ranks(_few_microbatches, 2, launcher=Forked("tensorflow"), env=_COUNTED, timeout=280)
 
 
 def _beginnings():
@@ -77,11 +80,10 @@ def test_each_rank_has_its_part(few):
 
 
 def test_gradients_of_more_microbatches_take_no_more_memory(few):
-    many = run_ranks(_peak, 2, 16, launcher=Forked("tensorflow"), env=ENV, timeout=280)
-    for (part, grown, tensors), (_, grown_more, tensors_more) in zip(few, many, strict=True):
+    many = run_ranks(_peak, 2, 16, launcher=Forked("tensorflow"), env=_COUNTED, timeout=280)
+    for (part, _, tensors), (_, _, tensors_more) in zip(few, many, strict=True):
         if tensors is None:
-            assert grown_more <= 1.2 * grown, (few, many)
-            continue
+            pytest.skip("TensorFlow's build for this processor does not count the bytes of tensors")
         assert tensors_more <= 1.2 * tensors, (few, many)
         # The variables, the sums of their gradients, and those that are not added yet: not one of each.
         variables = part * _LAYERS * _WIDTH**2 * 4
