@@ -1,4 +1,5 @@
-"""Compares all-reduces between hosts: ours over TCP and over MPI, and gloo's; rounds of all take turns in one run.
+"""Compares all-reduces between hosts: ours over TCP, over TCP on a trusted network and over MPI, and gloo's; rounds of all
+take turns in one run.
 
     python benches/collectives/hosts.py [--hosts 2] [--per-host 2] [--rounds 3]
 
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("--per-host", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=5, help="repeats a round")
-    parser.add_argument("--without", nargs="+", default=[], choices=["mpi", "gloo"])
+    parser.add_argument("--without", nargs="+", default=[], choices=["mpi", "gloo", "trusted"])
     arguments = parser.parse_args()
     if reason := support_hosts.missing_network():
         sys.exit(f"hosts cannot be had here: {reason}")
@@ -51,6 +52,9 @@ def main() -> None:
     with support_hosts.Hosts(arguments.hosts) as hosts:
         by_hand = hosts.by_hand()
         ways = {"TCP": lambda: run(by_hand.starts(size, [program, *cases]), "ours over TCP")}
+        if "trusted" not in arguments.without:
+            trusted = hosts.by_hand(own={rank: {"SMD_TRUSTED_NETWORK": "1"} for rank in range(size)})
+            ways["TCP, trusted"] = lambda: run(trusted.starts(size, [program, *cases]), "ours over TCP, trusted")
         if "mpi" not in arguments.without and support_hosts.missing() is None:
             passed_on = [word for name in ("PYTHONPATH", "OMP_NUM_THREADS") for word in ("-x", name)]
             mpirun = [*hosts.command(size, passed_on), program, *cases]

@@ -18,6 +18,7 @@ use crate::transport::ports::Carrier;
 use crate::transport::tcp::{self, Network};
 use crate::transport::{HostsTransport, Members, Transport};
 use crate::world::rendezvous::Client;
+use crate::world::rendezvous::frame::TagCoverage;
 use crate::world::{Monitor, env};
 
 /// The connection between the hosts of a job.
@@ -53,6 +54,7 @@ struct HostReport {
     without_mpi: Option<String>,
     /// The address at which it listens for TCP.
     address: tcp::TcpAddress,
+    trusts_network: bool,
 }
 
 /// The transport that all ranks use.
@@ -64,6 +66,7 @@ enum TransportChoice {
         why: String,
         /// The address of each rank.
         book: Vec<tcp::TcpAddress>,
+        coverage: TagCoverage,
     },
 }
 
@@ -81,12 +84,13 @@ impl Session {
         let (local, rendezvous) = client.ends();
         let (listener, address) = tcp::listen(local.ip(), tcp::interface::address(&config::INTERFACE)?)?;
         let without_mpi = plugin.as_ref().err().map(Error::text);
-        match (self.agree(client, HostReport { without_mpi, address }, deadline)?, plugin) {
+        let own = HostReport { without_mpi, address, trusts_network: config::TRUSTED_NETWORK.flag()? };
+        match (self.agree(client, own, deadline)?, plugin) {
             (TransportChoice::Mpi, Ok(plugin)) => {
                 mpi::start(&plugin, self.size(), &self.monitor, deadline).map(HostConnection::Mpi)
             }
             (TransportChoice::Mpi, Err(error)) => Err(error),
-            (TransportChoice::Tcp { why, book }, _) => {
+            (TransportChoice::Tcp { why, book, coverage }, _) => {
                 metrics::note_fallback(Fallback::TcpWithoutMpi);
                 if self.rank() == 0 {
                     tracing::info!(
@@ -101,6 +105,7 @@ impl Session {
                     key: client.key().clone(),
                     book: book.into_iter().map(|address| address.seen_from(rendezvous.ip())).collect(),
                     monitor: self.monitor.clone(),
+                    coverage,
                     peer_timeout: client.peer_timeout(),
                 };
                 Network::start(listener, options).map(HostConnection::Tcp)
@@ -166,15 +171,27 @@ impl Session {
         }
         let mut why = own.without_mpi;
         let mut book = vec![own.address];
+        // The first rank with each answer.
+        let mut trusting = own.trusts_network.then_some(0);
+        let mut untrusting = (!own.trusts_network).then_some(0);
         for rank in 1..self.size() {
             let answer: HostReport = decode(&client.get(&answer_key(rank), &[rank], remaining())?, rank)?;
             book.push(answer.address);
+            (if answer.trusts_network { &mut trusting } else { &mut untrusting }).get_or_insert(rank);
             if let (None, Some(reason)) = (&why, answer.without_mpi) {
                 let host = &self.hosts[self.places[rank].host as usize];
                 why = Some(format!("rank {rank} on host {host}: {reason}"));
             }
         }
-        let choice = why.map_or(TransportChoice::Mpi, |why| TransportChoice::Tcp { why, book });
+        if let (Some(_), Some(rank), Some(_)) = (trusting, untrusting, &why) {
+            tracing::warn!(
+                "`{}` is set, but not on rank {rank} on host {}: TCP frames stay authenticated",
+                config::TRUSTED_NETWORK.name,
+                self.hosts[self.places[rank].host as usize]
+            );
+        }
+        let coverage = if untrusting.is_none() { TagCoverage::HeadOnly } else { TagCoverage::WholeFrame };
+        let choice = why.map_or(TransportChoice::Mpi, |why| TransportChoice::Tcp { why, book, coverage });
         client.remove_prefix(PREFIX)?;
         client.set(VERDICT, &encode(&choice)?)?;
         Ok(choice)

@@ -81,6 +81,19 @@ def test_without_mpi_collectives_go_over_tcp(two):
     run_ranks(suite, 4, ["reductions", "movements", "messages", "groups"], launcher=two.by_hand(), env=env, timeout=100)
 
 
+@pytest.mark.parametrize("trusting", [4, 3], ids=["all ranks", "all but one"])
+def test_on_a_network_that_all_ranks_trust_collectives_give_the_same(two, trusting):
+    """Asserted on each rank, in `suite`. If a rank does not trust the network, rank 0 says that frames stay authenticated."""
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    launcher = two.by_hand(own={rank: {"SMD_TRUSTED_NETWORK": "1"} for rank in range(trusting)})
+    body = (suite, 4, ["reductions"]) if trusting == 4 else (meet, 4)
+    with start_ranks(*body, launcher=launcher, timeout=100) as job:
+        outcome = job.wait()
+    assert outcome.exit_code == 0, outcome.describe()
+    warning = "`SMD_TRUSTED_NETWORK` is set, but not on rank 3 on host"
+    assert (warning in outcome.output) == (trusting < 4), outcome.describe()
+
+
 def training():
     """What some steps leave behind, to the bit: our DDP, torch's DDP and FSDP over the backend, and an object."""
     import torch

@@ -10,7 +10,7 @@ use mio::net::TcpStream;
 use crate::error::Result;
 use crate::transport::ports::{DirectReceiveHandle, FRAME_BYTES, PREFIX_BYTES, Pool};
 use crate::world::rendezvous::JobKey;
-use crate::world::rendezvous::frame::{FrameError, HEAD_BYTES, HEADER_BYTES, Verifier};
+use crate::world::rendezvous::frame::{FrameError, HEAD_BYTES, HEADER_BYTES, TagCoverage, Verifier};
 use crate::world::rendezvous::handshake::{ANSWER_BYTES, Challenge, REFUSAL};
 use crate::world::{fork, socket};
 
@@ -116,6 +116,7 @@ impl InboundConnection {
     pub(super) fn read(
         &mut self,
         key: &JobKey,
+        coverage: TagCoverage,
         peer_timeout: Duration,
         extent: ReadExtent,
         spare: &Pool,
@@ -140,7 +141,7 @@ impl InboundConnection {
             };
             socket::configure(&self.stream, peer_timeout).map_err(|error| error.text())?;
             self.stream.write_all(&proof).map_err(|error| format!("was lost: {error}"))?;
-            self.stage = InboundStage::Open(Reader::new(Verifier::new(keys.receive, FRAME_BYTES)));
+            self.stage = InboundStage::Open(Reader::new(Verifier::new(keys.receive, coverage, FRAME_BYTES)));
         }
         let InboundStage::Open(reader) = &mut self.stage else { return Ok(ReadOutcome::Pause) };
         let mut read = 0;
@@ -211,7 +212,8 @@ struct DirectFrame {
     header: [u8; HEADER_BYTES],
     head: [u8; HEAD_BYTES],
     receive: DirectReceiveHandle,
-    hasher: blake3::Hasher,
+    /// None if the tag does not cover the body.
+    hasher: Option<blake3::Hasher>,
     /// Bytes of the body: all, those that were read, and those that were hashed.
     bytes: usize,
     filled: usize,
@@ -225,6 +227,7 @@ impl DirectFrame {
         receive.fill(|memory| {
             outcome = source.read(&mut memory[*filled..]);
             *filled += outcome.as_ref().map_or(0, |count| *count);
+            let Some(hasher) = hasher else { return };
             let until = if *filled == *bytes { *bytes } else { *filled / HASHED_BYTES * HASHED_BYTES };
             if until > *hashed {
                 hasher.update(&memory[*hashed..until]);
@@ -263,9 +266,8 @@ impl Reader {
         self.sought = true;
         let bytes = whole - BODY;
         let Some(receive) = find(head, bytes) else { return };
-        let (header, head) = (*header, *head);
-        let mut direct =
-            DirectFrame { header, head, receive, hasher: blake3::Hasher::new(), bytes, filled: 0, hashed: 0 };
+        let (header, head, hasher) = (*header, *head, self.verifier.coverage().hasher());
+        let mut direct = DirectFrame { header, head, receive, hasher, bytes, filled: 0, hashed: 0 };
         // An incomplete frame is shorter than its memory, and reading from memory does not fail.
         let _ = direct.read(&mut begun);
         self.direct = Some(Box::new(direct));
@@ -290,7 +292,7 @@ impl Reader {
 
     fn next(&mut self) -> Result<Option<TcpFrame>, FrameError> {
         if let Some(direct) = self.direct.take_if(|direct| direct.filled == direct.bytes) {
-            self.verifier.verify_hashed(&direct.header, &direct.head, Some(direct.hasher.finalize()))?;
+            self.verifier.verify_hashed(&direct.header, &direct.head, direct.hasher.map(|hasher| hasher.finalize()))?;
             direct.receive.complete();
             self.frames += 1;
         }
@@ -328,7 +330,8 @@ mod tests {
 
     /// Returns the frames of a reader that gets `bytes` in pieces of these sizes, repeated.
     fn read(bytes: &[u8], pieces: &[usize]) -> Result<Vec<Vec<u8>>, FrameError> {
-        let (mut reader, spare) = (Reader::new(Verifier::new([7; 32], FRAME_BYTES)), Pool::new(BUFFER_BYTES));
+        let verifier = Verifier::new([7; 32], TagCoverage::WholeFrame, FRAME_BYTES);
+        let (mut reader, spare) = (Reader::new(verifier), Pool::new(BUFFER_BYTES));
         let (mut found, mut rest, mut pieces) = (Vec::new(), bytes, pieces.iter().cycle());
         while !rest.is_empty() {
             let room = reader.room(&spare);
@@ -357,7 +360,7 @@ mod tests {
         fn frames_come_out_as_they_went_in(
             lengths in prop::collection::vec(length(), 0..8), pieces in prop::collection::vec(1usize..9000, 1..4),
         ) {
-            let mut sealer = Sealer::new([7; 32]);
+            let mut sealer = Sealer::new([7; 32], TagCoverage::WholeFrame);
             let payloads: Vec<Vec<u8>> = lengths.iter().enumerate().map(|(at, bytes)| vec![at as u8; *bytes]).collect();
             let mut bytes = Vec::new();
             payloads.iter().for_each(|payload| sealer.seal(payload, &mut bytes));

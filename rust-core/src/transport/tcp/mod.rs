@@ -11,7 +11,8 @@
 //! - TCP-1: a connection carries frames in one direction only, from the process that opened it. It is opened for the
 //!   first frame. Two processes therefore never have to agree on which of two connections to keep.
 //! - TCP-2: both ends first prove the job's secret to each other, and each frame is authenticated with its sequence
-//!   number (RDV-2). A connection that fails this is closed, and its frames are dropped.
+//!   number (RDV-2), without its body if all ranks trust the network. A connection that fails this is closed, and its
+//!   frames are dropped.
 //! - TCP-3: no thread blocks on the network. Frames that find no room stay with their sender, the mailbox; for each
 //!   process, one frame is held here that the system has accepted in part, and at most [`send_queue::FRAMES`] until
 //!   the connection is established. Of incoming data, at most one incomplete frame per connection is held.
@@ -40,6 +41,7 @@ use serde::{Deserialize, Serialize};
 use super::ports::{Carrier, PREFIX_BYTES, PortKey, Ports};
 use crate::error::{Error, Result};
 use crate::world::rendezvous::JobKey;
+use crate::world::rendezvous::frame::TagCoverage;
 use crate::world::{Monitor, fork};
 
 mod dial;
@@ -107,6 +109,8 @@ pub(crate) struct TcpOptions {
     /// The address of each rank's process.
     pub(crate) book: Vec<SocketAddr>,
     pub(crate) monitor: Arc<Monitor>,
+    /// The bytes of frames that are authenticated; equal on all ranks.
+    pub(crate) coverage: TagCoverage,
     /// A host that is silent for this long counts as lost. The report of a departure may also take this long.
     pub(crate) peer_timeout: Duration,
 }

@@ -257,7 +257,7 @@ impl Service {
             Ok(false) => {}
             Ok(true) => {
                 let Some(TcpConnection::Dial(dial)) = self.connections.remove(&token) else { return };
-                match dial.finish(&self.key) {
+                match dial.finish(&self.key, self.options.coverage) {
                     Ok(line) => self.open(token, rank, line, shared),
                     Err(error) => self.dial_failed(rank, since, error.to_string(), shared),
                 }
@@ -412,8 +412,15 @@ impl Service {
         };
         let mut begin_direct_receive =
             |rank: Option<usize>, prefix: &_, bytes| ports.begin_direct_receive(rank?, prefix, bytes);
-        let outcome =
-            inbound.read(&self.key, options.peer_timeout, extent, &ports.buffers, &mut take, &mut begin_direct_receive);
+        let outcome = inbound.read(
+            &self.key,
+            options.coverage,
+            options.peer_timeout,
+            extent,
+            &ports.buffers,
+            &mut take,
+            &mut begin_direct_receive,
+        );
         let rank = inbound.rank;
         if rank.is_some() {
             self.unauthenticated.remove(&token);

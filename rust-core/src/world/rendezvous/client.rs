@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use super::frame::{Opener, Sealer};
+use super::frame::{Opener, Sealer, TagCoverage};
 use super::handshake::{ChallengeResponse, GREETING_BYTES, JobKey, PROOF_BYTES, REFUSAL, SessionKeys};
 use super::message::{
     self, HostsUpdated, Join, MAX_KEY, MAX_VALUE, RankAssignment, ToClient, ToServer, Welcome, shorten,
@@ -204,7 +204,11 @@ impl Client {
             key,
             ends: (stream.local_addr().map_err(io)?, stream.peer_addr().map_err(io)?),
             monitor,
-            writer: Mutex::new(Writer { stream, sealer: Sealer::new(keys.send), buffer: Vec::new() }),
+            writer: Mutex::new(Writer {
+                stream,
+                sealer: Sealer::new(keys.send, TagCoverage::WholeFrame),
+                buffer: Vec::new(),
+            }),
             state: Mutex::default(),
             changed: Condvar::new(),
             reader: Mutex::new(None),
