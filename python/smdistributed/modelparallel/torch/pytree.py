@@ -22,14 +22,14 @@ def transform(value: Any, leaf: Callable[[Any], Any]) -> Any:
     kind = type(value)
     if kind in ATOMS:
         return value
-    if isinstance(value, torch.Tensor) or getattr(kind, "_smp_leaf", False):
-        return leaf(value)
     if kind is tuple:
         return tuple([transform(item, leaf) for item in value])
     if kind is list:
         return [transform(item, leaf) for item in value]
     if kind is dict:
         return {key: transform(item, leaf) for key, item in value.items()}
+    if isinstance(value, torch.Tensor) or getattr(kind, "_smp_leaf", False):
+        return leaf(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return kind(*[transform(item, leaf) for item in value])
     if isinstance(value, Mapping) and isinstance(value, dict):

@@ -140,7 +140,10 @@ class Replay:
             tensors.append(value)
             # Equal microbatches share values, but not remote tensors.
             return value.value is known and value.recording is self._recording
-        if self._containers is not None and kind not in pytree.ATOMS and object_state.is_container(kind):
+        if kind in pytree.ATOMS:
+            # 0.0 and -0.0 are equal, but different arguments.
+            return type(known) is kind and (known is value or (known == value and repr(known) == repr(value)))
+        if kind is not tuple and self._containers is not None and object_state.is_container(kind):
             return self._same_container(known, value, tensors)
         if kind is tuple or kind is list:
             return (
@@ -162,9 +165,6 @@ class Replay:
                 and not any(isinstance(part, torch.Tensor) for part in parts)
                 and self._same((known.start, known.stop, known.step), parts, tensors)
             )
-        if kind in pytree.ATOMS:
-            # 0.0 and -0.0 are equal, but different arguments.
-            return type(known) is kind and (known is value or (known == value and repr(known) == repr(value)))
         if isinstance(value, torch.Tensor):
             tensors.append(value)
             located = self._located.get(id(value))

@@ -167,10 +167,19 @@ class Task:
         self.context: Context = None  # type: ignore[assignment]
 
     def __copy__(self) -> Task:
-        # Like `copy.copy`, but ten times as fast: each microbatch copies the tasks with replicated tensors.
+        # Like `copy.copy`, but several times as fast: each microbatch copies the tasks with replicated tensors.
         new = Task.__new__(Task)
-        for name in Task.__slots__:
-            setattr(new, name, getattr(self, name))
+        new.args, new.call, new.context, new.digest, new.flat = (
+            self.args,
+            self.call,
+            self.context,
+            self.digest,
+            self.flat,
+        )
+        new.has_containers, new.inputs, new.kwargs = self.has_containers, self.inputs, self.kwargs
+        new.level, new.module, new.name, new.output_spec = self.level, self.module, self.name, self.output_spec
+        new.outputs, new.overwritten, new.rank = self.outputs, self.overwritten, self.rank
+        new.signature, new.writes = self.signature, self.writes
         return new
 
     def replace_leaves(self, leaf: Callable[[Any], Any]) -> None:

@@ -211,6 +211,9 @@ class ModuleState:
         self._modules = modules
         #: The containers in attributes of all modules, by id; ``None`` before the first call of a step.
         self._tracked: dict[int, _Container] | None = None
+        #: By the id of a value in an attribute: the value, its containers and its tensors. Many modules share one, such
+        #: as a configuration.
+        self._parts: dict[int, tuple[Any, list[_Container], list[torch.Tensor]]] = {}
         #: Those that a called module reaches, by its id, and the plain tensors.
         self._reached: dict[int, tuple[list[_Container], list[AttributeTensor]]] = {}
         self._assigned: list[tuple[str, torch.Tensor]] = []
@@ -233,6 +236,7 @@ class ModuleState:
 
     def _forget_containers(self) -> None:
         self._tracked = None
+        self._parts.clear()
         self.tensors.clear()
         self._called.clear()
         self._reached.clear()
@@ -253,8 +257,9 @@ class ModuleState:
             self._parts_of(self._modules)
         reached = self._reached.get(id(module))
         if reached is None:
-            reached = self._reached[id(module)] = self._parts_of(module.modules())
-            self._called.update(map(id, module.modules()))
+            modules = list(module.modules())
+            reached = self._reached[id(module)] = self._parts_of(modules)
+            self._called.update(map(id, modules))
         self._note_contents(reached[0])
         for each in () if stale.is_empty else reached[1]:
             if stale.has_of_body(each.tensor):
@@ -275,7 +280,6 @@ class ModuleState:
 
     def _parts_of(self, modules: Iterable[nn.Module]) -> tuple[list[_Container], list[AttributeTensor]]:
         """Return the containers and the plain tensors in attributes of modules, at any depth."""
-        assert self._tracked is not None, "before_call has set it"
         found: dict[int, _Container] = {}
         tensors: list[AttributeTensor] = []
         for module in modules:
@@ -284,19 +288,33 @@ class ModuleState:
                 if type(value) in _ATOMS or name in _INTERNALS or self._is_shown((id(module), name)):
                     continue
                 full = f"{path}.{name}" if path else name
-                parts, leaves = object_state.parts_of(value)
-                for part in parts:
-                    known = self._tracked.get(id(part))
-                    if known is None:
-                        known = self._tracked[id(part)] = _Container(full, part)
+                containers, leaves = self._parts_of_value(value, full)
+                for container in containers:
                     if rank is not None:
-                        known.ranks.add(rank)
-                    found[id(part)] = known
+                        container.ranks.add(rank)
+                    found[id(container)] = container
                 for leaf in leaves:
                     if type(leaf) is torch.Tensor and leaf.layout == torch.strided:
                         tensors.append(AttributeTensor(leaf, module, name, full, rank, leaf is value))
                         self.tensors.add(tensors[-1])
         return list(found.values()), tensors
+
+    def _parts_of_value(self, value: Any, path: str) -> tuple[list[_Container], list[torch.Tensor]]:
+        """Return the containers and the tensors in a value; ``path`` is the attribute's, for new ones."""
+        assert self._tracked is not None, "before_call has set it"
+        known = self._parts.get(id(value))
+        if known is not None and all(each.state.is_of(each.value) for each in known[1]):
+            return known[1:]
+        parts, leaves = object_state.parts_of(value)
+        containers = []
+        for part in parts:
+            container = self._tracked.get(id(part))
+            if container is None:
+                container = self._tracked[id(part)] = _Container(path, part)
+            containers.append(container)
+        if containers:
+            self._parts[id(value)] = value, containers, leaves
+        return containers, leaves
 
     def _note_contents(self, containers: Iterable[_Container]) -> None:
         for container in containers:

@@ -102,7 +102,7 @@ def is_output(kind: type) -> bool:
 
 def attributes(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of an object, including slots, in the order of their creation."""
-    yield from getattr(value, "__dict__", {}).items()
+    yield from _dictionary_of(value).items()
     kind: Any = type(value)
     for name in _slots(kind):
         if hasattr(value, name):
@@ -119,10 +119,20 @@ def _slots(kind: type) -> tuple[str, ...]:
     return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
 
 
+def _dictionary_of(value: Any) -> dict[str, Any]:
+    """Return the dictionary in which an object has its attributes; an empty one if it has none."""
+    try:
+        # Not by `vars`: a class may compute attributes, as configurations of Hugging Face's models do, in Python.
+        found: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found
+
+
 def _attributes_of(value: Any) -> dict[str, Any]:
-    """Return the attributes as a dictionary."""
+    """Return the attributes as a dictionary, which may be the object's own."""
     kind: Any = type(value)
-    return dict(attributes(value)) if _slots(kind) else getattr(value, "__dict__", {}).copy()
+    return dict(attributes(value)) if _slots(kind) else _dictionary_of(value)
 
 
 class State:
@@ -138,7 +148,7 @@ class State:
             self.items = list(value)
         elif isinstance(value, set | deque):
             self.items = set(value) if isinstance(value, set) else list(value)
-        self.attributes = {} if type(value) in _BUILT_IN else _attributes_of(value)
+        self.attributes = {} if type(value) in _BUILT_IN else dict(_attributes_of(value))
 
     def same(self, other: State) -> bool:
         """Return whether both have identical items and attributes."""
@@ -155,18 +165,21 @@ class State:
     def is_of(self, value: Any) -> bool:
         """Return whether a container has this state, with identical items and attributes."""
         items = self.items
-        if isinstance(items, set):
-            is_same = value == items
-        elif items is None:
-            is_same = True
-        else:
-            is_same = len(value) == len(items) and all(map(operator.is_, value, items))
-            if isinstance(items, dict):
-                is_same = is_same and all(map(operator.is_, value.values(), items.values()))
-        if not is_same or type(value) in _BUILT_IN:
-            return is_same
-        now = _attributes_of(value)
-        return list(now) == list(self.attributes) and all(map(operator.is_, now.values(), self.attributes.values()))
+        if items is not None:
+            if isinstance(items, set):
+                is_same = value == items
+            else:
+                is_same = len(value) == len(items) and all(map(operator.is_, value, items))
+                if isinstance(items, dict):
+                    is_same = is_same and all(map(operator.is_, value.values(), items.values()))
+            if not is_same or type(value) in _BUILT_IN:
+                return is_same
+        now, before = _attributes_of(value), self.attributes
+        return (
+            len(now) == len(before)
+            and all(map(operator.is_, now.values(), before.values()))
+            and all(map(operator.eq, now, before))
+        )
 
     def put_into(self, value: Any) -> None:
         """Set the items and attributes of ``value`` to this state."""
