@@ -1,4 +1,4 @@
-"""Communication hooks (torch's own, unchanged) and uneven inputs, compared with torch's DistributedDataParallel on gloo."""
+"""Communication hooks (torch's own, unchanged) and uneven inputs, compared with torch's DDP over gloo."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def _check_own_hooks():
             _same_on_all(torch, ours)
             del kept
 
-    # The hook is called once per bucket, in order, with the parameters and local gradients of the bucket. The tensor that
-    # it returns becomes the gradients.
+    # The hook is called once per bucket, in order, with the parameters and local gradients of the bucket. The tensor
+    # that it returns becomes the gradients.
     seen = []
 
     def double(state, bucket):

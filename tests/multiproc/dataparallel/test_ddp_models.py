@@ -1,7 +1,7 @@
 """Gradients of several models under DistributedDataParallel, in every step.
 
-They are compared with those of torch's DistributedDataParallel over smddp and over gloo, and with those of one process on
-the whole batch. `pytest -s` prints the largest differences.
+They are compared with those of torch's DistributedDataParallel over smddp and over gloo, and with those of one process
+on the whole batch. `pytest -s` prints the largest differences.
 """
 
 from __future__ import annotations

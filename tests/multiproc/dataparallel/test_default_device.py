@@ -1,4 +1,4 @@
-"""The library works under `torch.set_default_device("meta")`: it passes a device for each tensor that it makes itself."""
+"""The library works under `torch.set_default_device("meta")`: it passes a device for each tensor that it creates."""
 
 from __future__ import annotations
 

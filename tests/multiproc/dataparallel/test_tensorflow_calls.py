@@ -1,4 +1,4 @@
-"""Collectives called from tf.data, py_function, user threads and XLA, and training with `fit`; one job runs all checks."""
+"""Collectives in tf.data, py_function, user threads and XLA, and training with `fit`; one job runs all checks."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def fit(tf, sdp):
 
 
 def no_gradients_at_all(tf, sdp):
-    """If one rank has no gradients and the other has some, the error names the rank. No gradients anywhere is no error."""
+    """If one rank alone has no gradients, the error names the rank. If no rank has any, there is no error."""
     variables = [tf.Variable(tf.ones(3), name=name) for name in ("first", "second")]
 
     def gradients(connected):

@@ -1,4 +1,4 @@
-"""Training with `model.fit` on two ranks: callbacks, saved models, and compatibility with scripts for TensorFlow 2.3."""
+"""Training with `model.fit` on two ranks: callbacks, saved models, and calls of scripts for TensorFlow 2.3."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def same(result, expected):
 
 
 def check_values(sdp, rank, size):
-    """Every collective with every dtype that it supports, eager and in a function; returns the number of comparisons."""
+    """Every collective with every dtype that it supports, eager and in a function. Returns how many were compared."""
     import tensorflow as tf
 
     from smdistributed.dataparallel.tensorflow import collectives
@@ -317,7 +317,7 @@ def check_errors(sdp, rank, size):
 
 
 def check_order(sdp, rank, size):
-    """Unnamed collectives run in program order, also in branches and loops, although their inputs are ready at other times."""
+    """Unnamed collectives run in program order, also in branches and loops, however late their inputs are ready."""
     import tensorflow as tf
 
     from smdistributed.dataparallel.tensorflow.collectives import call, ops

@@ -23,9 +23,9 @@ _ENV["CUDA_VISIBLE_DEVICES"] = ""
 class Problem:
     """A small classification of pairs of tokens.
 
-    With `sparse` the first layer is an embedding, whose gradients are sparse. TensorFlow's norm of a sparse gradient counts
-    a repeated row several times. Clipping by norm would then differ between one process and several, so the tests with
-    clipping use dense gradients.
+    With `sparse` the first layer is an embedding, whose gradients are sparse. TensorFlow's norm of a sparse gradient
+    counts a repeated row several times. Clipping by norm would then differ between one process and several, so the
+    tests with clipping use dense gradients.
     """
 
     def __init__(self, sparse=False):

@@ -1,4 +1,4 @@
-"""Process groups of the c10d backend: created, split, aborted, destroyed and created again, together with gloo groups."""
+"""Process groups of the c10d backend: created, split, aborted, destroyed and created again, also with gloo groups."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _monitored_barrier(default):
         count = dist.distributed_c10d._world.group_count
         with pytest.raises(ValueError, match=r"ranks \[0, 2\] of 3 cannot be the first"):
             dist.new_group([0, 2], backend="smddp", use_local_synchronization=True)
-        # PyTorch 2.14 and newer count the failed group on these two ranks only. The ranks would disagree on the names of
-        # later groups.
+        # PyTorch 2.14 and newer count the failed group on these two ranks only. The ranks would disagree on the names
+        # of later groups.
         dist.distributed_c10d._world.group_count = count
     ours = dist.new_group(backend="smddp")
     gloo = dist.new_group(backend="gloo")

@@ -1,4 +1,4 @@
-"""Runs a few tests of PyTorch's distributed test suite over smddp. `make torch-suite` runs all, at several world sizes."""
+"""Runs a few tests of PyTorch's distributed suite over smddp. `make torch-suite` runs all, at several world sizes."""
 
 from __future__ import annotations
 
