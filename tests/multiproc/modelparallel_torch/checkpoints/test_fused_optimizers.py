@@ -1,4 +1,4 @@
-"""Fused optimizers, whose kernels read parameters and states in one memory layout, resume bit for bit."""
+"""Fused optimizers resume bitwise. Their kernels need parameters and states in the same memory layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _started(layout, seed):
         def __init__(self):
             super().__init__()
             self.gpt = gpt_between_layers()
-            # Models of images are often stored with their channels last.
+            # A parameter in channels-last layout, as image models often have.
             self.images = torch.nn.Conv2d(4, 4, 2).to(memory_format=torch.channels_last)
 
         def forward(self, ids):
@@ -51,7 +51,7 @@ def _started(layout, seed):
 
 
 def _check_memory(optimizer):
-    """States have memory of their own, in the layout of their parameters."""
+    """Asserts that states have the strides of their parameters, and storage of their own."""
     for parameter, states in optimizer.optimizer.state.items():
         for key, value in states.items():
             assert key == "step" or value.stride() == parameter.stride(), (key, value.stride(), parameter.stride())
