@@ -10,7 +10,7 @@ import pytest
 from support import Forked, run_ranks
 
 #: Partitions and tensor-parallel degree of the job that saves, and those of jobs that resume.
-JOURNEYS = [((2, 2), [(2, 2)]), ((1, 4), [(1, 4), (4, 1)])]
+SAVED_AND_LOADED = [((2, 2), [(2, 2)]), ((1, 4), [(1, 4), (4, 1)])]
 
 
 def _started(layout, seed):
@@ -69,7 +69,7 @@ def _check_resumed_steps(folder):
 
     import smdistributed.modelparallel.torch as smp
 
-    for number, (saved, others) in enumerate(JOURNEYS):
+    for number, (saved, others) in enumerate(SAVED_AND_LOADED):
         model, optimizer, train = _started(saved, 0)
         for step in range(3):
             train(step)
