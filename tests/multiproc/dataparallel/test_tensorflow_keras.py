@@ -78,12 +78,12 @@ def broadcast_callback(keras, sdp):
     model.compile(optimizer, "mse")
     started = {}
 
-    class Look(keras.callbacks.Callback):
+    class Recorder(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             started.setdefault("weights", flat(model.layers[0].get_weights()))
 
     callback = sdp.keras.callbacks.BroadcastGlobalVariablesCallback(1, local_variables=own.variables)
-    model.fit(*data(sdp), batch_size=8, epochs=1, verbose=0, callbacks=[callback, Look()])
+    model.fit(*data(sdp), batch_size=8, epochs=1, verbose=0, callbacks=[callback, Recorder()])
     for values in (started["weights"], flat(model.layers[0].get_weights())):
         gathered = gather(sdp, values)
         assert (gathered == gathered[0]).all()
@@ -130,14 +130,14 @@ def warmup(keras, sdp):
     """The learning rate rises in each batch from that of one rank to that of all; then schedules set it."""
     rates = []
 
-    class Look(keras.callbacks.Callback):
+    class Recorder(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             rates.append(float(model.optimizer.learning_rate))
 
     model = network(keras, seed=0)
     model.compile(sdp.DistributedOptimizer(keras.optimizers.SGD(0.01 * sdp.size())), "mse")
     callback = sdp.keras.callbacks.LearningRateWarmupCallback(0.01 * sdp.size(), warmup_epochs=2, verbose=1)
-    history = model.fit(*data(sdp), batch_size=4, epochs=3, verbose=0, callbacks=[callback, Look()])
+    history = model.fit(*data(sdp), batch_size=4, epochs=3, verbose=0, callbacks=[callback, Recorder()])
     expected = [0.01 * (1 + (i + 1) / 8) for i in range(8)] + [0.02] * 4
     assert rates == pytest.approx(expected)
     assert history.history["lr"] == pytest.approx([rates[3], rates[7], rates[11]])
@@ -147,7 +147,7 @@ def warmup(keras, sdp):
         callbacks.LearningRateScheduleCallback(0.1, 0.5, end_epoch=2),
         callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.01 * epoch, start_epoch=2),
     ]
-    model.fit(*data(sdp), batch_size=8, epochs=4, verbose=0, callbacks=[*steps, Look()])
+    model.fit(*data(sdp), batch_size=8, epochs=4, verbose=0, callbacks=[*steps, Recorder()])
     assert rates == pytest.approx([0.1, 0.1, 0.05, 0.05, 0.002, 0.002, 0.003, 0.003])
     with pytest.raises(ValueError, match="initial_lr"):
         callbacks.LearningRateWarmupCallback(None)
@@ -288,15 +288,15 @@ def several_kinds_of_variables(keras, sdp):
     ]
     variables.append(variables[0])
 
-    def look():
+    def maxima():
         return [float(tf.reduce_max(tf.cast(variable, tf.float64))) for variable in variables[:6]]
 
-    def spoil():
+    def set_rank_values():
         for variable in variables[:6]:
             variable.assign(tf.cast(tf.fill(variable.shape, 3 + rank), variable.dtype))
 
     assert sdp.broadcast_variables(iter(variables), 1) is None
-    assert look() == [2.0, 8.0, 1.0, 2.0, 2.0, 6.0]
+    assert maxima() == [2.0, 8.0, 1.0, 2.0, 2.0, 6.0]
     assert {float(variable[0, 0]) for variable in variables[7:11]} == {1.0}
     sdp.broadcast_variables(first.variables, root_rank=1)
     gathered = gather(sdp, flat(first.get_weights()))
@@ -308,12 +308,12 @@ def several_kinds_of_variables(keras, sdp):
             sdp.broadcast_variables(variables, root_rank=0)
 
     for condition in (True, tf.constant(True)):
-        spoil()
+        set_rank_values()
         step(condition)
-        assert look() == [3.0, 3.0, 1.0, 3.0, 3.0, 3.0]
-    spoil()
+        assert maxima() == [3.0, 3.0, 1.0, 3.0, 3.0, 3.0]
+    set_rank_values()
     step(tf.constant(False))
-    assert look()[1] == 3.0 + rank
+    assert maxima()[1] == 3.0 + rank
     single = tf.Variable(1.0 + rank)
     sdp.broadcast_variables(single, 1)
     assert single.numpy() == 2.0

@@ -73,7 +73,7 @@ def close(got, expected, tolerance=1e-6):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=10 * tolerance, atol=tolerance)
 
 
-def tape(keras, checks):
+def run_checks(keras, checks):
     import tensorflow as tf
 
     import smdistributed.dataparallel.tensorflow as sdp
@@ -411,9 +411,9 @@ def steps_that_differ(tf, sdp, in_functions=True):
 
     def agree():
         for _ in range(2):
-            for how in (step, graph):
+            for run_step in (step, graph):
                 for used in (1, 2):
-                    for gradient in how(used):
+                    for gradient in run_step(used):
                         close([gradient], [[mean] * 3])
             close(late(tf.constant(True)), [[mean] * 3])
 
@@ -430,8 +430,12 @@ def steps_that_differ(tf, sdp, in_functions=True):
 
     agree()
     missing = f"parameter `second (number 1)` has a gradient on rank 0 and none on rank {odd}"
-    for how in (step, graph) if in_functions else (step,):
-        differ(lambda how=how: how(1 if rank == odd else 2), missing, f"rank {odd} waits for the gradients of `first")
+    for run_step in (step, graph) if in_functions else (step,):
+        differ(
+            lambda run_step=run_step: run_step(1 if rank == odd else 2),
+            missing,
+            f"rank {odd} waits for the gradients of `first",
+        )
     if not in_functions:
         return
     # One rank reduces gradients while the others call another collective.
@@ -462,7 +466,7 @@ def memory(tf, sdp):
     assert resident() < before * 1.02
 
 
-_ON_EVERY_NUMBER = (
+_ON_ALL_SIZES = (
     "equal_to_a_single_process",
     "first_batch",
     "sparse",
@@ -471,7 +475,7 @@ _ON_EVERY_NUMBER = (
     "an_error_of_one_rank",
     "steps_that_differ",
 )
-_ON_TWO = (
+_ON_TWO_RANKS = (
     "options",
     "structures",
     "second_order",
@@ -486,12 +490,12 @@ _ON_TWO = (
 
 @pytest.mark.parametrize(
     ("n", "keras", "checks"),
-    [(2, "keras", _ON_TWO), (2, "keras", _ON_EVERY_NUMBER), more(4, "tf_keras", _ON_EVERY_NUMBER)],
+    [(2, "keras", _ON_TWO_RANKS), (2, "keras", _ON_ALL_SIZES), more(4, "tf_keras", _ON_ALL_SIZES)],
 )
 def test_gradients(n, keras, checks):
-    """Asserted on each rank, in `tape`."""
+    """Asserted on each rank, in `run_checks`."""
     env = ENV | {"TF_USE_LEGACY_KERAS": str(int(keras == "tf_keras"))}
-    run_ranks(tape, n, keras, checks, launcher=Forked("tensorflow"), env=env, timeout=170)
+    run_ranks(run_checks, n, keras, checks, launcher=Forked("tensorflow"), env=env, timeout=170)
 
 
 def wait_for_killed_rank():

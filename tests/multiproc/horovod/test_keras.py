@@ -222,7 +222,7 @@ def fits():
         model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
         seen, rates = [], []
 
-        class Look(keras.callbacks.Callback):
+        class Recorder(keras.callbacks.Callback):
             def on_epoch_end(self, epoch, logs=None, seen=seen):
                 seen.append(dict(logs))
 
@@ -238,7 +238,7 @@ def fits():
                 hvd.callbacks.MetricAverageCallback(),
                 hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.1 * size, warmup_epochs=2, verbose=1),
                 hvd.callbacks.LearningRateScheduleCallback(initial_lr=0.1 * size, multiplier=0.5, start_epoch=2),
-                Look(),
+                Recorder(),
                 best,
             ]
             model.fit(x, y, batch_size=16, epochs=4, callbacks=callbacks, verbose=0, shuffle=False)
@@ -408,7 +408,7 @@ def unbuilt_models():
 PARTS = (values, optimizers, aggregation, fits, partial_and_custom, mixed_precision, unbuilt_models)
 
 
-def everything():
+def check_all():
     for part in PARTS:
         part()
 
@@ -416,14 +416,14 @@ def everything():
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("legacy", ["0", more("1")], ids=["keras3", "tf_keras"])
 def test_training(legacy):
-    """Asserted on each rank, in `everything`."""
+    """Asserted on each rank, in `check_all`."""
     if legacy == "1" and importlib.util.find_spec("tf_keras") is None:
         pytest.skip("tf_keras is not installed")
-    run_ranks(everything, 2, launcher=Forked("tensorflow"), env={**ENV, "TF_USE_LEGACY_KERAS": legacy}, timeout=400)
+    run_ranks(check_all, 2, launcher=Forked("tensorflow"), env={**ENV, "TF_USE_LEGACY_KERAS": legacy}, timeout=400)
 
 
 if __name__ == "__main__":
     for legacy in ("0", "1"):
         for ranks in (2, 3, 4):
-            run_ranks(everything, ranks, env={**ENV, "TF_USE_LEGACY_KERAS": legacy}, timeout=400)
+            run_ranks(check_all, ranks, env={**ENV, "TF_USE_LEGACY_KERAS": legacy}, timeout=400)
             print(f"{ranks} ranks, TF_USE_LEGACY_KERAS={legacy}: all well")

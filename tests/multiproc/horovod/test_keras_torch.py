@@ -163,7 +163,7 @@ def fits():
     assert np.ptp(losses.numpy(), axis=0).max() == 0.0
     rates = []
 
-    class Look(keras.callbacks.Callback):
+    class Recorder(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             rates.append(float(self.model.optimizer.learning_rate))
 
@@ -173,7 +173,7 @@ def fits():
         callbacks = [
             hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.1 * size, warmup_epochs=1, verbose=1),
             hvd.callbacks.LearningRateScheduleCallback(initial_lr=0.1 * size, multiplier=0.5, start_epoch=1),
-            Look(),
+            Recorder(),
             best,
         ]
         model.fit(x[mine], y[mine], batch_size=4, epochs=2, callbacks=callbacks, verbose=0, shuffle=False)
@@ -225,15 +225,15 @@ def states():
 PARTS = (values, optimizers, fits, states)
 
 
-def everything():
+def check_all():
     for part in PARTS:
         part()
 
 
 @pytest.mark.timeout(120)
 def test_training():
-    """Asserted on each rank, in `everything`."""
-    run_ranks(everything, 2, launcher=Forked("torch"), env=ENV, timeout=100)
+    """Asserted on each rank, in `check_all`."""
+    run_ranks(check_all, 2, launcher=Forked("torch"), env=ENV, timeout=100)
 
 
 @pytest.mark.timeout(60)

@@ -145,9 +145,9 @@ def _other_forms():
     means = [*(each.accumulate() for each in row), some.accumulate(), named["last"].accumulate()]
     assert all(each.dtype == tf.bfloat16 for each in means)
     by_rank = smp.allgather([tf.cast(each, tf.float32).numpy().tolist() for each in means[-2:]])
-    alike = all(each == by_rank[0] for each in by_rank)
+    is_equal = all(each == by_rank[0] for each in by_rank)
     for one, other in zip(row, exact, strict=True):
-        alike &= bool(tf.reduce_all(abs(tf.cast(one.accumulate(), other.dtype) / other - 1) < 0.02))
+        is_equal &= bool(tf.reduce_all(abs(tf.cast(one.accumulate(), other.dtype) / other - 1) < 0.02))
     own = smp.allgather(float(named["norm"].reduce_mean()), smp.CommGroup.DP_GROUP)
     found = {}
     for name, form in (
@@ -159,7 +159,7 @@ def _other_forms():
             made(form)(x)
         except Exception as error:
             found[name] = type(error).__name__, str(error)
-    return alike, own[0] != own[1], found
+    return is_equal, own[0] != own[1], found
 
 
 def _different_steps():
@@ -217,8 +217,8 @@ def test_replicas_learn_as_one_process(ranks):
 
 
 def test_transformed_gradients_are_averaged_or_rejected(ranks):
-    for *_, (alike, own, found), _ in ranks:
-        assert alike
+    for *_, (is_equal, own, found), _ in ranks:
+        assert is_equal
         assert own
         for name, layers in {"flat": (0, 1), "part": (2,), "whole numbers": (0,)}.items():
             kind, text = found[name]

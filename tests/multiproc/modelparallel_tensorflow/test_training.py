@@ -257,17 +257,17 @@ def _checkpoints(folder):
     assert sharded.latest_checkpoint == saved[-1]
     expected = [float(train()) for _ in range(3)]
 
-    def restored(checkpoint, how):
-        if how == "manager":
+    def restored(checkpoint, source):
+        if source == "manager":
             assert smp.CheckpointManager(checkpoint, folder, checkpoint_name="mine").restore() == path
-        elif how == "sharded":
+        elif source == "sharded":
             assert smp.CheckpointManager(checkpoint, folder).restore(saved[0].removesuffix("-7") + "-8") == saved[1]
         else:
             checkpoint.restore(direct).assert_existing_objects_matched()
 
     # Restored after the first step and before it, each in a new session; also with one partition.
     found = {}
-    for when, how, partitions in (
+    for when, source, partitions in (
         ("after", "manager", 2),
         ("before", "manager", 2),
         ("after", "direct", 2),
@@ -281,8 +281,8 @@ def _checkpoints(folder):
         checkpoint, train = started()
         if when == "after":
             train()
-        restored(checkpoint, how)
-        found[when, how, partitions] = [float(train()) for _ in range(3)]
+        restored(checkpoint, source)
+        found[when, source, partitions] = [float(train()) for _ in range(3)]
     # Plain TensorFlow, in one process.
     model, optimizer = made(keras.Model)
     model(x)
@@ -304,8 +304,8 @@ def test_checkpoints_restore_as_in_one_process(ranks):
     for _, (expected, found, plain, path, kept), *_ in found_by_rank:
         assert path == str(folder / "mine-3")
         assert kept == [str(folder / "mine-2"), path]
-        for how, losses in found.items():
-            assert losses == pytest.approx(expected, abs=0 if how[2] == 2 else 1e-6), how
+        for source, losses in found.items():
+            assert losses == pytest.approx(expected, abs=0 if source[2] == 2 else 1e-6), source
         assert plain == pytest.approx(expected, abs=1e-6)
     assert sorted(each.name for each in folder.iterdir() if each.suffix == ".index") == [
         "mine-2.index",
@@ -340,14 +340,14 @@ def _calls(folder):
 
         return Model()
 
-    def of(outputs):
+    def loss_of(outputs):
         return tf.reduce_mean(tf.square(outputs - y))
 
     def plain(optimizer, clip, frozen=False):
         model, losses = made(keras.Model, frozen=frozen), []
         for _ in range(3):
             with tf.GradientTape() as tape:
-                loss = of(model(x))
+                loss = loss_of(model(x))
             gradients = tape.gradient(loss, model.trainable_variables)
             gradients = tf.clip_by_global_norm(gradients, clip)[0] if clip else gradients
             optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
@@ -396,7 +396,7 @@ def _calls(folder):
         return outputs
 
     outputs = evaluate(x, y).merge()
-    assert float(metric.result()) == pytest.approx(float(of(outputs)), abs=1e-6)
+    assert float(metric.result()) == pytest.approx(float(loss_of(outputs)), abs=1e-6)
     model.save_model(f"{folder}.saved")
     served = tf.saved_model.load(f"{folder}.saved").signatures["serving_default"](inputs=x)
     np.testing.assert_allclose(*served.values(), outputs, rtol=0, atol=1e-6)
@@ -532,7 +532,7 @@ def _calls(folder):
     train(x[rows], y[rows])
     expected = made(keras.Model)
     with tf.GradientTape() as tape:
-        loss = of(expected(x))
+        loss = loss_of(expected(x))
     plainly = sgd()
     plainly.apply_gradients(
         zip(tape.gradient(loss, expected.trainable_variables), expected.trainable_variables, strict=True)
@@ -589,8 +589,8 @@ def _parts():
                 outputs = model(x)
                 loss = tf.reduce_mean(tf.square(outputs - outside))
             parts = model.one.trainable_variables, [model.shift, *model.two.trainable_variables]
-            everything = [*model.trainable_variables, outside]
-            return *(tape.gradient(loss, part) for part in (*parts, everything)), tf.RaggedTensor.from_tensor(outputs)
+            variables = [*model.trainable_variables, outside]
+            return *(tape.gradient(loss, part) for part in (*parts, variables)), tf.RaggedTensor.from_tensor(outputs)
 
         if base is keras.Model:
 
@@ -619,9 +619,9 @@ def _parts():
 
         body(x[:2]) if base is keras.Model else over_microbatches(x)
         found = [tf.nest.map_structure(lambda each: each.numpy(), train(x)) for _ in range(3)]
-        everything = [*model.one.variables, model.shift, *model.two.variables, outside]
+        variables = [*model.one.variables, model.shift, *model.two.variables, outside]
         here = {id(each) for each in (*model.variables, outside)}
-        values = {place: each.numpy() for place, each in enumerate(everything) if id(each) in here}
+        values = {place: each.numpy() for place, each in enumerate(variables) if id(each) in here}
         counts = [len(optimizer.variables) for optimizer in (near, far, whole)]
         return model, whole, found, values, counts
 

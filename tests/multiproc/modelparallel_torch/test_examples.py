@@ -30,9 +30,9 @@ def _examples_body(root):
         name, *words = line.split()
         script = f"{root}/examples/modelparallel_{name}.py"
         sys.argv = [script, *words]
-        left = runpy.run_path(script, run_name="__main__")
-        found.append((float(left["loss"]), int(left.get("right", 0))))
-        del left
+        script_globals = runpy.run_path(script, run_name="__main__")
+        found.append((float(script_globals["loss"]), int(script_globals.get("right", 0))))
+        del script_globals
         smp.shutdown()
     assert all(math.isfinite(loss) for loss, _ in found), found
     return found
@@ -60,9 +60,9 @@ def _tensor_parallel_body(root):
     found = []
     for line in ("--partitions 2", "--optimize speed --prescaled"):
         sys.argv = ["", *line.split(), "--layers", "2", "--width", "32", "--length", "32", "--steps", "30"]
-        left = runpy.run_path(f"{root}/examples/tensor_parallel_gpt.py", run_name="__main__")
-        found.append((float(left["mean"]), left["held"] / left["whole"]))
-        del left
+        script_globals = runpy.run_path(f"{root}/examples/tensor_parallel_gpt.py", run_name="__main__")
+        found.append((float(script_globals["mean"]), script_globals["held"] / script_globals["whole"]))
+        del script_globals
         smp.shutdown()
     return found
 
@@ -83,9 +83,9 @@ def _sharded_body(root, words):
     import smdistributed.modelparallel.torch as smp
 
     sys.argv = [f"{root}/examples/sharded_llama.py", *words.split()]
-    left = runpy.run_path(sys.argv[0], run_name="__main__")
+    script_globals = runpy.run_path(sys.argv[0], run_name="__main__")
     smp.shutdown()
-    return float(left["loss"]), left["own"], left["whole"]
+    return float(script_globals["loss"]), script_globals["own"], script_globals["whole"]
 
 
 @pytest.mark.timeout(200)

@@ -90,8 +90,8 @@ def _snapshot(folder):
     """Returns everything below a folder: files with their bytes, links with their targets, and folders."""
     found = {}
     for path in sorted(Path(folder).rglob("*")):
-        what = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
-        found[str(path.relative_to(folder))] = what
+        entry = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
+        found[str(path.relative_to(folder))] = entry
     return found
 
 
@@ -129,8 +129,8 @@ def _check_rejected_saves(folder):
     before = _snapshot(folder)
     for kind in _KINDS:
         save = functools.partial(_save, smp, model, optimizer, root, kind)
-        for what in ("folder", "file", "link"):
-            text = _error(smp, lambda save=save, tag=f"{what}-{kind}": save(tag))
+        for entry in ("folder", "file", "link"):
+            text = _error(smp, lambda save=save, tag=f"{entry}-{kind}": save(tag))
             assert "a save replaces only what it wrote" in text, text
     assert "user_content_of` is a file" in _error(smp, lambda: _save(smp, model, optimizer, root, "full", "of"))
     assert _snapshot(folder) == before

@@ -58,9 +58,9 @@ def _check_memory(optimizer):
             assert value.untyped_storage().nbytes() == value.nbytes, (key, value.shape)
 
 
-def _alike(torch, one, other):
+def _equal(torch, one, other):
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_alike(torch, one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(_equal(torch, one[key], other[key]) for key in one)
     return torch.equal(one, other)
 
 
@@ -93,8 +93,8 @@ def _check_resumed_steps(folder):
                 _check_memory(optimizer)
                 if other == saved:
                     found = model.state_dict(), optimizer.state_dict()["state"]
-                    assert _alike(torch, found[0], after[0]), (saved, other, kind)
-                    assert _alike(torch, found[1], after[1]), (saved, other, kind)
+                    assert _equal(torch, found[0], after[0]), (saved, other, kind)
+                    assert _equal(torch, found[1], after[1]), (saved, other, kind)
                 smp.shutdown()
 
 

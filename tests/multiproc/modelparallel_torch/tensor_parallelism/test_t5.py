@@ -274,7 +274,7 @@ def _refused():
     return errors
 
 
-def test_what_a_distributed_t5_does_not_take():
+def test_unsupported_arguments_of_t5_raise():
     pytest.importorskip("transformers")
     for errors in run_ranks(_refused, 2, launcher=Forked("transformers"), timeout=100):
         assert [each[:60] for each in errors] == [
