@@ -1,4 +1,4 @@
-"""Processes that a rank forks, as data loaders do: they know the rank, and take no part in the job."""
+"""Processes forked by a rank, such as data loader workers: they can read the rank, but cannot call collectives."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ask_torch():
             call()
         except Exception as error:
             return str(error)
-        return "it was not refused"
+        return "no error"
 
     class Questions(torch.utils.data.Dataset):
         def __len__(self):
@@ -56,7 +56,7 @@ def ask_torch():
         for answers, refusals in items:
             assert answers == expected, (answers, expected)
             assert all(REFUSAL in text for text in refusals.values()), refusals
-    # The workers have disturbed nothing.
+    # Collectives of the parent still work.
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
     return hvd.rank()
 
@@ -66,7 +66,7 @@ def test_workers_of_torchs_data_loader_know_their_rank():
 
 
 def _in_child(ask):
-    """What `ask` returns in a forked child, as a text."""
+    """Calls `ask` in a forked child; returns the `repr` of its result or of its exception."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -100,7 +100,7 @@ def ask_smp():
         )
 
     assert _in_child(places) == repr(places())
-    # A child of a child as well.
+    # The same in a child of the child.
     assert _in_child(lambda: _in_child(places)) == repr(repr(places()))
     assert REFUSAL in _in_child(smp.barrier)
     smp.barrier()

@@ -1,4 +1,4 @@
-"""The harness itself: what it brings back, how it fails, and that it leaves nothing behind."""
+"""The test harness that starts ranks: return values, failures, timeouts, and that no process outlives a job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from support import Forked, HarnessBrokenError, RanksFailedError, missing, run_ranks, start_ranks
 
-# What is imported before does not matter here.
+# `Forked` preloads a module; any small one will do here.
 FORKED = Forked("json")
 
 
@@ -56,7 +56,7 @@ def hang():
     time.sleep(600)
 
 
-def test_a_hang_ends_at_the_deadline_with_stacks():
+def test_a_hang_ends_at_the_deadline_with_stack_traces():
     with pytest.raises(RanksFailedError, match="still running after 10 s") as failure:
         run_ranks(hang, 2, timeout=10.0)
     assert "in hang" in failure.value.outcome.output
@@ -74,7 +74,7 @@ def unpicklable():
     return lambda: None
 
 
-def test_a_broken_test_is_no_failed_test():
+def test_misuse_of_the_harness_is_an_error_of_its_own():
     with pytest.raises(HarnessBrokenError, match="the result cannot be pickled"):
         run_ranks(unpicklable, 1)
     with pytest.raises(HarnessBrokenError, match="module-level function"):

@@ -1,4 +1,4 @@
-"""Several hosts: network namespaces, joined by a switch, with Open MPI between them, or TCP alone."""
+"""Jobs on two simulated hosts (network namespaces joined by a bridge), over Open MPI and over TCP."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from support import hosts, more, run_ranks, start_ranks
 
 pytestmark = [
     pytest.mark.skipif(hosts.missing_network() is not None, reason=hosts.missing_network() or ""),
-    # Most of a test is the import of torch by four processes.
+    # Most of the time goes into four processes that import torch.
     pytest.mark.timeout(220),
 ]
 needs_mpi = pytest.mark.skipif(hosts.missing() is not None, reason=hosts.missing() or "")
 
-#: The longest time in which survivors must learn of a death.
-NOTICE_SECONDS = 5.0
 BY_NODE = ["--map-by", "node"]
 
 
@@ -24,7 +22,7 @@ def two():
         yield two_hosts
 
 
-def place():
+def local_ranks():
     from smdistributed import _core
     from smdistributed._common import lifecycle
 
@@ -35,7 +33,7 @@ def place():
             _core.barrier()
         found.append((_core.rank(), _core.size(), _core.local_rank(), _core.local_size()))
         lifecycle.shutdown()
-    assert found[0] == found[1], "a second session uses the MPI that the first one started"
+    assert found[0] == found[1], "the second session reuses the MPI that the first one has initialized"
     return found[0]
 
 
@@ -45,12 +43,12 @@ def place():
     [(4, [], [(0, 2), (1, 2), (0, 2), (1, 2)]), (3, BY_NODE, [(0, 2), (0, 1), (1, 2)])],
     ids=["one host after the other", "in turn"],
 )
-def test_each_host_has_its_local_ranks(two, n, options, local):
-    assert run_ranks(place, n, launcher=two, options=options) == [(r, n, *local[r]) for r in range(n)]
+def test_local_ranks_on_two_hosts(two, n, options, local):
+    assert run_ranks(local_ranks, n, launcher=two, options=options) == [(r, n, *local[r]) for r in range(n)]
 
 
 def suite(names):
-    """The contract of the collectives as tests of one host have it: equal bit by bit to the fold in rank order."""
+    """Runs checks of `test_torch_collectives`: results are bitwise equal to a reduction in rank order."""
     import smdistributed.dataparallel.torch.distributed as dist
     from multiproc.dataparallel import test_torch_collectives as one_host
 
@@ -67,7 +65,7 @@ def suite(names):
     [(4, [], ["reductions", "movements", "messages", "groups"]), more(3, BY_NODE, ["reductions", "handles"])],
     ids=["two a host", "ranks in turn"],
 )
-def test_collectives_give_what_they_give_on_one_host(two, n, options, names):
+def test_collectives_match_one_host(two, n, options, names):
     """Asserted on each rank, in `suite`."""
     pytest.importorskip("torch", reason="PyTorch is not installed")
     run_ranks(suite, n, names, launcher=two, options=options, timeout=100)
@@ -76,7 +74,7 @@ def test_collectives_give_what_they_give_on_one_host(two, n, options, names):
 def test_without_mpi_collectives_go_over_tcp(two):
     """Asserted on each rank, in `suite`."""
     pytest.importorskip("torch", reason="PyTorch is not installed")
-    # At the interface that is named first of those that there are.
+    # The first listed interface that exists is used, here eth0.
     env = {"SMD_INTERFACE": "ib0, eth0"}
     run_ranks(suite, 4, ["reductions", "movements", "messages", "groups"], launcher=two.by_hand(), env=env, timeout=100)
 
@@ -95,7 +93,10 @@ def test_on_a_network_that_all_ranks_trust_collectives_give_the_same(two, trusti
 
 
 def training():
-    """What some steps leave behind, to the bit: our DDP, torch's DDP and FSDP over the backend, and an object."""
+    """Trains with our DDP, and with torch's DDP and FSDP over smddp; returns the parameters as bytes.
+
+    Also gathers objects over the backend.
+    """
     import torch
     import torch.distributed as torchs
     from torch.distributed.fsdp import fully_shard
@@ -122,7 +123,7 @@ def training():
         whole = (getattr(value, "full_tensor", lambda value=value: value)() for value in model.parameters())
         return [value.detach().numpy().tobytes() for value in whole]
 
-    # It also sets the variables that `env://` reads, which mpirun does not.
+    # This also sets the environment variables that `env://` reads; mpirun does not set them.
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
     found = {"ours": steps(DistributedDataParallel, rank)}
@@ -141,15 +142,15 @@ def trained_on_one():
     return run_ranks(training, 4, timeout=100)
 
 
-@pytest.mark.parametrize("way", [pytest.param("mpirun", marks=needs_mpi), more("torchrun")])
-def test_training_gives_what_it_gives_on_one_host(two, trained_on_one, way):
-    launcher = two if way == "mpirun" else two.torchrun()
+@pytest.mark.parametrize("launched_by", [pytest.param("mpirun", marks=needs_mpi), more("torchrun")])
+def test_training_matches_one_host(two, trained_on_one, launched_by):
+    launcher = two if launched_by == "mpirun" else two.torchrun()
     on_two = run_ranks(training, 4, launcher=launcher, timeout=100)
     assert on_two == trained_on_one
-    assert all(rank["ours"] == on_two[0]["ours"] for rank in on_two), "replicas stay equal"
+    assert all(rank["ours"] == on_two[0]["ours"] for rank in on_two), "replicas are not equal"
 
 
-def meet():
+def init_and_barrier():
     from smdistributed import _core
     from smdistributed._common import lifecycle
 
@@ -160,9 +161,9 @@ def meet():
 
 
 @needs_mpi
-def test_without_the_compiler_of_mpi_tcp_does_and_it_is_said_what_to_install(two, tmp_path):
+def test_without_mpicc_collectives_use_tcp_and_a_hint_is_logged(two, tmp_path):
     environment = {"MPICC": "/nowhere/mpicc", "SMD_CACHE_DIR": str(tmp_path), "SMD_LOG": "info"}
-    with start_ranks(meet, 4, launcher=two, options=_passed_on(environment), env=environment) as job:
+    with start_ranks(init_and_barrier, 4, launcher=two, options=_mpirun_options(environment), env=environment) as job:
         outcome = job.wait()
     assert outcome.exit_code == 0, outcome.describe()
     assert (
@@ -172,25 +173,25 @@ def test_without_the_compiler_of_mpi_tcp_does_and_it_is_said_what_to_install(two
     ), outcome.describe()
 
 
-def _passed_on(variables):
-    """mpirun hands only some variables to other hosts."""
+def _mpirun_options(variables):
+    """Returns mpirun options that pass environment variables on to other hosts; by default mpirun passes few."""
     return [word for name in variables for word in ("-x", name)]
 
 
-def test_an_interface_that_is_not_there_is_told(two):
+def test_a_missing_interface_is_named(two):
     launcher = two.by_hand(own={3: {"HOROVOD_GLOO_IFACE": "ib0"}})
-    with start_ranks(meet, 4, launcher=launcher, env={"SMD_INIT_TIMEOUT_SECONDS": "8"}) as job:
+    with start_ranks(init_and_barrier, 4, launcher=launcher, env={"SMD_INIT_TIMEOUT_SECONDS": "8"}) as job:
         outcome = job.wait()
     assert not outcome.timed_out
     text = "`HOROVOD_GLOO_IFACE` is `ib0`: this host has no such network interface that is up, only eth0, lo"
     assert text in outcome.ranks[3].error, outcome.describe()
 
 
-def test_a_rank_with_another_secret_is_no_part_of_the_job(two):
-    """It is turned away where the ranks meet; the connections between ranks have unit tests of their own."""
+def test_a_rank_with_another_secret_is_rejected(two):
+    """The rendezvous rejects the rank. Unit tests cover the connections between ranks."""
     launcher = two.by_hand(own={3: {"SMD_SECRET": "guess"}})
     environment = {"SMD_SECRET": "secret", "SMD_INIT_TIMEOUT_SECONDS": "8"}
-    with start_ranks(meet, 4, launcher=launcher, env=environment) as job:
+    with start_ranks(init_and_barrier, 4, launcher=launcher, env=environment) as job:
         outcome = job.wait()
     assert not outcome.timed_out
     assert "does not know the job's secret" in outcome.output, outcome.describe()

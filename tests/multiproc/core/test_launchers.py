@@ -1,4 +1,4 @@
-"""One body under every launcher: the same ranks, the same job."""
+"""Every launcher gives the same ranks and one session; concurrent jobs get separate sessions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def launcher(request):
     return request.param
 
 
-def who_am_i():
+def ranks_and_session():
     from smdistributed import _core
     from smdistributed._common import lifecycle
 
@@ -30,7 +30,7 @@ def who_am_i():
 
 
 def test_every_launcher_gives_the_same_ranks(launcher):
-    values = run_ranks(who_am_i, 3, launcher=launcher)
+    values = run_ranks(ranks_and_session, 3, launcher=launcher)
     assert [value[:4] for value in values] == [(rank, 3, rank, 3) for rank in range(3)]
     assert len({value[4] for value in values}) == 1
 
@@ -59,17 +59,17 @@ def test_an_exception_of_one_rank_reaches_the_others():
     assert outcome.exit_code == 1
 
 
-def test_variables_that_contradict_each_other_are_an_error():
+def test_contradictory_variables_are_an_error():
     env = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
     with pytest.raises(RanksFailedError, match="OMPI_COMM_WORLD_RANK"):
-        run_ranks(who_am_i, 2, launcher="raw", env=env)
+        run_ranks(ranks_and_session, 2, launcher="raw", env=env)
 
 
 @pytest.mark.parametrize(
     "launcher", [pytest.param(name, marks=needs(name)) for name in ("smdrun", "torchrun", "mpirun")]
 )
-def test_two_jobs_side_by_side_do_not_meet(launcher, tmp_path):
-    """Ranks without `smdrun` derive where to meet from the launcher's variables."""
+def test_concurrent_jobs_have_separate_sessions(launcher, tmp_path):
+    """Without `smdrun`, ranks derive the rendezvous address from the launcher's variables."""
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\nfrom smdistributed import _core\nfrom smdistributed._common import lifecycle\n"

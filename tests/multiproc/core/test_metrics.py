@@ -1,4 +1,4 @@
-"""The counters of ranks: in a file and by HTTP for Prometheus, in `smdrun --summary` and in `smdrun top`."""
+"""Metrics of ranks: for Prometheus in a file and over HTTP, in `smdrun --summary` and in `smdrun top`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 SMDRUN = [sys.executable, "-m", "smdistributed"]
 STEPS, DELAY = 6, 0.3
 
-#: Rank 1 is slow. Between the first and the second half all ranks wait for the file `go`, if there is a folder for it.
+#: Rank 1 is slow. If HOLD is set to a folder, all ranks wait after half of the steps until the folder has a file `go`.
 TRAINING = f"""
 import os, pathlib, time, torch, torch.distributed as dist
 import smdistributed.dataparallel.torch.torch_smddp
@@ -45,7 +45,7 @@ SAMPLE = re.compile(r'([a-z_]+)\{((?:[a-z]+="[^"\\\n]*",?)+)\} (\d+(?:\.\d+)?)')
 
 
 def parsed(text):
-    """The samples by name and labels; each line must be one of Prometheus' text format, under its type."""
+    """Returns the samples by name and labels; asserts that each line is valid in Prometheus' text format."""
     samples, kinds = {}, {}
     assert text.endswith("\n")
     for line in text.splitlines():
@@ -61,10 +61,10 @@ def parsed(text):
             match = SAMPLE.fullmatch(line)
             assert match, line
             name, labels, value = match.groups()
-            # The samples of a metric follow its type.
+            # The samples of a metric follow its TYPE line.
             assert list(kinds)[-1] == name
             found = tuple(sorted(re.findall(r'([a-z]+)="([^"]*)"', labels)))
-            assert (name, found) not in samples, "a sample comes twice"
+            assert (name, found) not in samples, "duplicate sample"
             samples[name, found] = float(value)
     return samples
 
@@ -91,7 +91,7 @@ def wait_for(condition, process):
 
 
 @pytest.mark.timeout(120)
-def test_the_slow_rank_is_named_and_the_other_one_waits(tmp_path):
+def test_metrics_and_summary_name_the_slow_rank(tmp_path):
     path = tmp_path / "smd.prom"
     environment = {**clean_environment(), "SMD_METRICS": str(path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -104,7 +104,7 @@ def test_the_slow_rank_is_named_and_the_other_one_waits(tmp_path):
     for rank in range(2):
         assert one(samples, "smd_steps_total", rank=rank, size=2, of="reducer") == STEPS
         assert one(samples, "smd_operations_total", rank=rank, operation="all_reduce") >= STEPS
-        # A bucket with the 64 x 64 weight and the bias, and the tensor of 1024 elements.
+        # In each step a bucket with the 64 x 64 weight and the bias; in the end a tensor of 1024 float32.
         assert one(samples, "smd_bytes_total", rank=rank, operation="all_reduce") >= STEPS * 4 * 65 * 64 + 4096
         assert one(samples, "smd_stalls_total", rank=rank) == 0
         assert one(samples, "smd_fallbacks_total", rank=rank, reason="synchronous_call") == 0
@@ -121,7 +121,7 @@ def test_the_slow_rank_is_named_and_the_other_one_waits(tmp_path):
 
 
 @pytest.mark.timeout(120)
-def test_a_running_job_is_seen_by_http_and_by_top(tmp_path):
+def test_http_and_top_show_a_running_job(tmp_path):
     address = f"127.0.0.1:{free_port()}"
     environment = clean_environment() | {"SMD_METRICS": address, "HOLD": str(tmp_path), "OMP_NUM_THREADS": "1"}
     job = subprocess.Popen(command(tmp_path), env=environment)
@@ -142,7 +142,7 @@ def test_a_running_job_is_seen_by_http_and_by_top(tmp_path):
         assert head.split()[:4] == ["rank", "pid", "steps", "steps/s"]
         assert [line.split()[0] for line in ranks] == ["0", "1"]
         assert [line.split()[2] for line in ranks] == [str(steps)] * 2
-        # No rank is in an operation.
+        # No rank is in a collective.
         assert [line.split()[-1] for line in ranks] == ["-", "-"]
         other = subprocess.run(
             [*top, "999999999"], env=clean_environment(), capture_output=True, text=True, check=False
@@ -157,7 +157,7 @@ def test_a_running_job_is_seen_by_http_and_by_top(tmp_path):
 
 
 @pytest.mark.timeout(60)
-def test_top_shows_for_whom_a_rank_waits(tmp_path):
+def test_top_shows_for_which_rank_a_rank_waits(tmp_path):
     script = tmp_path / "wait.py"
     script.write_text(
         "import os, pathlib, time, torch, torch.distributed as dist\n"
@@ -185,7 +185,7 @@ def test_top_shows_for_whom_a_rank_waits(tmp_path):
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("where", ["no/such/folder/smd.prom", "no.such.host.invalid:9100"])
-def test_a_place_that_cannot_be_used_is_an_error(tmp_path, where):
+def test_an_unusable_destination_is_an_error(tmp_path, where):
     environment = clean_environment() | {"SMD_METRICS": where}
     done = subprocess.run(command(tmp_path), env=environment, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode != 0

@@ -1,7 +1,7 @@
-"""Collectives by name on real ranks of TensorFlow: any order, any thread, and every way to disagree.
+"""Negotiation of named collectives in TensorFlow: any order, several threads, mismatches, interrupts and missing ranks.
 
-The long form: ``python tests/multiproc/core/test_negotiation.py 100`` disagrees so often in every way, on 2 and on 4 ranks, or on as many as
-follow (``100 2``), and tells how long each took.
+``python tests/multiproc/core/test_negotiation.py 100`` makes each mismatch about 100 times, on 2 and on 4 ranks, or on
+the numbers of ranks that follow (``100 2``), and prints the longest times.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def names_in_any_order():
     rank, size = sdp.rank(), sdp.size()
     total = sum(range(1, size + 1))
 
-    # One graph, its nodes in another order on each rank.
+    # One graph, whose operations each rank adds in another order.
     count = 60
     order = list(range(count))
     random.Random(rank).shuffle(order)
@@ -53,7 +53,7 @@ def names_in_any_order():
         for i, value in enumerate(reduce_all()):
             assert value.numpy().tolist() == [(i + 1.0) * total] * (1 + i)
 
-    # Names that follow from the graph: under conditions, in loops, where nobody uses the result, and of constants.
+    # Automatic names in a graph: in branches, in loops, with an unused result, and of a constant input.
     extra = tf.Variable(0.0)
 
     @tf.function
@@ -75,7 +75,7 @@ def names_in_any_order():
     if rank == 0:
         assert extra.numpy() == 3 * total
 
-    # Eager calls: one after the other, and from threads.
+    # Eager calls: in sequence, and from threads.
     for turn in range(5):
         assert sdp.oob_allreduce(tf.constant(turn + rank)).numpy() == sum(turn + r for r in range(size)) // size
     results = {}
@@ -100,7 +100,7 @@ def names_in_any_order():
 
 
 def disagreements(runs, slow_every=15):
-    """Disagrees `runs` times; returns for each time in what, and when the call began and ended on this rank."""
+    """Makes `runs` mismatched calls; returns the case, start and end time of each on this rank."""
     import tensorflow as tf
 
     import smdistributed.dataparallel.tensorflow as sdp
@@ -118,7 +118,7 @@ def disagreements(runs, slow_every=15):
     def graph(tensor, **options):
         return tf.function(lambda tensor: eager(tensor, **options))(tensor)
 
-    # What to call, and what all ranks must be told.
+    # The mismatched call, and a pattern for the error on all ranks.
     quick = {
         "shape": (
             lambda call: call(tf.ones([2, 3] if mine else [3, 2])),
@@ -157,7 +157,7 @@ def disagreements(runs, slow_every=15):
     }
     times = []
     for run in range(runs):
-        # Some wait for something that does not come, which takes a second to find out.
+        # Slow cases: ranks wait for different names, which is detected only after a second.
         cases = slow if run % slow_every == slow_every - 1 else quick
         case, (disagree, expected) = list(cases.items())[(run // slow_every if cases is slow else run) % len(cases)]
         call = graph if run % 3 == 2 else eager
@@ -165,38 +165,41 @@ def disagreements(runs, slow_every=15):
         with pytest.raises((MismatchError, ValueError, tf.errors.OpError), match=expected):
             disagree(call)
         times.append((case, start, time.monotonic()))
-        # What agrees goes on.
+        # Matching calls still work.
         assert sdp.oob_allreduce(tf.constant(rank), op=sdp.ReduceOp.SUM).numpy() == sum(range(size))
     sdp.shutdown()
     return times
 
 
 def longest(by_rank):
-    """The longest time, for each case, from when all ranks have called to the error on the last of them."""
+    """Returns for each case the longest time from the last rank's call to the last rank's error, in seconds."""
     seconds = {}
     for calls in zip(*by_rank, strict=True):
-        took = max(end for _, _, end in calls) - max(start for _, start, _ in calls)
+        seconds_taken = max(end for _, _, end in calls) - max(start for _, start, _ in calls)
         case = calls[0][0]
-        seconds[case] = max(took, seconds.get(case, 0.0))
-    return {case: round(took, 3) for case, took in seconds.items()}
+        seconds[case] = max(seconds_taken, seconds.get(case, 0.0))
+    return {case: round(seconds_taken, 3) for case, seconds_taken in seconds.items()}
 
 
-def both(runs):
-    # TensorFlow takes seconds to import.
+def any_order_and_disagreements(runs):
+    # In one job, because TensorFlow takes seconds to import.
     names_in_any_order()
     return disagreements(runs)
 
 
 @pytest.mark.parametrize(("size", "runs"), [(2, 40), more(4, 30)])
-def test_any_order_and_disagreements(size, runs):
-    seconds = longest(run_ranks(both, size, runs, launcher=Forked("tensorflow"), env=ENV, timeout=170))
+def test_any_order_and_mismatches(size, runs):
+    seconds = longest(
+        run_ranks(any_order_and_disagreements, size, runs, launcher=Forked("tensorflow"), env=ENV, timeout=170)
+    )
     print(seconds)
-    # Within 2 s where the machine has time for it; here it may be busy, and a hang would last until the job's deadline.
+    # Takes less than 2 s on an idle machine. The bound is loose for busy machines; a hang would last until the
+    # deadline.
     assert max(seconds.values()) < 30, seconds
 
 
-def a_step():
-    """One of model parallelism, in which rank 0 waits for what rank 1 makes."""
+def make_step():
+    """Returns a model-parallel step in which rank 0 waits for an output of rank 1."""
     import tensorflow as tf
 
     import smdistributed.modelparallel.tensorflow as smp
@@ -217,7 +220,7 @@ def a_step():
     return smp.step(lambda x: model(x))
 
 
-def interrupted(where):
+def interrupt_rank_0(where):
     """Ctrl-C on rank 0 while TensorFlow waits for an operation that the others do not call."""
     import tensorflow as tf
 
@@ -227,7 +230,7 @@ def interrupted(where):
 
     sdp.init()
     assert sdp.oob_allreduce(tf.constant(1), op=sdp.ReduceOp.SUM).numpy() == 2
-    step = a_step() if where == "step" else None
+    step = make_step() if where == "step" else None
     if sdp.rank() != 0:
         while not (Path(os.environ["SMD_TEST_FOLDER"]) / "event.interrupted").exists():
             time.sleep(0.02)
@@ -238,7 +241,7 @@ def interrupted(where):
     sent = []
 
     def interrupt():
-        # Once the main thread waits.
+        # By then the main thread waits.
         time.sleep(2)
         sent.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
@@ -247,24 +250,24 @@ def interrupted(where):
     try:
         with pytest.raises((KeyboardInterrupt, RuntimeError)) as raised:
             wait(tf.ones([4, 3]))
-        took = time.monotonic() - sent[0]
+        seconds_taken = time.monotonic() - sent[0]
     finally:
         announce("interrupted")
-    # Where a graph waits, it may come inside of pybind11's own error.
+    # In a graph, pybind11 may raise an error of its own that contains the KeyboardInterrupt.
     assert "KeyboardInterrupt" in repr(raised.value)
     assert where == "graph" or raised.type is KeyboardInterrupt
-    return took
+    return seconds_taken
 
 
 @pytest.mark.parametrize("where", ["eager", "graph", "step"])
 def test_an_interrupt_ends_a_wait_of_tensorflow(where):
-    took, _ = run_ranks(interrupted, 2, where, launcher=Forked("tensorflow"), env=ENV, timeout=110)
-    # A second and what the machine takes; without it, until the time limit.
-    assert took < 30
+    seconds_taken, _ = run_ranks(interrupt_rank_0, 2, where, launcher=Forked("tensorflow"), env=ENV, timeout=110)
+    # Takes about a second on an idle machine. Without the interrupt the wait would last until the job's deadline.
+    assert seconds_taken < 30
 
 
-def handled():
-    """Ctrl-C that the script hears of by itself, and after which it does something that takes long."""
+def handle_interrupts():
+    """Ctrl-C while no operation waits: the script gets its KeyboardInterrupt and then runs something long."""
     import tensorflow as tf
 
     import smdistributed.dataparallel.tensorflow as sdp
@@ -277,17 +280,20 @@ def handled():
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             press()
-        # As a save does: without coming back to the interpreter.
+        # A long call that does not return to the interpreter, as in a save: the interrupt must not be raised again.
         time.sleep(2)
     return float(sdp.oob_allreduce(tf.constant(3.0)))
 
 
-def test_an_interrupt_that_the_script_has_heard_of_ends_nothing_else():
-    assert run_ranks(handled, 1, launcher=Forked("tensorflow"), env=ENV, timeout=110) == [3.0]
+def test_a_handled_interrupt_interrupts_nothing_else():
+    assert run_ranks(handle_interrupts, 1, launcher=Forked("tensorflow"), env=ENV, timeout=110) == [3.0]
 
 
-def variables_at_once(path):
-    """Rank 1 joins when the timeline has all variables of rank 0, which therefore waits for none before the next."""
+def broadcast_with_timeline(path):
+    """Rank 1 calls only after rank 0 has submitted the broadcasts of all variables, as its timeline shows.
+
+    Rank 0 would hang if it waited for one variable before it submits the next.
+    """
     import tensorflow as tf
 
     import smdistributed.dataparallel.tensorflow as sdp
@@ -306,16 +312,16 @@ def variables_at_once(path):
     assert all(float(tf.reduce_sum(variable)) == 0 for variable in variables)
 
 
-def test_variables_travel_together_in_eager_mode(tmp_path):
-    """Asserted on each rank, in `variables_at_once`."""
-    run_ranks(variables_at_once, 2, str(tmp_path / "t.json"), launcher=Forked("tensorflow"), env=ENV, timeout=110)
+def test_broadcast_variables_submits_all_variables_at_once(tmp_path):
+    """Asserted on each rank, in `broadcast_with_timeline`."""
+    run_ranks(broadcast_with_timeline, 2, str(tmp_path / "t.json"), launcher=Forked("tensorflow"), env=ENV, timeout=110)
 
 
 LIMIT = {"SMD_STALL_WARNING_SECONDS": "1", "SMD_STALL_SHUTDOWN_SECONDS": "3"}
 
 
 def a_missing_rank(runs=1):
-    """Returns how long it took to miss it."""
+    """Rank 1 calls late; returns the times in seconds after which this rank got the timeout error."""
     import tensorflow as tf
 
     import smdistributed.dataparallel.tensorflow as sdp
@@ -323,15 +329,15 @@ def a_missing_rank(runs=1):
 
     sdp.init()
     rank = sdp.rank()
-    # All meet in here first, so that the limit is the one of what follows.
+    # Synchronizes the ranks, so that the timeout below starts on all ranks at once.
     sdp.oob_allreduce(tf.ones(3))
-    took = []
+    seconds_taken = []
     for run in range(runs):
         start = time.monotonic()
         if rank != 1:
             with pytest.raises(SMDDPTimeoutError, match=r"`late` timed out after .*no sign of rank\(s\) \[1\]"):
                 sdp.oob_allreduce(tf.ones(3), name="late")
-            took.append(round(time.monotonic() - start, 3))
+            seconds_taken.append(round(time.monotonic() - start, 3))
             announce(f"told.{run}.{rank}")
         else:
             folder = Path(os.environ["SMD_TEST_FOLDER"])
@@ -340,7 +346,7 @@ def a_missing_rank(runs=1):
                 time.sleep(0.02)
         assert sdp.oob_allreduce(tf.constant(1), op=sdp.ReduceOp.SUM, name="next").numpy() == sdp.size()
     sdp.shutdown()
-    return took
+    return seconds_taken
 
 
 @pytest.mark.alone
@@ -349,25 +355,25 @@ def test_a_missing_rank_is_named_after_the_limit():
         outcome = job.wait()
     assert outcome.exit_code == 0, outcome.describe()
     assert "collectives have waited for more than 1 seconds" in outcome.output, outcome.describe()
-    # A warning, and what is said when the limit is over.
+    # The stall warning, and the report at the shutdown.
     assert re.search(r"Missing ranks:\n.*1: \[late\]\n", outcome.output), outcome.describe()
     assert re.search(r"Will shutdown\.\n.*Missing ranks:\n.*1!: \[late\]\n", outcome.output), outcome.describe()
     for rank in (0, 2):
-        (took,) = outcome.ranks[rank].value
-        print(f"rank {rank} was told after {took} s")
-        assert 3 <= took < 8
+        (seconds_taken,) = outcome.ranks[rank].value
+        print(f"rank {rank} got its error after {seconds_taken} s")
+        assert 3 <= seconds_taken < 8
 
 
 def main():
     runs = int(sys.argv[1])
     for size in map(int, sys.argv[2:] or (2, 4)):
-        # Six kinds are found out at once; of the others, one comes after each three of those.
+        # Every fourth call is one of the two slow cases; the others are the six quick ones.
         times = run_ranks(disagreements, size, 4 * 2 * runs, 4, env=ENV, timeout=120 + 12 * runs)
         print(f"{len(times[0])} disagreements on {size} ranks, no hang; the longest in seconds: {longest(times)}")
         missing = run_ranks(a_missing_rank, size, runs, env=ENV | LIMIT, timeout=120 + 10 * runs)
-        longest_wait = max(max(took) for took in missing if took)
+        longest_wait = max(max(seconds_taken) for seconds_taken in missing if seconds_taken)
         print(
-            f"{runs} times a missing rank on {size} ranks, no hang: told after {longest_wait} s, of which 3 are the limit"
+            f"{runs} times a missing rank on {size} ranks, no hang: error after {longest_wait} s, with a limit of 3 s"
         )
 
 

@@ -1,4 +1,4 @@
-"""Python, PyTorch's operations and TensorFlow's operations of one process work on one session."""
+"""Python, the PyTorch operations and the TensorFlow operations of one process share one session."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def one_session(first):
     from_torch = tuple(getattr(ops["torch"], name)() for name in ("rank", "size", "session_id"))
     from_tf = tuple(int(getattr(ops["tensorflow"], f"smd_{name}")()) for name in ("rank", "size", "session_id"))
 
-    # Operations of both frameworks are operations of one group, in one order.
+    # Collectives of both frameworks run in one group, in the order of the calls.
     rank, size = _core.rank(), _core.size()
     x = torch.full((5,), float(rank))
     work = ops["torch"].all_reduce__async(x, "sum", 0)

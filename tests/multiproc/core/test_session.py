@@ -1,4 +1,4 @@
-"""Joining, leaving and failing, with real processes and no framework."""
+"""Sessions of real processes without a framework: init, shutdown, groups, dead ranks, interrupts, forks and secrets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from support import launchers, missing, run_ranks, start_ranks
 
 LAUNCHERS = launchers.LAUNCHERS
-#: The longest time in which survivors must learn of a death.
+#: Within this time all other ranks must report a dead rank.
 NOTICE_SECONDS = 5.0
 
 
@@ -75,7 +75,7 @@ def test_buffers_of_the_original_are_checked_and_otherwise_ignored(name):
         assert f"ConfigError: `{name}` is `{value}`: expected a multiple of 8192 bytes" in run.stderr
 
 
-def test_local_ranks_are_counted_where_no_launcher_tells_them():
+def test_local_ranks_are_counted_if_no_launcher_sets_them():
     port = str(launchers.free_port())
     code = """
 import os
@@ -96,7 +96,7 @@ for _ in range(2):
 
 
 def test_two_hosts_without_mpi_talk_over_tcp():
-    """A PID namespace of its own makes a host, since shared memory is found through /proc."""
+    """A PID namespace simulates a second host: ranks find each other's shared memory through /proc."""
     other_host = ["unshare", "--pid", "--fork", "--mount-proc"]
     if subprocess.run([*other_host, "true"], stderr=subprocess.DEVNULL, check=False).returncode != 0:
         pytest.skip("`unshare --pid` is not permitted here, so that a second host cannot be simulated")
@@ -154,11 +154,11 @@ def make_groups():
     from smdistributed._common import errors
 
     _core.init()
-    me = _core.rank()
+    rank = _core.rank()
     found = {}
-    # Not in the same order everywhere: only members of several groups must agree.
-    for ranks in ([0, 1], [3, 2], [2, 0], [1, 3]) if me != 3 else ([3, 2], [1, 3]):
-        if me in ranks:
+    # Each rank calls `new_group` only for the groups that contain it.
+    for ranks in ([0, 1], [3, 2], [2, 0], [1, 3]) if rank != 3 else ([3, 2], [1, 3]):
+        if rank in ranks:
             group = _core.new_group(ranks)
             _core.barrier(group)
             assert _core.group_ranks(group) == ranks
@@ -168,7 +168,12 @@ def make_groups():
     _core.remove_group(again)
     with pytest.raises(errors.InvalidArgumentError, match="is in no group"):
         _core.barrier(again)
-    for ranks, message in (([], "no member"), ([0, 0], "comes twice"), ([0, 9], "no rank 9"), ([me ^ 1], "no member")):
+    for ranks, message in (
+        ([], "no member"),
+        ([0, 0], "comes twice"),
+        ([0, 9], "no rank 9"),
+        ([rank ^ 1], "no member"),
+    ):
         with pytest.raises(errors.InvalidArgumentError, match=message):
             _core.new_group(ranks)
     with pytest.raises(errors.InvalidArgumentError, match="as long as the session"):
@@ -176,7 +181,7 @@ def make_groups():
     return found
 
 
-def test_groups_are_made_by_their_members_alone():
+def test_only_members_call_new_group():
     found = run_ranks(make_groups, 4)
     ids = {}
     for groups in found:
@@ -186,7 +191,7 @@ def test_groups_are_made_by_their_members_alone():
 
 
 def wait_in(where):
-    """Rank 1 says where it is and waits to be killed there; the others wait for it."""
+    """Rank 1 announces that it is ready to be killed; the other ranks wait for it in `where`."""
     from smdistributed import _core
     from support.rank_main import announce, this_rank
 
@@ -263,7 +268,7 @@ def fail_on_rank_1(how):
         ("_exit", r"rank 1 died \(process \d+ on host .* ended without `shutdown\(\)`\) while rank \d was in barrier"),
     ],
 )
-def test_how_a_rank_ended_is_told(how, message):
+def test_the_error_says_how_a_rank_ended(how, message):
     with start_ranks(fail_on_rank_1, 3, how, launcher="raw") as job:
         outcome = job.wait()
     for rank in (0, 2):
@@ -277,7 +282,7 @@ def leave_at_different_times():
     lifecycle.init()
     rank = _core.rank()
     if rank == 0:
-        return []  # rank 0 leaves first; where no launcher serves the rendezvous, rank 0 does
+        return []  # rank 0 leaves first, although it serves the rendezvous if no launcher does
     group = _core.new_group([1, 2])
     for _ in range(20):
         time.sleep(0.02)
@@ -288,11 +293,11 @@ def leave_at_different_times():
 
 
 @pytest.mark.parametrize("launcher", ["smdrun", "raw"])
-def test_a_rank_that_is_done_does_not_disturb_the_others(launcher):
+def test_ranks_continue_after_one_has_left(launcher):
     assert run_ranks(leave_at_different_times, 3, launcher=launcher) == [[], [2, 1], [2, 1]]
 
 
-def be_interrupted(where):
+def interrupt_rank_1(where):
     from smdistributed import _core
     from support.rank_main import announce, this_rank
 
@@ -316,7 +321,7 @@ def be_interrupted(where):
 
 @pytest.mark.parametrize("where", ["init", "barrier"])
 def test_ctrl_c_ends_a_wait(where):
-    assert run_ranks(be_interrupted, 2, where, launcher="raw")[1] == "interrupted"
+    assert run_ranks(interrupt_rank_1, 2, where, launcher="raw")[1] == "interrupted"
 
 
 def raise_from_handler():
@@ -339,7 +344,7 @@ def raise_from_handler():
         time.sleep(1.0)
 
 
-def test_a_signal_handlers_own_exception_comes_through():
+def test_an_exception_of_a_signal_handler_is_raised():
     """Asserted on each rank, in `raise_from_handler`."""
     run_ranks(raise_from_handler, 2)
 
@@ -360,7 +365,7 @@ def fork_children():
             except Exception as error:
                 os.write(writing, f"{type(error).__name__}: {error}".encode())
             _core.shutdown()
-            _core.report_failure("the child's affair")
+            _core.report_failure("a failure of the child")
             _core.finish()
             time.sleep(600)
         text = os.read(reading, 1000).decode()
@@ -370,11 +375,11 @@ def fork_children():
     _core.barrier()
 
 
-def test_a_forked_child_is_refused_and_does_not_hide_its_parents_death():
+def test_a_forked_child_cannot_call_collectives_or_hide_its_parents_death():
     with start_ranks(fork_children, 2, launcher="raw") as job:
         job.wait_for("forked")
         time.sleep(0.2)
-        assert job._processes[0].poll() is None, job.output()  # the child's end and words reached nobody
+        assert job._processes[0].poll() is None, job.output()  # calls of the forked child do not affect the job
         killed = job.kill(1)
         while job._processes[0].poll() is None:
             assert time.monotonic() - killed < NOTICE_SECONDS, job.output()
@@ -417,7 +422,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("how", "message"), [("raise", "rank 1 failed (ValueError: bad loss)"), ("return", "rank 1 left the job")]
 )
-def test_children_of_multiprocessing_say_how_they_end(tmp_path, how, message):
+def test_the_error_says_how_a_multiprocessing_child_ended(tmp_path, how, message):
     script = tmp_path / "spawn.py"
     script.write_text(SPAWN)
     command = [sys.executable, str(script), str(launchers.free_port()), how]
@@ -425,17 +430,17 @@ def test_children_of_multiprocessing_say_how_they_end(tmp_path, how, message):
     assert run.stdout.startswith(message)
 
 
-def test_a_process_without_the_secret_is_refused_and_the_job_goes_on():
+def test_a_process_without_the_secret_is_rejected():
     with start_ranks(describe_slowly, 2) as job:
         job.wait_for("running")
         environ = Path(f"/proc/{job.pid(0)}/environ").read_text().split("\0")
         address = next(entry for entry in environ if entry.startswith("SMD_RENDEZVOUS=")).split("=", 1)[1]
         env = os.environ | {"RANK": "1", "WORLD_SIZE": "2", "SMD_RENDEZVOUS": address, "SMD_SECRET": "a guess"}
         code = "from smdistributed import _core; _core.init()"
-        stranger = subprocess.run([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True, timeout=60)
+        intruder = subprocess.run([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True, timeout=60)
         outcome = job.wait()
-    assert "RendezvousError" in stranger.stderr
-    assert "does not accept this process's secret" in stranger.stderr
+    assert "RendezvousError" in intruder.stderr
+    assert "does not accept this process's secret" in intruder.stderr
     assert outcome.exit_code == 0, outcome.describe()
     assert "refused a connection from 127.0.0.1" in outcome.output
     assert "it does not know the job's secret" in outcome.output
@@ -453,8 +458,8 @@ def describe_slowly():
 
 
 @pytest.mark.parametrize(("rank", "size"), [("RANK", "WORLD_SIZE"), ("HOROVOD_RANK", "HOROVOD_SIZE")])
-def test_a_single_rank_needs_no_place_on_its_host(rank, size):
-    """An operator that starts one process for each pod gives it no local rank."""
+def test_a_single_rank_needs_no_local_rank(rank, size):
+    """A Kubernetes operator that starts one process per pod sets no local rank."""
     code = "from smdistributed import _core as c; c.init(); print(c.rank(), c.size(), c.local_rank(), c.local_size())"
     place = {rank: "0", size: "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     environment = {**launchers.clean_environment(), **place}

@@ -1,4 +1,4 @@
-"""`smdrun` as its users meet it: output, exit codes, signals, and that nothing outlives it."""
+"""The command `smdrun`: environment, output, exit codes, signals, and that no process outlives it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMDRUN = [sys.executable, "-m", "smdistributed"]
 
 
 def smdrun(*words, script=None, tmp_path=None, env=None, stdin=subprocess.DEVNULL, **options):
-    """Runs to the end; returns the completed process with texts."""
+    """Runs `smdrun` to its end; returns the completed process with its output as text."""
     if script is not None:
         path = tmp_path / "script.py"
         path.write_text(script)
@@ -40,7 +40,7 @@ def smdrun(*words, script=None, tmp_path=None, env=None, stdin=subprocess.DEVNUL
 
 @contextlib.contextmanager
 def running(tmp_path, script, *options):
-    """A job that runs; `ready` and the pids of its processes are in `tmp_path` when this yields."""
+    """Starts a job whose script may leave files with process ids in `tmp_path`; kills it at the end."""
     path = tmp_path / "script.py"
     path.write_text(script)
     log = (tmp_path / "log").open("w+")
@@ -69,7 +69,7 @@ def wait_for(condition, what, seconds=20.0):
 
 
 def pids(tmp_path, n):
-    """Process ids that the script left in files."""
+    """Waits until the script has written `n` process ids to files, and returns them."""
     wait_for(lambda: len(list(tmp_path.glob("*.pid"))) == n, f"{n} processes")
     return [int(path.read_text()) for path in sorted(tmp_path.glob("*.pid"))]
 
@@ -81,7 +81,7 @@ def alive(pid):
         return False
 
 
-# Each rank leaves its pid, and starts a process that leaves the rank's process group and one that stays in it.
+# Each rank starts a child process, writes both process ids to files, and sleeps.
 SLEEPING = """
 import os, subprocess, sys, time
 def note(name, pid):
@@ -106,7 +106,7 @@ def test_environment_and_arguments(tmp_path):
         (json.loads(line.split("] ", 1)[1]) for line in done.stdout.splitlines()), key=lambda job: job[1]["RANK"]
     )
     for rank, (args, env) in enumerate(seen):
-        assert args == ["$HOME", "--env", "*"], "no shell reads the arguments"
+        assert args == ["$HOME", "--env", "*"], "arguments are not expanded by a shell"
         assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) == (str(rank), str(rank), "3")
         assert env["COLOR"] == "a b"
         assert len(env["SMD_SECRET"]) == 64
@@ -114,14 +114,14 @@ def test_environment_and_arguments(tmp_path):
     assert len({env["SMD_SECRET"] for _, env in seen}) == 1
 
 
-def test_scripts_for_horovod_are_told_their_place(tmp_path):
+def test_horovods_rank_variables_are_set(tmp_path):
     names = [f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")]
     script = f"import os; print(*(os.environ.get(name) for name in {names}))"
     done = smdrun("-n", 2, script=script, tmp_path=tmp_path)
     assert sorted(done.stdout.splitlines()) == ["[0] 0 2 0 2 0 1", "[1] 1 2 1 2 0 1"], done.stderr
 
 
-def test_folders_of_a_training_container_are_made(tmp_path):
+def test_folders_of_a_training_container_are_created(tmp_path):
     script = """
 import os
 for name in ("SM_MODEL_DIR", "SM_OUTPUT_DATA_DIR"):
@@ -172,7 +172,7 @@ def test_modules_and_executables_run(tmp_path):
         (["-n", "2", "--no-python", "/no/such/program"], "starting `/no/such/program` on `localhost`"),
     ],
 )
-def test_mistakes_end_with_2_and_say_what(words, text):
+def test_usage_errors_exit_with_2_and_a_message(words, text):
     done = smdrun(*words)
     assert done.returncode == 2
     assert text in done.stderr
@@ -229,12 +229,12 @@ except KeyboardInterrupt:
     with running(tmp_path, script, "-n", "2") as process:
         ranks = pids(tmp_path, 4)
         process.send_signal(signal.SIGINT)
-        assert process.wait(15) == 0, "all ranks ended well"
+        assert process.wait(15) == 0, "all ranks have exited with 0"
         assert (tmp_path / "log").read_text().count("saving") == 2
         assert not any(map(alive, ranks))
 
 
-def test_ctrl_c_ends_ranks_that_do_not_care(tmp_path):
+def test_a_second_ctrl_c_kills_ranks_that_ignore_the_first(tmp_path):
     script = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n" + SLEEPING
     with running(tmp_path, script, "-n", "2", "--grace", "100") as process:
         ranks = pids(tmp_path, 4)
@@ -259,10 +259,10 @@ def test_nothing_outlives_a_killed_smdrun(tmp_path):
         ranks = pids(tmp_path, 6)
         process.kill()
         process.wait()
-        wait_for(lambda: not any(map(alive, ranks)), "the end of the ranks and of what they started", 5)
+        wait_for(lambda: not any(map(alive, ranks)), "the end of the ranks and of their children", 5)
 
 
-def test_what_ranks_leave_behind_is_ended(tmp_path):
+def test_leftover_processes_of_ranks_are_killed(tmp_path):
     script = SLEEPING.replace("time.sleep(100)", "").replace('["sleep", "100"]', '["setsid", "sleep", "100"]')
     with running(tmp_path, script, "-n", "2") as process:
         assert process.wait(15) == 0
@@ -271,7 +271,7 @@ def test_what_ranks_leave_behind_is_ended(tmp_path):
         assert "left behind" in (tmp_path / "log").read_text()
 
 
-def test_lines_do_not_mix_and_progress_is_kept_short(tmp_path):
+def test_lines_do_not_mix_and_progress_bars_are_collapsed(tmp_path):
     script = """
 import os, sys
 for i in range(300):
@@ -292,7 +292,7 @@ sys.stdout.write("no newline")
 
 
 def on_a_terminal(command, env):
-    """The bytes that `command` writes to a terminal."""
+    """Runs `command` on a pseudo-terminal and returns the bytes that it writes."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.execvpe(command[0], command, env)
@@ -329,7 +329,7 @@ def test_rank_0_reads_standard_input(tmp_path):
     assert sorted(done.stdout.splitlines()) == [r"[0] 0 'data\n'", "[1] 1 ''"]
 
 
-def test_the_old_names_run_their_arguments():
+def test_the_originals_launchers_run_their_arguments():
     for name, words in [("smddprun", []), ("smddpmprun", ["-i", "ml.p4d.24xlarge", "--allow-bypass"])]:
         code = f"from smdistributed._launch import {name}; import sys; sys.exit({name}())"
         done = subprocess.run(
@@ -339,7 +339,7 @@ def test_the_old_names_run_their_arguments():
 
 
 def test_an_ignored_signal_stays_ignored(tmp_path):
-    """`nohup smdrun`: the end of the terminal is not the end of the job."""
+    """Under `nohup`, SIGHUP does not end the job."""
     script = tmp_path / "script.py"
     script.write_text(SLEEPING.replace("time.sleep(100)", "time.sleep(1)"))
     process = subprocess.Popen(

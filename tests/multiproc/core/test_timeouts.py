@@ -1,4 +1,4 @@
-"""Waits that end at their limit say which setting the limit is."""
+"""Timeout errors name the setting that sets the timeout."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from support import run_ranks
 from support.forks import Forked
 
 LIMIT = 2.0
-#: A loaded machine may be late.
+#: Slack in seconds for loaded machines.
 LATE = 8.0
 COLLECTIVE = "to wait longer, set `SMD_TIMEOUT_SECONDS`, or the process group's `timeout` where it has one"
 
 
-def wait_in_vain(kind):
-    """Rank 0 waits for rank 1, which does something else until rank 0 has given up."""
+def wait_for_timeout(kind):
+    """Rank 0 calls an operation that rank 1 never calls; rank 1 stays alive until rank 0's timeout."""
     import torch
 
     import horovod.torch as hvd
@@ -45,13 +45,13 @@ def wait_in_vain(kind):
     finally:
         with open(done, "w"):
             pass
-    return "it did not wait", 0.0
+    return "no error", 0.0
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "recv", "barrier", "group", "named"])
-def test_a_wait_for_a_rank_that_does_not_come_names_its_setting(kind):
+def test_a_timeout_of_a_collective_names_its_setting(kind):
     (text, waited), _ = run_ranks(
-        wait_in_vain, 2, kind, launcher=Forked("torch"), env={"SMD_TIMEOUT_SECONDS": str(LIMIT)}
+        wait_for_timeout, 2, kind, launcher=Forked("torch"), env={"SMD_TIMEOUT_SECONDS": str(LIMIT)}
     )
     assert "timed out after" in text, text
     named = "to wait longer, set `SMD_TIMEOUT_SECONDS` and `SMD_STALL_SHUTDOWN_SECONDS`"
@@ -73,7 +73,7 @@ def join_alone(limit):
     return str(caught.value), time.monotonic() - start
 
 
-def test_an_init_without_the_others_names_its_setting():
+def test_a_timeout_of_init_names_its_setting():
     (text, waited), _ = run_ranks(join_alone, 2, LIMIT, launcher="raw")
     assert "no sign of rank(s) [1]" in text
     assert text.endswith("to wait longer, set `SMD_INIT_TIMEOUT_SECONDS`"), text

@@ -1,4 +1,4 @@
-"""DistributedDataParallel on real ranks, against one process that computes the whole batch."""
+"""DistributedDataParallel on several ranks: gradients are compared with those of one process on the whole batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _conv(torch):
 
 def _tied(torch):
     class Tied(torch.nn.Module):
-        """One matrix is used twice, and a view of a parameter is what another layer works on."""
+        """Two layers share one weight, and one parameter is not contiguous."""
 
         def __init__(self):
             super().__init__()
@@ -86,7 +86,7 @@ def _gradients(model):
 
 
 def _assert_same_everywhere(torch, dist, gradients):
-    """Bitwise."""
+    """Asserts that all ranks hold bitwise equal gradients."""
     for name, gradient in gradients.items():
         if gradient is None:
             continue
@@ -108,7 +108,7 @@ def _check_equality(torch, dist, ddp_class, names, keywords, set_to_none, use_do
         dtype = torch.float64 if use_double else torch.float32
         alone = MODELS[name](torch)
         with torch.no_grad():
-            alone(_batch(torch, name, 0, 0)[0])  # lazy layers get their shapes
+            alone(_batch(torch, name, 0, 0)[0])  # materializes the lazy layers
         if use_double and name != "mixed":
             alone = alone.double()
         replica = MODELS[name](torch)
@@ -120,14 +120,15 @@ def _check_equality(torch, dist, ddp_class, names, keywords, set_to_none, use_do
         if rank != 0:
             with torch.no_grad():
                 for parameter in replica.parameters():
-                    parameter.add_(1)  # construction brings it back
+                    parameter.add_(1)  # the DDP constructor broadcasts rank 0's parameters
         model = ddp_class(replica, **keywords)
         for key, value in alone.state_dict().items():
             assert torch.equal(model.state_dict()[f"module.{key}"], value), key
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (alone, model)]
         for step in range(4):
             if name == "mixed":
-                # Half precision rounds differently, and that would grow.
+                # Rounding in half precision differs between the two models. Equal parameters in each step keep the
+                # difference from growing.
                 alone.load_state_dict(replica.state_dict())
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=set_to_none)
@@ -171,11 +172,11 @@ def test_gradients_equal_those_of_the_whole_batch(size):
 
 
 def _check_large():
-    """Gradients that are made in their slots, with temporaries of the same size in between."""
+    """Gradients are placed in their bucket slots although the backward allocates activations of the same size."""
     torch, dist, ddp_class = _start()
     nn = torch.nn
     rank, size = dist.get_rank(), dist.get_world_size()
-    width = 256  # 256 KiB a matrix, and the batch has as many rows, so activations have the same size
+    width = 256  # a weight has 256 KiB; the batch has 256 rows, so activations have the same size
     make = lambda: nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Tanh())))  # noqa: E731
     alone, replica = make(), make()
     replica.load_state_dict(alone.state_dict())
@@ -194,13 +195,13 @@ def _check_large():
             torch.testing.assert_close(gradients[key], expected, rtol=1e-4, atol=1e-7)
         addresses.append([parameter.grad.data_ptr() for parameter in replica.parameters()])
         if step >= 4:
-            # Gradients that the script keeps are not overwritten.
+            # The script keeps references to these gradients, so later steps must not overwrite them.
             live = [parameter.grad for parameter in replica.parameters()]
             kept.append((live, [gradient.clone() for gradient in live]))
         for live, copies in kept:
             assert all(torch.equal(a, b) for a, b in zip(live, copies, strict=True))
-    assert addresses[3] == addresses[4], "gradients stay in their slots once the plan is settled"
-    assert set(addresses[5]).isdisjoint(addresses[4]), "slots that the script refers to are left alone"
+    assert addresses[3] == addresses[4], "gradients keep their slots once the bucket plan is final"
+    assert set(addresses[5]).isdisjoint(addresses[4]), "a slot is not reused while the script references its gradient"
 
 
 def test_gradients_that_the_script_keeps_stay_as_they_are():
@@ -236,7 +237,7 @@ def _check_accumulation():
             _assert_same_everywhere(torch, dist, gradients)
             for key, expected in _gradients(alone).items():
                 torch.testing.assert_close(gradients[key], expected, rtol=1e-12, atol=1e-14)
-    # The keyword does the same without no_sync.
+    # `gradient_accumulation_steps=2` reduces in every second backward, without no_sync.
     with pytest.warns(FutureWarning, match="every 2th"):
         model = ddp_class(_mlp(torch), gradient_accumulation_steps=2)
     for backward in range(4):
@@ -274,7 +275,7 @@ def _check_unused():
     for step in range(4):
         model.zero_grad()
         alone.zero_grad()
-        # Branch 3 is used by nobody, branch 2 by rank 0 in the first step only.
+        # No rank uses branch 3; only rank 0 uses branch 2, in the first step.
         branch = lambda r, step=step: 2 if (r, step) == (0, 0) else (r + step) % 2  # noqa: E731
         x = lambda r, step=step: _batch(torch, "mlp", r, step)[0].double()  # noqa: E731
         model(x(rank), branch(rank)).square().mean().backward()
@@ -287,7 +288,7 @@ def _check_unused():
         _assert_same_everywhere(torch, dist, gradients)
 
 
-def test_unused_parameters_count_as_zero_where_that_is_allowed():
+def test_find_unused_parameters_counts_missing_gradients_as_zero():
     run_ranks(_check_unused, 3, launcher=Forked("torch"))
 
 
@@ -305,19 +306,19 @@ def _check_buffers():
     for step in range(3):
         x, _ = _batch(torch, "mlp", rank, step)
         model(x).square().mean().backward()
-        assert all(torch.equal(mean, running_means()[0]) for mean in running_means()), "buffers follow rank 0"
+        assert all(torch.equal(mean, running_means()[0]) for mean in running_means()), "buffers equal those of rank 0"
     with torch.no_grad():
         model(_batch(torch, "mlp", rank, 9)[0])
-    assert not torch.equal(*running_means()[:2]), "a forward alone moves them apart"
-    model(_batch(torch, "mlp", rank, 10)[0])  # begins with rank 0's
+    assert not torch.equal(*running_means()[:2]), "the ranks' inputs differ, so their running means do after a forward"
+    model(_batch(torch, "mlp", rank, 10)[0])  # broadcasts rank 0's buffers before it computes
     model(_batch(torch, "mlp", 0, 11)[0])
     assert torch.equal(*running_means()[:2])
-    # Evaluation on one rank asks nothing of the others.
+    # In evaluation mode a forward does not communicate, so one rank can run it alone.
     model.eval()
     if rank == 0:
         model(_batch(torch, "mlp", rank, 12)[0])
     dist.barrier()
-    # Without broadcasts every rank keeps its own.
+    # With `broadcast_buffers=False` each rank keeps its own running mean.
     other = ddp_class(torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4)), broadcast_buffers=False)
     other(_batch(torch, "mlp", rank, 0)[0]).square().mean().backward()
     norm = other.module[1]
@@ -329,7 +330,7 @@ def test_buffers_follow_rank_0():
 
 
 def _check_graphs():
-    """Backwards of unusual shape."""
+    """Autograd graphs other than one forward and one backward of one model."""
     torch, dist, ddp_class = _start()
     from torch.utils.checkpoint import checkpoint
 
@@ -346,12 +347,12 @@ def _check_graphs():
     def local(loss):
         return torch.autograd.grad(loss, model.module[0].weight)[0]
 
-    # `torch.autograd.grad` accumulates nothing, reduces nothing, and leaves the model usable.
+    # `torch.autograd.grad` neither accumulates nor reduces gradients, and the model stays usable.
     expected = local(model(x).square().mean())
     model(x).square().mean().backward()
     check(expected)
 
-    # Several forwards and one backward; the other way round; an output that is a structure.
+    # Two forwards and one backward; one forward and two backwards; an output that is a nested structure.
     model.zero_grad()
     (model(x).sum() + model(2 * x).square().sum()).backward()
     check(local(model.module(x).sum() + model.module(2 * x).square().sum()))
@@ -375,7 +376,7 @@ def _check_graphs():
     structured(x)["out"][0].sum().backward()
     _assert_same_everywhere(torch, dist, _gradients(inner))
 
-    # Two wrapped models in one backward, and hooks of the user's.
+    # One backward through two wrapped models, one of which has a user's post-accumulate-grad hook.
     model.zero_grad()
     second = ddp_class(torch.nn.Linear(3, 3))
     seen = []
@@ -384,7 +385,7 @@ def _check_graphs():
     assert len(seen) == 1
     _assert_same_everywhere(torch, dist, _gradients(second.module) | _gradients(model.module))
 
-    # Re-entrant checkpointing runs a backward inside the backward.
+    # Activation checkpointing; the re-entrant form runs a nested backward.
     class Checkpointed(torch.nn.Module):
         def __init__(self, reentrant):
             super().__init__()
@@ -400,7 +401,7 @@ def _check_graphs():
             wrapped(x.clone().requires_grad_()).square().mean().backward()
             _assert_same_everywhere(torch, dist, _gradients(wrapped.module))
 
-    # A gradient that was there before the first backward, in the user's own memory.
+    # `.grad` is set before the first backward, to views of the user's flat tensor.
     fresh = ddp_class(_mlp(torch))
     flat = torch.ones(sum(p.numel() for p in fresh.parameters()))
     at = 0
@@ -411,12 +412,12 @@ def _check_graphs():
         flat.zero_()
         fresh(x).square().mean().backward()
         whole = torch.cat([p.grad.flatten() for p in fresh.parameters()])
-        assert torch.equal(flat, whole), "the user's flat view of the gradients sees the reduced values"
+        assert torch.equal(flat, whole), "the user's flat tensor holds the reduced gradients"
         _assert_same_everywhere(torch, dist, _gradients(fresh.module))
     assert size == 2
 
 
-def test_backwards_of_unusual_shape():
+def test_unusual_autograd_graphs():
     run_ranks(_check_graphs, 2, launcher=Forked("torch"))
 
 
@@ -433,14 +434,14 @@ def _check_copies():
         other(x).sum().backward()
         _assert_same_everywhere(torch, dist, _gradients(other.module))
     with model.no_sync():
-        # The copy begins to reduce, whatever the original was doing.
+        # A copy reduces its gradients even if it was made inside no_sync of the original.
         assert copy.deepcopy(model).require_backward_grad_sync
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
     model.load_state_dict(torch.load(file, weights_only=True))
     with pytest.raises(AttributeError):
-        getattr(model, "0")  # attributes of the module are the module's
+        getattr(model, "0")  # the wrapper does not forward attributes of the wrapped module
     assert "bucket 0: float32" in model.describe_buckets()
 
 
@@ -460,7 +461,7 @@ def test_timeline_shows_every_bucket_of_every_rank(tmp_path):
     import json
 
     path = tmp_path / "timeline.json"
-    path.write_text("what an earlier run left")
+    path.write_text("the timeline of an earlier run")
     run_ranks(_timeline_body, 2, launcher=Forked("torch"), env={"SMD_TIMELINE": str(path)})
     events = json.loads(path.read_text().rstrip().rstrip(",") + "]")
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"rank 0", "rank 1"}

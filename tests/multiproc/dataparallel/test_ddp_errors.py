@@ -1,4 +1,4 @@
-"""What DistributedDataParallel says when something is wrong: on every rank, at once, and never by hanging."""
+"""Errors of DistributedDataParallel: every rank raises promptly and names the cause; no rank hangs."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ def _mismatch_body():
         "count": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=not odd)),
         "options": nn.Linear(4, 4),
     }
-    said = {}
+    errors = {}
     for name, model in models.items():
         cap = 1 if name == "options" and odd else 25
-        said[name] = _caught(lambda model=model, cap=cap: ddp_class(model, bucket_cap_mb=cap))
-    # The job goes on.
+        errors[name] = _caught(lambda model=model, cap=cap: ddp_class(model, bucket_cap_mb=cap))
+    # The job stays usable after the errors.
     ddp_class(nn.Linear(3, 3))(torch.ones(2, 3)).sum().backward()
-    return said
+    return errors
 
 
-def test_a_difference_at_wrap_is_named_on_every_rank():
+def test_constructor_names_differing_models_on_every_rank():
     outcomes = run_ranks(_mismatch_body, 3, launcher=Forked("torch"))
     assert outcomes[0] == outcomes[1] == outcomes[2]
-    said = outcomes[0]
-    assert {kind for kind, _ in said.values()} == {"MismatchError"}
-    assert "`1.weight` has shape [4, 4] on rank 0 and [5, 4] on rank 1" in said["shape"][1]
-    assert "`weight` is float32 on rank 0 and float64 on rank 1" in said["dtype"][1]
-    assert "rank 0 has 4 parameters and rank 1 has 3: `1.bias` is only on rank 0" in said["count"][1]
-    assert "[1048576, 26214400] on rank 0 and [1048576, 1048576] on rank 1" in said["options"][1]
+    errors = outcomes[0]
+    assert {kind for kind, _ in errors.values()} == {"MismatchError"}
+    assert "`1.weight` has shape [4, 4] on rank 0 and [5, 4] on rank 1" in errors["shape"][1]
+    assert "`weight` is float32 on rank 0 and float64 on rank 1" in errors["dtype"][1]
+    assert "rank 0 has 4 parameters and rank 1 has 3: `1.bias` is only on rank 0" in errors["count"][1]
+    assert "[1048576, 26214400] on rank 0 and [1048576, 1048576] on rank 1" in errors["options"][1]
 
 
 def _unused_body(cases):
@@ -73,12 +73,12 @@ def _unused_body(cases):
     outcomes = []
     for culprits in cases:
         model = ddp_class(Model())
-        said = []
+        errors = []
         for step in range(5):
             model.zero_grad()
             skip = rank in culprits and step % 2 == 1
-            said.append(_caught(lambda model=model, skip=skip: model(torch.ones(2, 4), skip).sum().backward()))
-        outcomes.append((said, sum(p.grad.sum() for p in model.parameters()).item()))
+            errors.append(_caught(lambda model=model, skip=skip: model(torch.ones(2, 4), skip).sum().backward()))
+        outcomes.append((errors, sum(p.grad.sum() for p in model.parameters()).item()))
     return outcomes
 
 
@@ -87,10 +87,10 @@ def test_unused_parameters_are_named_on_every_rank_and_the_model_stays_usable():
     outcomes = run_ranks(_unused_body, 3, cases, launcher=Forked("torch"))
     for case, culprits in enumerate(cases):
         for rank, outcome in enumerate(outcomes):
-            said, total = outcome[case]
-            assert [kind for kind, _ in said[::2]] == [None] * 3, said
+            errors, total = outcome[case]
+            assert [kind for kind, _ in errors[::2]] == [None] * 3, errors
             assert total == outcomes[0][case][1]
-            for kind, text in said[1::2]:
+            for kind, text in errors[1::2]:
                 assert kind in ("RuntimeError", "DistBackendError", "ValueError")
                 assert "`head.weight`, `head.bias`" in text, text
                 assert "find_unused_parameters=True" in text, text
@@ -130,36 +130,36 @@ def _raise_at(torch, dist, ddp_class, where):
             return x
 
     model = ddp_class(Model(), bucket_cap_mb=16384 / 2**20)
-    said = []
+    errors = []
     for step in range(4):
         model.zero_grad()
         x = torch.ones(2, 64, requires_grad=True)
         start = time.monotonic()
-        said.append(_caught(lambda armed=(rank == 1 and step % 2 == 1), x=x: model(x, armed).sum().backward()))
+        errors.append(_caught(lambda armed=(rank == 1 and step % 2 == 1), x=x: model(x, armed).sum().backward()))
         assert time.monotonic() - start < 5
-        # Another collective at once: the failed backward left nothing behind that it could meet.
+        # A collective right after the failed backward: it does not match a leftover one of that backward.
         dist.barrier()
-    return said
+    return errors
 
 
 def test_an_exception_inside_one_ranks_backward_reaches_the_others():
     places = [0, 2, 3]
     outcomes = run_ranks(_raising_body, 2, places, launcher=Forked("torch"))
     cases = [
-        (rank, where, said)
+        (rank, where, errors)
         for rank, outcome in enumerate(outcomes)
-        for where, said in zip(places, outcome, strict=True)
+        for where, errors in zip(places, outcome, strict=True)
     ]
-    for rank, where, said in cases:
-        assert said[0][0] is None, said
-        assert said[2][0] is None, said
+    for rank, where, errors in cases:
+        assert errors[0][0] is None, errors
+        assert errors[2][0] is None, errors
         for step in (1, 3):
             if rank == 1:
-                assert said[step] == ("ArithmeticError", "a user's own error")
-            elif where > 0 or said[step][0] is not None:
-                # At where == 0 all gradients are there before the exception: the other rank may have them all reduced.
-                assert "rank 1" in said[step][1], (where, said)
-                assert "its backward ended with an exception" in said[step][1]
+                assert errors[step] == ("ArithmeticError", "a user's own error")
+            elif where > 0 or errors[step][0] is not None:
+                # With where == 0 rank 1 has computed all gradients before it raises, so rank 0's backward may succeed.
+                assert "rank 1" in errors[step][1], (where, errors)
+                assert "its backward ended with an exception" in errors[step][1]
 
 
 def _uncaught_body():
@@ -171,7 +171,7 @@ def _uncaught_body():
         model(torch.ones(2, 4)).sum().backward()
 
 
-def test_an_uncaught_exception_of_one_rank_ends_the_others():
+def test_an_uncaught_exception_on_one_rank_ends_the_others():
     with start_ranks(_uncaught_body, 2, timeout=60) as job:
         outcome = job.wait()
     assert not outcome.timed_out
@@ -195,7 +195,7 @@ def _killed_body():
     return None
 
 
-def test_a_killed_rank_is_named_by_the_others_backward():
+def test_backward_names_a_killed_rank():
     with start_ranks(_killed_body, 3, timeout=60) as job:
         outcome = job.wait()
     for rank in (0, 2):
@@ -207,47 +207,47 @@ def test_a_killed_rank_is_named_by_the_others_backward():
 
 def _gradient_body():
     torch, _dist, ddp_class = _start()
-    said = {}
+    errors = {}
     model = ddp_class(torch.nn.Linear(4, 4))
     x = torch.ones(2, 4)
     model(x).sum().backward()
     embedding = ddp_class(torch.nn.Embedding(5, 4))
-    embedding.module.sparse = True  # too late: the reducer has planned for a dense gradient
-    said["sparse"] = _caught(lambda: embedding(torch.tensor([1, 2])).sum().backward())
+    embedding.module.sparse = True  # after the wrap: the reducer expects a dense gradient
+    errors["sparse"] = _caught(lambda: embedding(torch.tensor([1, 2])).sum().backward())
     frozen = ddp_class(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
     frozen.module[0].requires_grad_(False)
-    said["frozen"] = _caught(lambda: frozen(x).sum().backward())
+    errors["frozen"] = _caught(lambda: frozen(x).sum().backward())
     thawed = ddp_class(torch.nn.Sequential(torch.nn.Linear(4, 4).requires_grad_(False), torch.nn.Linear(4, 4)))
     thawed.module[0].requires_grad_(True)
-    said["thawed"] = _caught(lambda: thawed(x).sum().backward())
+    errors["thawed"] = _caught(lambda: thawed(x).sum().backward())
     added = ddp_class(torch.nn.Sequential(torch.nn.Linear(4, 4)))
     added.module.append(torch.nn.Linear(4, 4))
-    said["added"] = _caught(lambda: added(x).sum().backward())
+    errors["added"] = _caught(lambda: added(x).sum().backward())
     changing = ddp_class(torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2)), static_graph=True)
     changing.module.forward = lambda x, which: changing.module[which](x)
     changing(x, 0).sum().backward()
-    said["static"] = _caught(lambda: changing(x, 1).sum().backward())
+    errors["static"] = _caught(lambda: changing(x, 1).sum().backward())
     taken = ddp_class(torch.nn.Linear(4, 4))
     taken.module.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    said["taken"] = _caught(lambda: taken(x).sum().backward())
+    errors["taken"] = _caught(lambda: taken(x).sum().backward())
     moved = ddp_class(torch.nn.Linear(4, 4))
     moved.double()
-    said["moved"] = _caught(lambda: moved(x.double()).sum().backward())
-    return said
+    errors["moved"] = _caught(lambda: moved(x.double()).sum().backward())
+    return errors
 
 
 def test_gradients_that_cannot_be_reduced_are_named():
-    for said in run_ranks(_gradient_body, 2, launcher=Forked("torch")):
-        assert "`weight` has layout Sparse" in said["sparse"][1]
-        assert "`sparse=True`" in said["sparse"][1]
-        assert "`0.weight`, `0.bias`; they were frozen" in said["frozen"][1], said["frozen"]
-        assert "`0.weight` was frozen when" in said["thawed"][1], said["thawed"]
-        assert "`1.weight` was added after" in said["added"][1], said["added"]
-        assert "`1." in said["static"][1], said["static"]
-        assert "the graph is not static" in said["static"][1], said["static"]
-        assert "`weight`" in said["taken"][1]
-        assert "taken away" in said["taken"][1]
-        assert "it is a Double tensor on cpu" in said["moved"][1]
+    for errors in run_ranks(_gradient_body, 2, launcher=Forked("torch")):
+        assert "`weight` has layout Sparse" in errors["sparse"][1]
+        assert "`sparse=True`" in errors["sparse"][1]
+        assert "`0.weight`, `0.bias`; they were frozen" in errors["frozen"][1], errors["frozen"]
+        assert "`0.weight` was frozen when" in errors["thawed"][1], errors["thawed"]
+        assert "`1.weight` was added after" in errors["added"][1], errors["added"]
+        assert "`1." in errors["static"][1], errors["static"]
+        assert "the graph is not static" in errors["static"][1], errors["static"]
+        assert "`weight`" in errors["taken"][1]
+        assert "taken away" in errors["taken"][1]
+        assert "it is a Double tensor on cpu" in errors["moved"][1]
 
 
 def _arguments_body():
@@ -258,7 +258,7 @@ def _arguments_body():
 
     ddp_class = parallel.DistributedDataParallel
     model = torch.nn.Linear(2, 2)
-    said = {"before": _caught(lambda: ddp_class(model))}
+    errors = {"before": _caught(lambda: ddp_class(model))}
     dist.init_process_group()
     calls = {
         "fraction": {"bucket_cap_mb": 1.00001},
@@ -274,12 +274,12 @@ def _arguments_body():
         "mesh": {"device_mesh": object(), "process_group": dist.group.WORLD},
     }
     for name, keywords in calls.items():
-        said[name] = _caught(lambda keywords=keywords: ddp_class(model, **keywords))
-    said["module"] = _caught(lambda: ddp_class("model"))
-    said["frozen"] = _caught(lambda: ddp_class(torch.nn.Linear(2, 2).requires_grad_(False)))
+        errors[name] = _caught(lambda keywords=keywords: ddp_class(model, **keywords))
+    errors["module"] = _caught(lambda: ddp_class("model"))
+    errors["frozen"] = _caught(lambda: ddp_class(torch.nn.Linear(2, 2).requires_grad_(False)))
     for keywords in ({"device_ids": []}, {"bucket_cap_mb": 0.5}, {"dim": 0}, {"process_group": dist.group.WORLD}):
         ddp_class(model, **keywords)
-    return {name: kind for name, (kind, _) in said.items()}
+    return {name: kind for name, (kind, _) in errors.items()}
 
 
 def test_arguments_are_checked():

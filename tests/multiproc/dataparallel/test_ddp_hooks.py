@@ -1,4 +1,4 @@
-"""Communication hooks, torch's own ones unchanged, and uneven inputs, against torch's DistributedDataParallel over gloo."""
+"""Communication hooks (torch's own, unchanged) and uneven inputs, compared with torch's DDP over gloo."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def _x(torch, rank, step):
     return torch.randn(5, 16, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def _off(mine, theirs):
-    """The largest difference of two models' gradients, relative to the largest gradient."""
+def _max_relative_difference(mine, theirs):
+    """Returns the largest difference of two models' gradients, relative to the largest gradient."""
     scale = max(p.grad.abs().max().item() for p in theirs.parameters())
     pairs = zip(mine.parameters(), theirs.parameters(), strict=True)
     return max((a.grad - b.grad).abs().max().item() for a, b in pairs) / scale
@@ -50,17 +50,17 @@ def _check_hooks():
     torch, dist, ddp_class = _start()
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 
-    # torch 2.11's batched hook calls its helper with two dimensions, which the helper refuses.
+    # torch 2.11's batched PowerSGD hook passes a 2-D matrix to a helper that accepts 3-D ones only.
     orthogonalize = powerSGD_hook._orthogonalize
     powerSGD_hook._orthogonalize = lambda m, epsilon=0: orthogonalize(m if m.dim() == 3 else m[None], epsilon)
 
-    group = torch.distributed.new_group([0, 1])  # not the model's own: the hook runs as it is
+    group = torch.distributed.new_group([0, 1])  # with a group of its own, a hook is not replaced by the built-in one
     power = lambda **keywords: powerSGD_hook.PowerSGDState(  # noqa: E731
         process_group=group, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5, **keywords
     )
     local = lambda: post_localSGD_hook.PostLocalSGDState(group, group, 2)  # noqa: E731
     fp16, bf16 = default_hooks.fp16_compress_wrapper, default_hooks.bf16_compress_wrapper
-    # The state, the hook, and how far we may be from torch with the same hook, relative to the largest gradient.
+    # The hook's state, the hook, and the tolerance of the comparison, relative to the largest gradient.
     cases = {
         "allreduce": (lambda: group, default_hooks.allreduce_hook, 1e-6),
         "allreduce by the core": (lambda: None, default_hooks.allreduce_hook, 1e-6),
@@ -81,16 +81,16 @@ def _check_hooks():
         ours, theirs = ddp_class(copy.deepcopy(base)), torch.nn.parallel.DistributedDataParallel(copy.deepcopy(base))
         for model in (ours, theirs):
             if model is theirs and "bf16" in name:
-                # torch allows this one with NCCL only.
+                # torch's DDP accepts bfloat16 hooks with NCCL only.
                 model._check_comm_hook = lambda hook: None
             model.register_comm_hook(state(), hook)
         for step in range(STEPS):
             for model in (ours, theirs):
                 model.zero_grad()
                 model(_x(torch, rank, step)).square().mean().backward()
-            off = _off(ours, theirs)
-            # One bucket on both sides: bit for bit the same work, but for the order inside the bucket.
-            assert off <= tolerance, f"{name}, step {step}: {off:.1e}"
+            difference = _max_relative_difference(ours, theirs)
+            # Both models have one bucket; only the order of the parameters in it differs.
+            assert difference <= tolerance, f"{name}, step {step}: {difference:.1e}"
             _same_on_all(torch, ours)
     with pytest.raises(RuntimeError, match="registered already"):
         ours.register_comm_hook(None, default_hooks.allreduce_hook)
@@ -112,15 +112,16 @@ def _check_own_hooks():
         for model in (ours, theirs):
             model._register_builtin_comm_hook(kind)
         for step in range(STEPS):
-            kept = [p.grad for p in ours.parameters()]  # the slots are taken: gradients are reduced elsewhere
+            kept = [p.grad for p in ours.parameters()]  # holds the slots: the next gradients are in other memory
             for model in (ours, theirs):
                 model.zero_grad()
                 model(_x(torch, rank, step)).square().mean().backward()
-            assert _off(ours, theirs) <= tolerance, kind
+            assert _max_relative_difference(ours, theirs) <= tolerance, kind
             _same_on_all(torch, ours)
             del kept
 
-    # A hook sees every bucket once, in order, with its parameters and their gradients; what it returns becomes them.
+    # The hook is called once per bucket, in order, with the parameters and local gradients of the bucket. The tensor
+    # that it returns becomes the gradients.
     seen = []
 
     def double(state, bucket):
@@ -151,11 +152,11 @@ def _check_own_hooks():
         assert [last for _, last in seen] == [False] * (len(seen) - 1) + [True]
         for parameter in model.parameters():
             assert torch.equal(parameter.grad, 2 * local[id(parameter)])
-        grads = grads or [p.grad for p in model.parameters()]  # kept: the hook works on a copy of the bucket
+        grads = grads or [p.grad for p in model.parameters()]  # holds the slots: the hook gets a copy of the bucket
     assert len(seen) == buckets
 
-    # What goes wrong is said.
-    said = {}
+    # Hooks that fail: the error says why.
+    errors = {}
     for name, hook in {
         "nothing": lambda state, bucket: None,
         "text": lambda state, bucket: torch.futures.Future().set_result("text") or _done(torch, "text"),
@@ -167,15 +168,15 @@ def _check_own_hooks():
         try:
             broken(_x(torch, rank, 0)).sum().backward()
         except Exception as error:
-            said[name] = (type(error).__name__, str(error))
-    assert (said["nothing"][0], said["text"][0]) == ("TypeError", "TypeError"), said
-    assert "expected a torch.futures.Future" in said["nothing"][1], said
-    assert "has a str" in said["text"][1], said
-    assert "made 3 elements" in said["size"][1], said
-    assert said["raises"] == ("ArithmeticError", "a user's own error"), said
+            errors[name] = (type(error).__name__, str(error))
+    assert (errors["nothing"][0], errors["text"][0]) == ("TypeError", "TypeError"), errors
+    assert "expected a torch.futures.Future" in errors["nothing"][1], errors
+    assert "has a str" in errors["text"][1], errors
+    assert "made 3 elements" in errors["size"][1], errors
+    assert errors["raises"] == ("ArithmeticError", "a user's own error"), errors
     with pytest.raises(TypeError, match="cannot be called"):
         ddp_class(copy.deepcopy(base)).register_comm_hook(None, 3)
-    # Ranks that register different hooks hear of it.
+    # Ranks that register different hooks raise an error.
     odd = ddp_class(copy.deepcopy(base))
     with pytest.raises(Exception, match="on rank 0 and"):
         odd._register_builtin_comm_hook(kinds.FP16_COMPRESS if rank == 0 else kinds.ALLREDUCE)
@@ -193,7 +194,7 @@ def _raising(state, bucket):
     raise ArithmeticError("a user's own error")
 
 
-def test_hooks_see_buckets_and_their_errors_are_told():
+def test_hook_arguments_and_hook_errors():
     run_ranks(_check_own_hooks, 2, launcher=Forked("torch"))
 
 
@@ -227,7 +228,7 @@ def _join_body(own_groups):
                                 model(_x(torch, rank, step)).square().mean().backward()
                         model(_x(torch, rank, 10 + step)).square().mean().backward()
                         optimizer.step()
-            model(_x(torch, rank, 0)).square().mean().backward()  # the model goes on as before
+            model(_x(torch, rank, 0)).square().mean().backward()  # the model is usable after join
             states.append({name: value.clone() for name, value in model.module.state_dict().items()})
         for state in states[1:]:
             for name, value in states[0].items():
@@ -261,7 +262,7 @@ def _check_early():
     model.zero_grad()
     with model.join(enable=False):
         model(_x(torch, rank, 0)).sum().backward()
-    # Beside another joinable of torch's.
+    # Joined together with another Joinable of torch.
     model.zero_grad()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     with Join([model, optimizer]):
@@ -279,7 +280,7 @@ def test_early_termination_and_other_joinables():
 
 
 def _check_without_a_group():
-    """Torch's own process group is missing: the error has the lines that make one, and with these the hook works."""
+    """Without torch's default process group, the error tells how to make one; with one, the hook works."""
     import torch
     from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 
@@ -299,7 +300,7 @@ def _check_without_a_group():
     for hook in (powerSGD_hook.powerSGD_hook, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)):
         with pytest.raises(RuntimeError, match=r'init_process_group\("smddp"\)'):
             wrapped().register_comm_hook(None, hook)
-    # These need none.
+    # These hooks work without torch's process group.
     for hook in (default_hooks.allreduce_hook, debugging_hooks.noop_hook):
         ddp = wrapped()
         ddp.register_comm_hook(None, hook)
@@ -332,5 +333,5 @@ def _check_without_a_group():
     torch.distributed.destroy_process_group()
 
 
-def test_hooks_without_torchs_process_group_say_how_to_make_one():
+def test_hooks_without_torchs_process_group_raise_with_a_hint():
     run_ranks(_check_without_a_group, 2, launcher=Forked("torch"))

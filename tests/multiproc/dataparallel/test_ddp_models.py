@@ -1,5 +1,8 @@
-"""DistributedDataParallel against torch's own, over smddp and over gloo, and against one process: a table of models,
-every gradient. With `-s` the largest differences are shown."""
+"""Gradients of several models under DistributedDataParallel, in every step.
+
+They are compared with those of torch's DistributedDataParallel over smddp and over gloo, and with those of one process
+on the whole batch. `pytest -s` prints the largest differences.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,7 @@ def _gpt(torch):
 
 def _branches(torch):
     class Branches(torch.nn.Module):
-        """One branch is used by nobody, one by rank 0 in the first step, the others in turn."""
+        """No rank uses branch 3, only rank 0 uses branch 2, in step 0; branches 0 and 1 alternate."""
 
         def __init__(self):
             super().__init__()
@@ -107,7 +110,7 @@ def _branches(torch):
 
         def forward(self, x):
             y = self.trunk(x)
-            # The input says which way to go, so that the process that runs all shares goes the same ways.
+            # The first feature of a row selects its branch, so one process on the whole batch selects the same ones.
             return torch.stack([self.branches[int(row[0].item())](hidden) for row, hidden in zip(x, y, strict=True)])
 
     return Branches()
@@ -173,7 +176,7 @@ MODELS = {
 
 
 def _share(torch, name, rank, step):
-    """One rank's part of a batch."""
+    """Returns one rank's share of a batch."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     if name in ("gpt", "sparse"):
         return torch.randint(0, 50, (BATCH, 8), generator=generator)
@@ -190,7 +193,7 @@ def _gradients(model):
 
 
 def _compare(torch, where, mine, expected, tolerance):
-    """The largest difference of a gradient, as a part of its largest number."""
+    """Returns the largest difference of the gradients, each relative to the largest magnitude in the gradient."""
     assert mine.keys() == expected.keys()
     worst = 0.0
     for name, value in expected.items():
@@ -201,14 +204,14 @@ def _compare(torch, where, mine, expected, tolerance):
         assert mine[name].layout == value.layout, f"{where}: `{name}`"
         a, b = (g.to_dense() if g.is_sparse else g for g in (mine[name], value))
         scale = b.abs().max().item() or 1.0
-        off = (a - b).abs().max().item() / scale
-        assert off <= tolerance, f"{where}: `{name}` is off by {off:.1e}"
-        worst = max(worst, off)
+        difference = (a - b).abs().max().item() / scale
+        assert difference <= tolerance, f"{where}: `{name}` has a relative difference of {difference:.1e}"
+        worst = max(worst, difference)
     return worst
 
 
 def _table_body():
-    """For each model its number of steps, and the largest differences from torch's and from one process's gradients."""
+    """Returns for each model the number of steps and the largest differences from torch's DDP and from one process."""
     import copy
     import warnings
 
@@ -219,11 +222,11 @@ def _table_body():
 
     theirs_class = torch.nn.parallel.DistributedDataParallel
     smddp = torch.distributed.new_group(backend="smddp")
-    # There is one order to sum two numbers in.
+    # With two ranks the sum has only one order, so the gradients are bitwise equal.
     tolerance = 0.0 if size == 2 else 1e-6
     found = {}
     for name, (make, options) in MODELS.items():
-        seen, from_torchs, from_one = 0, 0.0, 0.0
+        compared, from_torch, from_one = 0, 0.0, 0.0
         for keywords in options:
             alone = make(torch)
             ours, theirs = (kind(copy.deepcopy(alone), **keywords) for kind in (ddp_class, theirs_class))
@@ -240,30 +243,30 @@ def _table_body():
                 expected = _gradients(theirs.module)
                 mine, smddps = _gradients(ours.module), _gradients(over_smddp.module)
                 for what, gradients in (("", mine), (", smddp", smddps)):
-                    off = _compare(torch, where + what, gradients, expected, tolerance)
-                    from_torchs = max(from_torchs, off)
+                    difference = _compare(torch, where + what, gradients, expected, tolerance)
+                    from_torch = max(from_torch, difference)
                 if name != "resnet":
-                    # BatchNorm sees its rank's share only.
+                    # BatchNorm normalizes over one rank's share, so one process on the whole batch gets other values.
                     for r in range(size):
                         (alone(_share(torch, name, r, step)).square().mean() / size).backward()
-                    off = _compare(torch, f"{where}, alone", mine, _gradients(alone), 2e-5)
-                    from_one = max(from_one, off)
+                    difference = _compare(torch, f"{where}, alone", mine, _gradients(alone), 2e-5)
+                    from_one = max(from_one, difference)
                 for (key, buffer), (_, other) in zip(ours.named_buffers(), theirs.named_buffers(), strict=True):
                     if keywords.get("broadcast_buffers", True) and rank != 0:
-                        break  # torch's follow rank 0 at the next forward
+                        break  # torch's DDP broadcasts rank 0's buffers in the next forward only
                     torch.testing.assert_close(buffer, other, msg=key)
-                seen += 1
+                compared += 1
                 for optimizer in optimizers:
                     optimizer.step()
                 for (key, mine), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
                     torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6, msg=f"{name} {key}")
                 if size > 2:
-                    # The next step's gradients are those of the same parameters, to the bit.
+                    # All models start the next step from bitwise equal parameters.
                     with torch.no_grad():
                         for model in models[1:]:
                             for mine, other in zip(ours.parameters(), model.parameters(), strict=True):
                                 other.copy_(mine)
-        found[name] = seen, from_torchs, from_one
+        found[name] = compared, from_torch, from_one
     return found
 
 
@@ -271,8 +274,8 @@ def _table_body():
 def test_gradients_equal_torchs_and_those_of_one_process(size):
     ranks = run_ranks(_table_body, size, launcher=Forked("torch"), timeout=90)
     for name, (_, options) in MODELS.items():
-        steps, from_torchs, from_one = (max(found[name][at] for found in ranks) for at in range(3))
+        steps, from_torch, from_one = (max(found[name][at] for found in ranks) for at in range(3))
         assert steps == STEPS * len(options)
-        # BatchNorm is not compared with it.
+        # The model with BatchNorm is not compared with one process.
         one = "" if name == "resnet" else f", {from_one:.1e} from one process's"
-        print(f"{size} ranks, {name}: {steps} steps, {from_torchs:.1e} from torch's{one}")
+        print(f"{size} ranks, {name}: {steps} steps, {from_torch:.1e} from torch's{one}")

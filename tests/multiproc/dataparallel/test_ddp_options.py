@@ -1,5 +1,7 @@
-"""Every option of DistributedDataParallel, and what stands around it: against torch's own over gloo, or against what the
-option says."""
+"""Options of DistributedDataParallel, and its use with optimizers, checkpointing and the compiler.
+
+Results are compared with torch's DistributedDataParallel over gloo, or with the documented effect of the option.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def _check_arguments():
     for step in range(3):
         plain(_x(torch, rank, step)).square().mean().backward()
 
-    # What changes nothing in the numbers.
+    # Options that do not change the gradients.
     for keywords in (
         {"gradient_as_bucket_view": True},
         {"bucket_cap_mb_list": [512 / 2**20, 256 / 2**20, 1]},
@@ -137,7 +139,7 @@ def _check_arguments():
         assert "late.weight" in buckets[1]
         assert "late.bias" in buckets[1]
 
-    # Parameters and buffers that the script wants left alone.
+    # Ignored parameters and buffers are neither reduced nor broadcast.
     ours, theirs = (torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4)) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
     wrapped = []
@@ -208,7 +210,7 @@ def _check_precision(torch, dist, ddp_class):
         assert all(_is_same_everywhere(torch, p.grad) for p in model.parameters())
         _assert_gradients(torch, model.module, exact, tolerance, str(config))
 
-    # GradScaler: what overflows on one rank is seen on both, and both skip the step.
+    # GradScaler: after an overflow on one rank both ranks see it and skip the step.
     model = ddp_class(copy.deepcopy(base))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
@@ -227,11 +229,11 @@ def _check_precision(torch, dist, ddp_class):
     assert scaler.get_scale() == 512.0
 
 
-def test_arguments_do_what_they_say():
+def test_constructor_options():
     run_ranks(_check_arguments, 2, launcher=Forked("torch"))
 
 
-def _check_leftovers():
+def _check_unused_gradients():
     torch, dist, ours = _start()
     rank = dist.get_rank()
 
@@ -257,19 +259,19 @@ def _check_leftovers():
     def compare(where):
         _assert_gradients(torch, *models, where=where)
 
-    # Nothing here sets gradients to zero.
+    # Gradients accumulate in all of these backwards: zero_grad is never called.
     backward(True, 0)
     compare("used by all")
     for step in (1, 2):
         before = kept[0].grad.clone()
         backward(False, step)
-        assert torch.equal(kept[0].grad, before), "what nobody used is not averaged again"
+        assert torch.equal(kept[0].grad, before), "a gradient that no rank added to is not reduced again"
         compare("used by none")
     for weight in kept:
         weight.grad.add_(rank)
     before = kept[0].grad.clone()
     backward(False, 3)
-    assert torch.equal(kept[0].grad, before), "each rank keeps its own"
+    assert torch.equal(kept[0].grad, before), "each rank keeps its own gradient if no rank added to it"
     compare("own values, used by none")
     backward(rank == 1, 4)
     compare("used by one")
@@ -279,19 +281,19 @@ def _check_leftovers():
     compare("used by one before")
     assert _is_same_everywhere(torch, kept[0].grad)
 
-    # Ranks that have inputs left share by their number; what they do not use does not shrink.
+    # In join the sum is divided by the number of ranks that have inputs left. A gradient that no rank added to is not.
     before = kept[0].grad.clone()
     for model in (mine, theirs):
         with model.join(divide_by_initial_world_size=False):
             for step in range(1 + rank):
                 model(_x(torch, rank, 7 + step), False).square().mean().backward()
-    assert torch.equal(kept[0].grad, before), "what nobody used does not shrink"
+    assert torch.equal(kept[0].grad, before), "a gradient that no rank added to is not divided"
     if rank == 2:
         compare("uneven inputs")
 
 
-def test_gradients_that_no_rank_used_stay_as_they_are():
-    run_ranks(_check_leftovers, 3, launcher=Forked("torch"))
+def test_gradients_that_no_rank_computed_stay_unchanged():
+    run_ranks(_check_unused_gradients, 3, launcher=Forked("torch"))
 
 
 def _checkpoints_body():
@@ -304,7 +306,7 @@ def _checkpoints_body():
     torch_ddp = torch.nn.parallel.DistributedDataParallel
 
     class Checkpointed(torch.nn.Module):
-        """Two checkpoints use one layer if it is shared; a layer may be used by none."""
+        """Two checkpointed calls use the same layer if `shared`; one layer is never called if `unused`."""
 
         def __init__(self, reentrant, shared, unused):
             super().__init__()
@@ -339,14 +341,14 @@ def _checkpoints_body():
                 model(x).square().mean().backward()
             _assert_gradients(torch, models[0].module, models[1].module, 1e-5, f"{arguments}, {keywords}, {step}")
 
-    # A parameter that several re-entrant checkpoints share needs a static graph, and the error says so.
+    # A parameter used in two re-entrant checkpoints needs `static_graph=True`; the error says so.
     shared = Checkpointed(True, True, False)
     shared.second = None
     model = ddp_class(shared)
     with pytest.raises(Exception, match=r"`first\.(weight|bias)` got a second gradient.*static_graph=True"):
         model(_x(torch, rank).requires_grad_()).sum().backward()
 
-    # A loss that depends on no parameter, on one rank: the others get their reduction.
+    # On rank 1 the loss of step 1 depends on no parameter; rank 0's reduction still completes.
     class Skipping(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -362,7 +364,7 @@ def _checkpoints_body():
         model(torch.ones(2, 6, requires_grad=True), skip).sum().backward()
         assert model.module.layer.bias.grad.tolist() == [1.0 if step == 1 else 2.0] * 3
 
-    # Where that is not allowed, both ranks hear of it; a model that is frozen for a while is none of this.
+    # Without `find_unused_parameters` both ranks raise. A model that is frozen on all ranks for one step is no error.
     model = ddp_class(Skipping())
     for step in range(4):
         inputs = torch.ones(2, 6, requires_grad=True)
@@ -379,7 +381,7 @@ def _checkpoints_body():
             model(inputs, False).sum().backward()
             assert model.module.layer.bias.grad.tolist() == [2.0] * 3
 
-    # A gradient that has a graph of its own keeps it.
+    # With `create_graph=True` the gradient keeps its graph.
     alone = _mlp(torch)
     model = ddp_class(copy.deepcopy(alone))
     for r in range(2):
@@ -391,11 +393,11 @@ def _checkpoints_body():
     assert again.abs().sum() > 0
 
 
-def test_checkpoints_and_graphs_that_differ():
+def test_activation_checkpointing_and_differing_graphs():
     run_ranks(_checkpoints_body, 2, launcher=Forked("torch"))
 
 
-def _check_surroundings():
+def _check_logging_and_hooks():
     import copy
 
     torch, dist, ddp_class = _start()
@@ -409,7 +411,7 @@ def _check_surroundings():
         model._set_ddp_runtime_logging_sample_rate(2)
         for step in range(13):
             model(_x(torch, rank, step)).sum().backward()
-    models[1](_x(torch, rank, 0))  # torch tells of a step when the next one begins
+    models[1](_x(torch, rank, 0))  # torch updates the logging data of a step at the start of the next one
     ours, theirs = (model._get_ddp_logging_data() for model in models)
     same = (
         "world_size rank backend_name module_name device_ids output_device broadcast_buffers bucket_cap_bytes dtypes "
@@ -436,7 +438,7 @@ def _check_surroundings():
         late._set_static_graph()
     assert late._get_ddp_logging_data()["static_graph"] == 1
 
-    # Buffers by a hook of the script's.
+    # Buffers are synchronized by a user's hook.
     from torch.nn.parallel.distributed import _BufferCommHookLocation
 
     class Counter(torch.nn.Module):
@@ -453,7 +455,7 @@ def _check_surroundings():
         works = [torch.distributed.all_reduce(buffer, async_op=True) for buffer in buffers.values()]
         if state == _BufferCommHookLocation.POST_FORWARD:
             return [work.get_future() for work in works]
-        for work in works:  # the forward uses them
+        for work in works:  # before the forward the hook itself has to wait
             work.wait()
         return None
 
@@ -468,7 +470,7 @@ def _check_surroundings():
             counts.append(model.module.count.item())
         assert counts[0] == counts[1], location
 
-    # Libraries that decide after a forward that its backward is to be reduced.
+    # `reducer.prepare_for_backward` after a forward inside no_sync: the backward is reduced.
     model = ddp_class(copy.deepcopy(base))
     with model.no_sync():
         model(_x(torch, rank)).sum().backward()
@@ -480,13 +482,13 @@ def _check_surroundings():
     model._check_reducer_finalized()
     assert model._has_rebuilt_buckets
 
-    # A model of which nothing is left but the module.
+    # Without its autograd hooks, the model no longer reduces.
     model._remove_autograd_hooks()
     model.zero_grad()
     model(_x(torch, rank)).sum().backward()
     assert not _is_same_everywhere(torch, model.module[0].weight.grad)
 
-    # Checkpoints through torch.distributed, and ranks that change.
+    # State dicts of torch.distributed.checkpoint, and a new process group.
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
     model = ddp_class(copy.deepcopy(base))
@@ -501,12 +503,12 @@ def _check_surroundings():
         copy.deepcopy(model)
 
 
-def test_what_stands_around_a_model():
-    run_ranks(_check_surroundings, 2, launcher=Forked("torch"))
+def test_logging_data_buffer_hooks_and_private_methods():
+    run_ranks(_check_logging_and_hooks, 2, launcher=Forked("torch"))
 
 
 def _check_optimizers():
-    """Optimizers that step inside backward, as torch's helpers register them."""
+    """Optimizers that step inside the backward (registered by torch's helpers), ZeRO hooks, and quantization hooks."""
     import copy
 
     torch, dist, ddp_class = _start("smddp")
@@ -546,20 +548,20 @@ def _check_optimizers():
             model(_x(torch, rank)).sum().backward()
             assert all(parameter.grad is None for parameter in model.parameters())
 
-    # A sharded optimizer inside the hook; it needs a static graph of buckets.
+    # ZeroRedundancyOptimizer steps inside the hook; this needs `static_graph=True`.
     plain = ddp_class(copy.deepcopy(base))
     expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     for make in (ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved):
         model = ddp_class(copy.deepcopy(base), static_graph=True)
         zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
         model.register_comm_hook(None, make(default_hooks.allreduce_hook, model, zero, shard_buckets=False))
-        for step in range(2):  # its first steps only look at the buckets
+        for step in range(2):  # the hook's first two steps only record the buckets
             model(_x(torch, rank, step)).sum().backward()
         model.zero_grad()
         close([parameter.detach() for parameter in model.parameters()], list(base.parameters()), "zero, before")
         close(train(model, None), expected, make.__name__)
 
-    # Gradients in eight bits.
+    # Gradients quantized to eight bits.
     for hook in (quantization_hooks.quantization_pertensor_hook, quantization_hooks.quantization_perchannel_hook):
         model = ddp_class(copy.deepcopy(base))
         model.register_comm_hook(torch.distributed.group.WORLD, hook)
@@ -586,7 +588,7 @@ def _check_compile():
     rank = dist.get_rank()
 
     class Layers(torch.nn.Module):
-        """The compiler leaves torch's own containers alone."""
+        """A module of our own: the compiler does not compile a bare `nn.Sequential`."""
 
         def __init__(self):
             super().__init__()
@@ -624,7 +626,7 @@ def _check_compile():
                 model.zero_grad()
             loss(x).backward()
             _assert_gradients(torch, model, plain, 1e-6, f"{name}, step {step}")
-    assert len(graphs) > 1, f"the compiler cuts its graph where buckets end: {len(graphs)}"
+    assert len(graphs) > 1, f"the compiler splits the graph at bucket boundaries, but made {len(graphs)} graph(s)"
 
 
 def test_compiled_models():

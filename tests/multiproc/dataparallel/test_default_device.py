@@ -1,4 +1,4 @@
-"""`torch.set_default_device` is for the script's tensors: those that the library makes for itself say where they lie."""
+"""The library works under `torch.set_default_device("meta")`: it passes a device for each tensor that it creates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _check_modelparallel(folder):
 
     import smdistributed.modelparallel.torch as smp
 
-    # Of this device no number can be read.
+    # Meta tensors have no values: a tensor that the library made on the default device would fail.
     torch.set_default_device("meta")
     for config in ({"partitions": 2, "ddp": True, "microbatches": 2}, {"sharded_data_parallel_degree": 2, "ddp": True}):
         smp.init({"auto_partition": False, "default_partition": 0, "sdp_param_persistence_threshold": 9, **config})

@@ -1,4 +1,4 @@
-"""Replicas that start from different values: rank 0 warns in the first step, once, and names the call that is missing."""
+"""Replicas that start from different values: rank 0 warns once, in the first step, and names the missing broadcast."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def announce(part):
 
 
 def warnings_by_part(body, size, framework, *args, timeout=100):
-    """How often rank 0 has warned in each part of the body. No other rank does."""
+    """Returns how often rank 0 warned in each part of the body, and its output. Asserts that no other rank warned."""
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
     with start_ranks(body, size, *args, launcher=Forked(framework), env=ENV, timeout=timeout) as job:
@@ -49,7 +49,7 @@ def torch_optimizers():
                 optimizer, model.named_parameters(), op=hvd.Adasum if part == "adasum" else hvd.Average
             )
         elif hvd.rank() == 1:
-            # Rank 0 takes no part, and rank 1 does not wait for it.
+            # Rank 1 sends a checksum and rank 0 sends none: rank 1 does not wait for it, and nothing is compared.
             replicas = importlib.import_module("smdistributed._common.replicas")
             replicas.tell([()], [b"1"], [0, 1], "nothing", is_final=True)
         for _ in range(3):
@@ -67,7 +67,7 @@ def test_optimizers_of_torch():
 
 
 def tapes(name):
-    """Eagerly and in functions; without a broadcast, with one before the first step, and with one after it."""
+    """Trains eagerly and in a `tf.function`, without a broadcast and with one before, in or after the first step."""
     import tensorflow as tf
 
     hvd = importlib.import_module(name)
@@ -81,13 +81,13 @@ def tapes(name):
         if broadcasts:
             hvd.broadcast_variables(variables, 0)
 
-    for way in ("eager", "function"):
+    for mode in ("eager", "function"):
         for part in ("nothing", "before", "after", "inside", "equal", "one step"):
-            announce(f"{way} {part}")
+            announce(f"{mode} {part}")
             hvd.init()
             seed = 1.0 if part == "equal" else 1.0 + hvd.rank()
             variables = [tf.Variable([seed, 2.0]), tf.Variable(seed)]
-            call = tf.function(step, autograph=False) if way == "function" else step
+            call = tf.function(step, autograph=False) if mode == "function" else step
             if part == "before":
                 hvd.broadcast_variables(variables, root_rank=0)
             for number in range(1 if part == "one step" else 3):
@@ -101,12 +101,12 @@ def tapes(name):
 def test_tapes(name):
     counts, output = warnings_by_part(tapes, 2, "tensorflow", name)
     warns = {"nothing": 1, "before": 0, "after": 0, "inside": 0, "equal": 0, "one step": 1}
-    expected = {f"{way} {part}": count for way in ("eager", "function") for part, count in warns.items()}
+    expected = {f"{mode} {part}": count for mode in ("eager", "function") for part, count in warns.items()}
     assert counts == expected, output
     assert ".broadcast_variables(model.variables, root_rank=0)`" in output
 
 
-def fits(name):
+def fit_models(name):
     import numpy as np
     import tensorflow as tf
 
@@ -127,6 +127,6 @@ def fits(name):
 
 @pytest.mark.parametrize("name", ["horovod.tensorflow.keras", "smdistributed.dataparallel.tensorflow.keras"])
 def test_fit(name):
-    counts, output = warnings_by_part(fits, 2, "tensorflow", name)
+    counts, output = warnings_by_part(fit_models, 2, "tensorflow", name)
     assert counts == {"nothing": 1, "callback": 0, "callback of an unbuilt model": 0}, output
     assert "BroadcastGlobalVariablesCallback(0)`" in output

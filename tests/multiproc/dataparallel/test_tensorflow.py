@@ -1,4 +1,4 @@
-"""The TensorFlow face on real ranks."""
+"""The TensorFlow interface on two ranks: collectives, broadcasts, errors, and a dead rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.rank_main import announce
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 
 
-def face():
+def interface():
     import tensorflow as tf
 
     import smdistributed.dataparallel.tensorflow as sdp
@@ -78,12 +78,12 @@ def face():
         sdp.size()
 
 
-def test_the_face():
-    """Asserted on each rank, in `face`."""
-    run_ranks(face, 2, launcher=Forked("tensorflow"), timeout=110)
+def test_tensorflow_interface():
+    """Asserted on each rank, in `interface`."""
+    run_ranks(interface, 2, launcher=Forked("tensorflow"), timeout=110)
 
 
-def wait_for_the_dead():
+def wait_for_killed_rank():
     import tensorflow as tf
 
     import smdistributed.dataparallel.tensorflow as sdp
@@ -97,7 +97,7 @@ def wait_for_the_dead():
 
 
 def test_a_dead_rank_is_named_within_5_seconds():
-    with start_ranks(wait_for_the_dead, 2, launcher=Forked("tensorflow"), timeout=110) as job:
+    with start_ranks(wait_for_killed_rank, 2, launcher=Forked("tensorflow"), timeout=110) as job:
         job.wait_for("ready")
         time.sleep(0.3)
         killed = job.kill(1)

@@ -1,4 +1,4 @@
-"""Operations called from wherever TensorFlow runs code, and training in Keras' ways: one job makes many checks."""
+"""Collectives in tf.data, py_function, user threads and XLA, and training with `fit`; one job runs all checks."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def calls():
 
 
 def xla(tf, sdp):
-    """XLA does not know the operations, and says which."""
+    """XLA cannot compile the collectives: its error names the operation."""
     tape = sdp.DistributedGradientTape
     for function in (sdp.oob_allreduce, lambda x: sdp.broadcast(x, 0), lambda x: _gradient(tape(tf.GradientTape()), x)):
         with pytest.raises((tf.errors.OpError, ValueError), match=r"unsupported operations .* Smd[A-Z]"):
             tf.function(function, jit_compile=True)(tf.ones(3))
-    # Around what is compiled they work.
+    # A collective works in a function that calls an XLA-compiled one.
     square = tf.function(tf.square, jit_compile=True)
     outer = tf.function(lambda x: sdp.oob_allreduce(square(x), op=sdp.ReduceOp.SUM))
     assert outer(tf.constant(3.0)).numpy() == 9.0 * sdp.size()
@@ -92,7 +92,7 @@ def user_threads(tf, sdp):
 
 
 def a_failing_operation(tf, sdp):
-    """Beside collectives in one function: all ranks hear of it, and the next call is as ever."""
+    """A failing assertion in a function with collectives raises on all ranks, and the next call succeeds."""
     variables = [tf.Variable(tf.ones(4)) for _ in range(2)]
 
     @tf.function
@@ -119,7 +119,7 @@ def fit(tf, sdp):
     y = (x.sum(1) > 0).astype("float32")
 
     class Own(keras.Model):
-        """With a training step of its own."""
+        """A model with a custom `train_step`."""
 
         def __init__(self):
             super().__init__()
@@ -161,7 +161,7 @@ def fit(tf, sdp):
 
 
 def no_gradients_at_all(tf, sdp):
-    """A rank that has none while others have some is named."""
+    """If one rank alone has no gradients, the error names the rank. If no rank has any, there is no error."""
     variables = [tf.Variable(tf.ones(3), name=name) for name in ("first", "second")]
 
     def gradients(connected):

@@ -1,4 +1,4 @@
-"""Gradients that TensorFlow makes in the memory in which they are reduced."""
+"""Gradient placement: TensorFlow allocates gradients in the memory in which they are reduced."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ pytestmark = [
     pytest.mark.timeout(200),
 ]
 _ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-# Of a side of the weights: large enough to get a slot.
+# Rows and columns of each weight: large enough for its gradient to get a slot.
 _WIDTH = 192
 
 
 def _window_ranges():
-    """Where reducers' memory is mapped in this process."""
+    """Returns the address ranges at which the reducers' memory is mapped in this process."""
     with open("/proc/self/maps") as maps:
         return [
             tuple(int(edge, 16) for edge in line.split()[0].split("-")) for line in maps if "opensmd-window" in line
@@ -31,7 +31,7 @@ def placed(used_before):
     import tensorflow as tf
 
     if used_before:
-        # Its devices exist when this package is imported, and their allocator stays.
+        # TensorFlow creates its devices before the package is imported, and keeps their allocator.
         assert tf.reduce_sum(tf.ones((_WIDTH, _WIDTH))).numpy() == _WIDTH * _WIDTH
     import smdistributed.dataparallel.tensorflow as sdp
 
@@ -44,17 +44,17 @@ def placed(used_before):
     data = generator.standard_normal((size, 16, _WIDTH), dtype=np.float32)
     addresses = {}
 
-    def look(index, tensor):
+    def record_address(index, tensor):
         addresses[int(index)] = np.array(memoryview(tensor), copy=False).__array_interface__["data"][0]
         return index
 
     def watched(index, weight):
-        """The weight; its gradient is looked at before anybody else gets it."""
+        """Returns the weight; its backward records the address of the gradient before the tape gets it."""
 
         @tf.custom_gradient
         def identity(value):
             def gradient(upstream):
-                with tf.control_dependencies([tf.py_function(look, [index, upstream], tf.int32)]):
+                with tf.control_dependencies([tf.py_function(record_address, [index, upstream], tf.int32)]):
                     return tf.identity(upstream)
 
             return value, gradient
@@ -69,7 +69,7 @@ def placed(used_before):
             loss = tf.reduce_mean(x * x)
         gradients = tape.gradient(loss, weights)
         for weight, velocity, gradient in zip(weights, momentum, gradients, strict=True):
-            # Computed in the gradient's memory, which the variable keeps for a step.
+            # TensorFlow may compute this in the gradient's memory, which the variable then keeps for a step.
             velocity.assign(0.9 * velocity + -0.1 * gradient)
             weight.assign_add(velocity)
         return gradients
@@ -79,7 +79,7 @@ def placed(used_before):
     inside = []
     for number in range(12):
         gradients = step(tf.constant(data[rank]))
-        # The script may keep what it likes.
+        # The gradients of one step are kept: later steps must not overwrite them.
         if number == 7:
             held = [gradient.numpy() for gradient in gradients], gradients
         ranges = _window_ranges()
@@ -94,13 +94,13 @@ def placed(used_before):
         np.testing.assert_array_equal(tensor.numpy(), kept)
     bits = tf.concat([tf.reshape(weight, [-1]) for weight in weights], 0)
     everywhere = sdp.oob_allreduce(tf.bitcast(bits, tf.int32), op=sdp.ReduceOp.MIN)
-    assert tf.reduce_all(everywhere == tf.bitcast(bits, tf.int32)).numpy(), "bitwise the same on all ranks"
+    assert tf.reduce_all(everywhere == tf.bitcast(bits, tf.int32)).numpy(), "weights are not bitwise equal on all ranks"
     sdp.shutdown()
     return inside
 
 
 def _by_hand(weights, data):
-    """The mean over the ranks of the gradients, in double precision."""
+    """Returns the gradients averaged over the ranks, in double precision."""
     import numpy as np
 
     total = [np.zeros_like(weight) for weight in weights]
@@ -117,8 +117,8 @@ def _by_hand(weights, data):
 
 
 @pytest.mark.parametrize("used_before", [False, True])
-def test_gradients_are_right_wherever_they_are_made(used_before):
+def test_placed_gradients_are_correct(used_before):
     for inside in run_ranks(placed, 2, used_before, launcher=Forked("tensorflow"), env=_ENV, timeout=180):
-        # Where there are GPUs, TensorFlow's own CPU devices stay.
+        # With GPUs, TensorFlow keeps its own CPU device, and gradients are not placed.
         can_place = not used_before and not os.path.exists("/proc/driver/nvidia/version")
         assert max(inside) == (4 if can_place else 0), inside

@@ -1,7 +1,7 @@
-"""The TensorFlow scripts of the original's guides run as they stand, and learn as one process does.
+"""The TensorFlow scripts of the original's guides run unchanged, and train as one process does.
 
-The guides leave three things out, written `...`: the data, the model and the training loop. The test puts them in and
-changes nothing else, nor does it define anything but `checkpoint` and `checkpoint_dir`, which the scripts use.
+The guides leave out three parts, written `...`: the data, the model and the training loop. The test fills them in, and
+defines `checkpoint` and `checkpoint_dir`, which the scripts use. It changes nothing else.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEARNING_RATE = 0.000125
 
 LOOP = """
 for batch, (images, labels) in enumerate(dataset.batch({global_batch} // sdp.size())):
-    # A Python condition in one of the scripts, one of TensorFlow in the other.
+    # A Python bool in one of the scripts, a tensor in the other.
     loss_value = training_step(images, labels, {first_batch})
     losses.append(float(sdp.oob_allreduce(loss_value)))
 
@@ -41,7 +41,7 @@ checkpoint = tf.train.Checkpoint(model=mnist_model, optimizer=opt)
 
 
 def digits():
-    """Whole batches of scikit-learn's handwritten digits."""
+    """Returns images and labels of scikit-learn's handwritten digits, a multiple of the global batch."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -50,7 +50,7 @@ def digits():
 
 
 def layers():
-    """The same weights on every rank, as in one process; a layer of every kind that makes variables."""
+    """Returns new layers with the same initial weights on every rank and in one process."""
     import tensorflow as tf
 
     keras = tf.keras
@@ -68,7 +68,7 @@ def layers():
 
 
 def filled(text, first_batch):
-    """The script with its three gaps closed; one of the documents has spaces that do not break, which Python refuses."""
+    """Returns the script with its three gaps filled. One of the guides has no-break spaces, which Python rejects."""
     text = text.replace("\N{NO-BREAK SPACE}", " ")
     code = "\n".join(line.split("#")[0] for line in text.splitlines())
     assert code.count("...") == 3
@@ -79,7 +79,7 @@ def filled(text, first_batch):
 
 
 def one_process(size):
-    """The losses of plain TensorFlow on whole batches, at the learning rate of `size` ranks."""
+    """Returns the losses of plain TensorFlow on whole batches, with the learning rate of `size` ranks."""
     import tensorflow as tf
 
     model = tf.keras.Sequential(layers())
@@ -98,7 +98,7 @@ def one_process(size):
 
 
 def guides(folder):
-    """Runs each script; returns its losses, and what it has left."""
+    """Runs each script; returns its losses and weights, and on rank 0 the losses of one process."""
     import numpy as np
 
     import smdistributed.dataparallel.tensorflow as sdp
@@ -108,7 +108,7 @@ def guides(folder):
 
     results = []
     for name, first_batch in zip(SCRIPTS, ("batch == 0", "tf.constant(batch == 0)"), strict=True):
-        # A file, since TensorFlow reads the source of a tf.function.
+        # Written to a file, because TensorFlow reads the source of a tf.function.
         script = Path(folder) / f"{name}.{np.random.default_rng().integers(2**60)}.py"
         script.write_text(filled((GOLDENS / name).read_text(), first_batch))
         losses: list[float] = []
@@ -119,7 +119,7 @@ def guides(folder):
         weights = [variable.numpy() for variable in script_globals["mnist_model"].variables]
         results.append((kinds, losses, weights))
         rank, size = sdp.rank(), sdp.size()
-        # The next script is another job.
+        # The next script initializes a session of its own.
         sdp.shutdown()
     return results, one_process(size) if rank == 0 else None
 
@@ -146,11 +146,11 @@ def test_the_guides_scripts(keras, size, tmp_path):
 
 
 def documents():
-    """The guides themselves, where they lie beside the checkout."""
+    """Returns the paths of the guides' documents, if they are next to the checkout."""
     return sorted((Path(__file__).parents[4] / "shared" / "seeds").glob("00[12]_*.txt"))
 
 
-@pytest.mark.skipif(not documents(), reason="the guides are not here")
+@pytest.mark.skipif(not documents(), reason="the guides are not next to the checkout")
 def test_the_scripts_are_those_of_the_guides():
     markdown, restructured = (path.read_text() for path in documents())
     fenced = re.findall(r"^```\n(.*?)^```", markdown, re.DOTALL | re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Training with `model.fit` on real ranks: callbacks, saved models, and the adapters for old scripts."""
+"""Training with `model.fit` on two ranks: callbacks, saved models, and calls of scripts for TensorFlow 2.3."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTE
 _ENV["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def both(folder, name):
-    """What is the same for `keras` and `tf_keras`."""
+def run_checks(folder, name):
+    """Runs all checks with `keras` or with `tf_keras`."""
     import importlib
 
     import tensorflow as tf
@@ -32,9 +32,9 @@ def both(folder, name):
     broadcast_callback_of_unbuilt_models(keras, sdp)
     metrics_are_averaged(sdp)
     warmup(keras, sdp)
-    momentum_follows(keras, sdp)
+    momentum_correction(keras, sdp)
     saved_models(keras, sdp, Path(folder))
-    old_calls(keras, sdp)
+    deprecated_calls(keras, sdp)
     several_kinds_of_variables(keras, sdp)
 
 
@@ -50,7 +50,7 @@ def data(sdp, count=16, same=False):
     return rng.normal(size=(count, 4)).astype("float32"), rng.normal(size=(count, 1)).astype("float32")
 
 
-def everybodys(sdp, value):
+def gather(sdp, value):
     import numpy as np
     import tensorflow as tf
 
@@ -67,7 +67,7 @@ def flat(weights):
 
 
 def broadcast_callback(keras, sdp):
-    """Ranks that start with other weights go on with the same ones, and so do their optimizers."""
+    """Ranks start from different weights and train on with the root's. Layers in `local_variables` stay different."""
     import tensorflow as tf
 
     model = network(keras, seed=sdp.rank())
@@ -78,24 +78,24 @@ def broadcast_callback(keras, sdp):
     model.compile(optimizer, "mse")
     started = {}
 
-    class Look(keras.callbacks.Callback):
+    class Recorder(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             started.setdefault("weights", flat(model.layers[0].get_weights()))
 
     callback = sdp.keras.callbacks.BroadcastGlobalVariablesCallback(1, local_variables=own.variables)
-    model.fit(*data(sdp), batch_size=8, epochs=1, verbose=0, callbacks=[callback, Look()])
+    model.fit(*data(sdp), batch_size=8, epochs=1, verbose=0, callbacks=[callback, Recorder()])
     for values in (started["weights"], flat(model.layers[0].get_weights())):
-        together = everybodys(sdp, values)
-        assert (together == together[0]).all()
-    assert not (everybodys(sdp, own_before) == everybodys(sdp, own_before)[0]).all()
-    assert not (everybodys(sdp, own.get_weights()[0]) == everybodys(sdp, own.get_weights()[0])[0]).all()
+        gathered = gather(sdp, values)
+        assert (gathered == gathered[0]).all()
+    assert not (gather(sdp, own_before) == gather(sdp, own_before)[0]).all()
+    assert not (gather(sdp, own.get_weights()[0]) == gather(sdp, own.get_weights()[0])[0]).all()
     for wrong in (3, ["w"], tf.constant(1.0)):
         with pytest.raises((ValueError, TypeError)):
             sdp.keras.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=wrong)
 
 
 def broadcast_callback_of_unbuilt_models(keras, sdp):
-    """Layers make their variables in the first batch; rank 0's may have loaded theirs."""
+    """Layers create their variables in the first batch; in the second case rank 0 has built its model before."""
     for loaded in (False, True):
         keras.utils.set_random_seed(sdp.rank())
         model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
@@ -104,8 +104,8 @@ def broadcast_callback_of_unbuilt_models(keras, sdp):
             model.build((None, 4))
         callback = sdp.keras.callbacks.BroadcastGlobalVariablesCallback(0)
         model.fit(*data(sdp), batch_size=8, epochs=1, verbose=0, callbacks=[callback])
-        together = everybodys(sdp, flat(model.get_weights()))
-        assert (together == together[0]).all()
+        gathered = gather(sdp, flat(model.get_weights()))
+        assert (gathered == gathered[0]).all()
 
 
 def metrics_are_averaged(sdp):
@@ -122,22 +122,22 @@ def metrics_are_averaged(sdp):
         MismatchError, match=rf"different metrics at the end of epoch 2: rank {sdp.rank()} has \['{mine}"
     ):
         callback.on_epoch_end(2, {mine: 1.0})
-    # Others read the averages.
+    # The job stays usable after the mismatch.
     assert sdp.oob_allreduce(1.0).numpy() == 1.0
 
 
 def warmup(keras, sdp):
-    """Batch by batch from a rank's rate to that of all, then as the script has it."""
+    """The learning rate rises in each batch from that of one rank to that of all; then schedules set it."""
     rates = []
 
-    class Look(keras.callbacks.Callback):
+    class Recorder(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             rates.append(float(model.optimizer.learning_rate))
 
     model = network(keras, seed=0)
     model.compile(sdp.DistributedOptimizer(keras.optimizers.SGD(0.01 * sdp.size())), "mse")
     callback = sdp.keras.callbacks.LearningRateWarmupCallback(0.01 * sdp.size(), warmup_epochs=2, verbose=1)
-    history = model.fit(*data(sdp), batch_size=4, epochs=3, verbose=0, callbacks=[callback, Look()])
+    history = model.fit(*data(sdp), batch_size=4, epochs=3, verbose=0, callbacks=[callback, Recorder()])
     expected = [0.01 * (1 + (i + 1) / 8) for i in range(8)] + [0.02] * 4
     assert rates == pytest.approx(expected)
     assert history.history["lr"] == pytest.approx([rates[3], rates[7], rates[11]])
@@ -147,14 +147,14 @@ def warmup(keras, sdp):
         callbacks.LearningRateScheduleCallback(0.1, 0.5, end_epoch=2),
         callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.01 * epoch, start_epoch=2),
     ]
-    model.fit(*data(sdp), batch_size=8, epochs=4, verbose=0, callbacks=[*steps, Look()])
+    model.fit(*data(sdp), batch_size=8, epochs=4, verbose=0, callbacks=[*steps, Recorder()])
     assert rates == pytest.approx([0.1, 0.1, 0.05, 0.05, 0.002, 0.002, 0.003, 0.003])
     with pytest.raises(ValueError, match="initial_lr"):
         callbacks.LearningRateWarmupCallback(None)
 
 
-def momentum_follows(keras, sdp):
-    """v = m v - lr g: with momentum correction, what is in v is scaled as the rate is."""
+def momentum_correction(keras, sdp):
+    """v = m v - lr g: momentum correction scales v by the same factor as the learning rate."""
     import tensorflow as tf
 
     from smdistributed.dataparallel.tensorflow.keras.callbacks import velocities
@@ -182,10 +182,10 @@ def name_of(keras):
 
 
 def saved_models(keras, sdp, folder):
-    """A model that was compiled with a distributed optimizer is loaded with the plain one, or distributed again."""
+    """A model saved with a distributed optimizer loads with the plain one, or with a distributed one in `sdp.keras`."""
     import tensorflow as tf
 
-    # The same on all ranks: what is distributed ends where one process does.
+    # All ranks have the same data, so training on all ranks ends at the weights of one process.
     x, y = data(sdp, same=True)
     legacy = name_of(keras) == "tf_keras"
     optimizers = [keras.optimizers.Adam] + ([keras.optimizers.legacy.Adam] if legacy else [])
@@ -193,7 +193,7 @@ def saved_models(keras, sdp, folder):
         model = network(keras, seed=0)
         model.compile(sdp.DistributedOptimizer(make(0.01)), keras.losses.MeanSquaredError())
         model.fit(x, y, batch_size=8, verbose=0)
-        # Keras 3 itself cannot go on with an optimizer that it has loaded from a file of the old format.
+        # Keras 3 cannot continue training with an optimizer loaded from an HDF5 file or a SavedModel.
         for suffix in ("keras", "h5", "tf") if legacy else ("keras",):
             path = folder / f"{sdp.rank()}.{make.__module__}.{suffix}"
             model.save(str(path), save_format=suffix) if legacy else model.save(str(path))
@@ -202,7 +202,7 @@ def saved_models(keras, sdp, folder):
             assert type(plain.optimizer) is make
             assert isinstance(loaded.optimizer, make)
             assert type(loaded.optimizer) is not make
-            # Both go on alike, with what was saved of the optimizer.
+            # Both continue from the saved optimizer state with equal results.
             for one in (plain, loaded):
                 one.fit(x, y, batch_size=16, verbose=0)
             assert flat(loaded.get_weights()) == pytest.approx(flat(plain.get_weights()), abs=1e-6)
@@ -210,7 +210,7 @@ def saved_models(keras, sdp, folder):
             if (make, suffix) == (keras.optimizers.Adam, "keras"):
                 assert int(underlying(loaded.optimizer.iterations)) == 3
     model.save_weights(str(folder / f"{sdp.rank()}.weights.h5"))
-    # Checkpoints of TensorFlow, read by the plain optimizer.
+    # tf.train.Checkpoint: saved with the distributed optimizer, restored into the plain one.
     prefix = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(str(folder / f"checkpoint{sdp.rank()}"))
     other = network(keras, seed=1)
     plain = optimizers[-1](0.5)
@@ -231,8 +231,8 @@ def underlying(variable):
     return underlying(variable)
 
 
-def old_calls(keras, sdp):
-    """What scripts for TensorFlow 2.3 and 2.4 call."""
+def deprecated_calls(keras, sdp):
+    """Calls of scripts for TensorFlow 2.3 and 2.4, such as `optimizer.lr` and `get_gradients`."""
     import tensorflow as tf
 
     optimizer = tf.optimizers.SGD(lr=0.5) if name_of(keras) == "keras" else tf.optimizers.SGD(0.5)
@@ -288,19 +288,19 @@ def several_kinds_of_variables(keras, sdp):
     ]
     variables.append(variables[0])
 
-    def look():
+    def maxima():
         return [float(tf.reduce_max(tf.cast(variable, tf.float64))) for variable in variables[:6]]
 
-    def spoil():
+    def set_rank_values():
         for variable in variables[:6]:
             variable.assign(tf.cast(tf.fill(variable.shape, 3 + rank), variable.dtype))
 
     assert sdp.broadcast_variables(iter(variables), 1) is None
-    assert look() == [2.0, 8.0, 1.0, 2.0, 2.0, 6.0]
+    assert maxima() == [2.0, 8.0, 1.0, 2.0, 2.0, 6.0]
     assert {float(variable[0, 0]) for variable in variables[7:11]} == {1.0}
     sdp.broadcast_variables(first.variables, root_rank=1)
-    together = everybodys(sdp, flat(first.get_weights()))
-    assert (together == together[0]).all()
+    gathered = gather(sdp, flat(first.get_weights()))
+    assert (gathered == gathered[0]).all()
 
     @tf.function
     def step(first_batch):
@@ -308,12 +308,12 @@ def several_kinds_of_variables(keras, sdp):
             sdp.broadcast_variables(variables, root_rank=0)
 
     for condition in (True, tf.constant(True)):
-        spoil()
+        set_rank_values()
         step(condition)
-        assert look() == [3.0, 3.0, 1.0, 3.0, 3.0, 3.0]
-    spoil()
+        assert maxima() == [3.0, 3.0, 1.0, 3.0, 3.0, 3.0]
+    set_rank_values()
     step(tf.constant(False))
-    assert look()[1] == 3.0 + rank
+    assert maxima()[1] == 3.0 + rank
     single = tf.Variable(1.0 + rank)
     sdp.broadcast_variables(single, 1)
     assert single.numpy() == 2.0
@@ -336,7 +336,7 @@ def several_kinds_of_variables(keras, sdp):
 
 def test_keras_3(tmp_path):
     """Asserted on each rank, in `both`."""
-    run_ranks(both, 2, str(tmp_path), "keras", launcher=Forked("tensorflow"), env=_ENV, timeout=170)
+    run_ranks(run_checks, 2, str(tmp_path), "keras", launcher=Forked("tensorflow"), env=_ENV, timeout=170)
 
 
 @pytest.mark.more
@@ -345,7 +345,7 @@ def test_tf_keras(tmp_path):
     if importlib.util.find_spec("tf_keras") is None:
         pytest.skip("tf_keras is not installed")
     run_ranks(
-        both,
+        run_checks,
         2,
         str(tmp_path),
         "tf_keras",

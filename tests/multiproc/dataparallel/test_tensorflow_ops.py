@@ -1,6 +1,6 @@
-"""TensorFlow's operations on real ranks: every collective and type, eager and in functions, their gradients and errors.
+"""TensorFlow operations: every collective and dtype, eager and in functions, with gradients, order and errors.
 
-TensorFlow takes seconds to import, so one launch makes all checks.
+TensorFlow takes seconds to import, so one job runs all checks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENVIRONMENT = {
 
 
 def values(dtype, rows, seed):
-    """``[rows, 3]`` small numbers that every type has, those of rank ``seed``."""
+    """Returns a ``[rows, 3]`` tensor of small integers, exact in every dtype, from generator ``seed``."""
     import numpy
     import tensorflow as tf
 
@@ -44,7 +44,7 @@ def same(result, expected):
 
 
 def check_values(sdp, rank, size):
-    """Every collective in every type that it has, eager and in a function."""
+    """Every collective with every dtype that it supports, eager and in a function. Returns how many were compared."""
     import tensorflow as tf
 
     from smdistributed.dataparallel.tensorflow import collectives
@@ -58,11 +58,11 @@ def check_values(sdp, rank, size):
     for dtype in TYPES:
         reduces = dtype in NUMBERS
         own = values(dtype, 4 * size, rank)
-        everybodys = [values(dtype, 4 * size, r) for r in range(size)]
+        inputs_of_ranks = [values(dtype, 4 * size, r) for r in range(size)]
         uneven = values(dtype, rows[rank], rank)
         to_all = values(dtype, sum(table[rank]), 10 + rank)
 
-        def moves(own=own, uneven=uneven, to_all=to_all):
+        def move_all(own=own, uneven=uneven, to_all=to_all):
             return (
                 collectives.broadcast(own, size - 1),
                 collectives.all_gather(own),
@@ -74,7 +74,7 @@ def check_values(sdp, rank, size):
                 collectives.all_gather(own[:, :0]),
             )
 
-        def reduces_(own=own):
+        def reduce_all(own=own):
             return (
                 collectives.oob_allreduce(own, op=ops.SUM),
                 collectives.reduce_scatter(own, ops.SUM),
@@ -85,27 +85,27 @@ def check_values(sdp, rank, size):
 
         blocks = [tf.split(values(dtype, sum(table[r]), 10 + r), table[r])[rank] for r in range(size)]
         moved = (
-            everybodys[-1],
-            tf.concat(everybodys, 0),
+            inputs_of_ranks[-1],
+            tf.concat(inputs_of_ranks, 0),
             tf.concat([values(dtype, rows[r], r) for r in range(size)], 0),
-            tf.concat([each[4 * rank : 4 * rank + 4] for each in everybodys], 0),
+            tf.concat([each[4 * rank : 4 * rank + 4] for each in inputs_of_ranks], 0),
             tf.constant([4] * size, tf.int64),
             tf.concat(blocks, 0),
             tf.constant(received, tf.int64),
-            everybodys[0][0, 0],
+            inputs_of_ranks[0][0, 0],
             own[:0],
-            tf.concat(everybodys, 0)[:, :0],
+            tf.concat(inputs_of_ranks, 0)[:, :0],
         )
-        # Tracing takes longest.
+        # Tracing is slow, so above two ranks only the dtypes in TRACED are traced.
         traced = size == 2 or dtype in TRACED
-        for run in (moves, tf.function(moves)) if traced else (moves,):
+        for run in (move_all, tf.function(move_all)) if traced else (move_all,):
             for result, expected in zip(run(), moved, strict=True):
                 same(result, expected)
                 compared += 1
         if not reduces:
             continue
-        total = everybodys[0]
-        for each in everybodys[1:]:
+        total = inputs_of_ranks[0]
+        for each in inputs_of_ranks[1:]:
             total += each
         part = 4 * rank
         begin = sum(rows[:rank])
@@ -118,7 +118,7 @@ def check_values(sdp, rank, size):
             own[:0],
             total if rank == 1 else tf.zeros_like(total),
         )
-        for run in (reduces_, tf.function(reduces_)) if traced else (reduces_,):
+        for run in (reduce_all, tf.function(reduce_all)) if traced else (reduce_all,):
             for result, expected in zip(run(), reduced, strict=True):
                 same(result, expected)
                 compared += 1
@@ -131,7 +131,7 @@ def check_values(sdp, rank, size):
 
 
 def check_shapes(sdp, size):
-    """What a graph knows before it runs."""
+    """Static shapes of the results while a graph is traced."""
     import tensorflow as tf
 
     from smdistributed.dataparallel.tensorflow import collectives
@@ -158,7 +158,7 @@ def check_shapes(sdp, size):
 
 
 def check_gradients(sdp, rank, size):
-    """Against one process that computes the sum of all ranks' losses."""
+    """First and second derivatives, compared with those of one process that sums the losses of all ranks."""
     import tensorflow as tf
 
     from smdistributed.dataparallel.tensorflow import collectives
@@ -169,11 +169,11 @@ def check_gradients(sdp, rank, size):
 
     def inputs(count):
         generator = tf.random.Generator.from_seed(7)
-        # Rounded, so that minima and maxima are attained by several; some are zero.
+        # Rounded to halves, so that ranks tie for minima and maxima, and some values are zero.
         return [tf.round(2 * generator.normal([count(r), 2], dtype=tf.float64)) / 2 for r in range(size)]
 
     def weigh(r, y):
-        # Losses differ from rank to rank and are not linear.
+        # The loss of rank r: nonlinear, and different on each rank.
         return tf.reduce_sum(y**3 * tf.cast(r + 1, tf.float64)) + tf.reduce_sum(y)
 
     def block(x, counts, r):
@@ -186,7 +186,7 @@ def check_gradients(sdp, rank, size):
         ops.MAX: lambda xs: tf.reduce_max(tf.stack(xs), 0),
         ops.PRODUCT: lambda xs: tf.reduce_prod(tf.stack(xs), 0),
     }
-    # The collective; rows of rank r; what rank r gets of all ranks' inputs.
+    # The collective; the number of input rows on rank r; rank r's expected output, from the inputs of all ranks.
     cases = []
     for op, of in combine.items():
         cases += [
@@ -226,7 +226,7 @@ def check_gradients(sdp, rank, size):
     ]
 
     def derivatives(loss, x):
-        """The first one, and the gradient of its sum of cubes."""
+        """Returns the gradient of the loss, and the gradient of the sum of squares of that gradient."""
         with tf.GradientTape() as outer:
             outer.watch(x)
             with tf.GradientTape() as inner:
@@ -266,7 +266,7 @@ def check_gradients(sdp, rank, size):
 
 
 def check_errors(sdp, rank, size):
-    """Each rank hears what is wrong, whoever did it, and the job goes on."""
+    """Invalid and mismatched calls raise on every rank, and the job stays usable."""
     import tensorflow as tf
 
     from smdistributed.dataparallel.exceptions import InvalidArgumentError, MismatchError, PeerFailedError
@@ -317,13 +317,13 @@ def check_errors(sdp, rank, size):
 
 
 def check_order(sdp, rank, size):
-    """The order of the body, wherever the collectives stand in it, however late their inputs come."""
+    """Unnamed collectives run in program order, also in branches and loops, however late their inputs are ready."""
     import tensorflow as tf
 
     from smdistributed.dataparallel.tensorflow.collectives import call, ops
 
     def all_reduce(tensor, op):
-        # What `oob_allreduce` calls has a name, and no order.
+        # `oob_allreduce` calls a named operation, which is matched by name; this one is matched by order.
         return call(ops.smd_all_reduce, tensor=tensor, op=op)
 
     def broadcast(tensor, root):
@@ -332,7 +332,7 @@ def check_order(sdp, rank, size):
     variable = tf.Variable(tf.zeros([50]))
 
     def late(x):
-        # Another one on each rank.
+        # The delayed collective is a different one on each rank.
         if int(x.shape[0]) % size != rank:
             return x
         heavy = tf.ones([120, 120])
@@ -351,7 +351,7 @@ def check_order(sdp, rank, size):
     @tf.function
     def step(flag, times):
         results = [total(length) for length in range(1, 9)]
-        # A function, a branch and a loop that use a variable.
+        # Collectives in a nested function, a branch and a loop, all of which use a variable.
         results.append(inner(10))
         results += [total(length) for length in range(11, 14)]
         if flag:
@@ -362,7 +362,7 @@ def check_order(sdp, rank, size):
             variable.assign_add(tf.ones([50]) * total(17))
         results += [total(length) for length in range(18, 21)]
         for result in results[:4]:
-            # Each needs the one before.
+            # Each all-reduce depends on the previous one through the variable.
             variable.assign_add(all_reduce(variable * 0 + result, "average"))
         return tf.stack(results)
 
@@ -372,7 +372,7 @@ def check_order(sdp, rank, size):
         assert results.numpy().tolist() == [float(size * length) for length in lengths]
 
 
-def everything():
+def check_all():
     import tensorflow as tf
 
     import smdistributed.dataparallel.tensorflow as sdp
@@ -390,6 +390,6 @@ def everything():
 
 @pytest.mark.parametrize("size", [2, more(4)])
 def test_every_operation(size):
-    compared = run_ranks(everything, size, launcher=Forked("tensorflow"), timeout=110, env=ENVIRONMENT)
+    compared = run_ranks(check_all, size, launcher=Forked("tensorflow"), timeout=110, env=ENVIRONMENT)
     traced = (len(TYPES), len(NUMBERS)) if size == 2 else (len(TRACED), len(TRACED))
     assert compared == [(len(TYPES) + traced[0]) * 10 + (len(NUMBERS) + traced[1]) * 7] * size

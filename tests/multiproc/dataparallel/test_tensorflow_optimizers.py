@@ -1,4 +1,4 @@
-"""Distributed optimizers on real ranks: several steps end at the weights of one process with the whole batch."""
+"""Distributed optimizers: after several steps the weights equal those of one process that trains on the whole batch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _ENV["CUDA_VISIBLE_DEVICES"] = ""
 
 
 class Problem:
-    """A small classification of words of two tokens.
+    """A small classification of pairs of tokens.
 
-    With `sparse`, an embedding gets sparse gradients. TensorFlow's norm of these counts a row for each time that it
-    occurs, so clipping needs dense ones to be the same in one process and in several.
+    With `sparse` the first layer is an embedding, whose gradients are sparse. TensorFlow's norm of a sparse gradient
+    counts a repeated row several times. Clipping by norm would then differ between one process and several, so the
+    tests with clipping use dense gradients.
     """
 
     def __init__(self, sparse=False):
@@ -58,7 +59,7 @@ class Problem:
             yield (x[self.mine], y[self.mine]) if distributed else (x, y)
 
     def trained(self, keras, optimizer, distributed, compiled):
-        """The weights after a custom loop."""
+        """Returns the weights after a custom training loop."""
         import tensorflow as tf
 
         model = self.model(keras)
@@ -84,7 +85,7 @@ class Problem:
         return model.get_weights()
 
     def fitted(self, keras, optimizer, distributed, **options):
-        """The weights after `model.fit`."""
+        """Returns the weights after `model.fit`."""
         import numpy as np
 
         model = self.model(keras)
@@ -102,7 +103,7 @@ def assert_close(got, expected, what):
 
 
 class Reductions:
-    """Counts how often gradients are reduced, where eager calls and traces pass by."""
+    """Counts calls of `reduce_gradients`: one for each eager step, and one for each trace of a function."""
 
     def __enter__(self):
         from smdistributed.dataparallel.tensorflow import optimizer
@@ -121,21 +122,21 @@ class Reductions:
         self._module.reduce_gradients = self._reduce
 
 
-def every_way(problem, keras, make, distributed, eager_fit=False):
-    """One optimizer in custom loops and in `fit`, against a loop of one process."""
+def check_training_modes(problem, keras, make, distributed, eager_fit=False):
+    """Trains with one optimizer in custom loops and in `fit`, and compares with a custom loop in one process."""
     expected = problem.trained(keras, make(), False, False)
-    ways = {
+    modes = {
         "eager": (problem.steps, lambda o: problem.trained(keras, o, True, False)),
-        # Once for each trace.
+        # A function reduces once for each trace.
         "compiled": (1, lambda o: problem.trained(keras, o, True, True)),
         "fit": (1, lambda o: problem.fitted(keras, o, True)),
     }
     if eager_fit:
-        ways["eager fit"] = (problem.steps, lambda o: problem.fitted(keras, o, True, run_eagerly=True))
-    for name, (count, way) in ways.items():
+        modes["eager fit"] = (problem.steps, lambda o: problem.fitted(keras, o, True, run_eagerly=True))
+    for name, (count, train) in modes.items():
         with Reductions() as reductions:
-            assert_close(way(distributed(make())), expected, name)
-        # A function that makes variables may be traced twice.
+            assert_close(train(distributed(make())), expected, name)
+        # A function that creates variables may be traced twice.
         assert reductions.count in (count, count + (count == 1)), (name, reductions.count)
 
 
@@ -149,14 +150,16 @@ def keras3():
     assert tf.keras.optimizers.Adam is keras.optimizers.Adam
     problem = Problem()
     k = keras.optimizers
-    every_way(problem, keras, lambda: k.SGD(0.5, momentum=0.9, clipnorm=0.05), sdp.DistributedOptimizer, eager_fit=True)
+    check_training_modes(
+        problem, keras, lambda: k.SGD(0.5, momentum=0.9, clipnorm=0.05), sdp.DistributedOptimizer, eager_fit=True
+    )
     for make in [
         lambda: k.AdamW(k.schedules.ExponentialDecay(0.1, 1, 0.5), global_clipnorm=0.1),
         lambda: k.LossScaleOptimizer(k.SGD(0.5), initial_scale=64.0),
     ]:
-        every_way(problem, keras, make, sdp.DistributedOptimizer)
-    # The wrapper that mixed precision puts around.
-    every_way(
+        check_training_modes(problem, keras, make, sdp.DistributedOptimizer)
+    # LossScaleOptimizer around the distributed optimizer, as with mixed precision.
+    check_training_modes(
         problem,
         keras,
         lambda: k.SGD(0.5),
@@ -175,7 +178,7 @@ def keras3():
     smooth = problem.trained(keras, k.SGD(0.5, **more), False, False)
     got = problem.trained(keras, sdp.DistributedOptimizer(k.SGD(0.5, **more)), True, False)
     assert_close(got, smooth, "moving average")
-    # Once for each update, whatever ranks have accumulated, and before it is clipped.
+    # Gradient accumulation: one reduction for each update, before clipping.
     more = {"gradient_accumulation_steps": 2, "clipnorm": 0.05}
     expected_updates = problem.trained(keras, k.SGD(0.5, **more), False, False)
     for compiled, count in ((False, problem.steps // 2), (True, 1)):
@@ -185,14 +188,14 @@ def keras3():
         assert reductions.count in (count, count + compiled), reductions.count
     summed = sdp.DistributedOptimizer(k.SGD(0.5 / sdp.size()), op=sdp.ReduceOp.SUM)
     assert_close(problem.trained(keras, summed, True, False), expected, "sum")
-    only_one_rank_overflows(keras, sdp)
-    the_view(keras, sdp)
+    overflow_on_one_rank(keras, sdp)
+    distributed_optimizer_is_a_view(keras, sdp)
     no_xla_unless_asked_for(keras, sdp)
     arguments(keras, sdp)
 
 
-def only_one_rank_overflows(keras, sdp):
-    """All ranks skip that step."""
+def overflow_on_one_rank(keras, sdp):
+    """An overflow on one rank: all ranks skip the step."""
     import tensorflow as tf
 
     k = keras.optimizers
@@ -210,8 +213,8 @@ def only_one_rank_overflows(keras, sdp):
         assert variable.numpy() == 0.5
 
 
-def the_view(keras, sdp):
-    """It is the given optimizer with another way to apply."""
+def distributed_optimizer_is_a_view(keras, sdp):
+    """A distributed optimizer is an instance of the given optimizer's class and shares its state."""
     plain = keras.optimizers.Adam(0.25)
     view = sdp.DistributedOptimizer(plain)
     assert isinstance(view, keras.optimizers.Adam)
@@ -232,7 +235,7 @@ def the_view(keras, sdp):
     assert reductions.count == 1
     assert int(again.iterations) == 1
     assert int(view.iterations) == 0
-    # What Keras says of wrong calls is not hidden.
+    # Errors of Keras for invalid calls are raised unchanged.
     with pytest.raises(ValueError, match="must already be built"):
         view.apply([[1.0]])
     with pytest.raises(ValueError, match="No gradients provided"):
@@ -240,7 +243,8 @@ def the_view(keras, sdp):
 
 
 def no_xla_unless_asked_for(keras, sdp):
-    """On a machine with a GPU, Keras compiles with XLA, which does not know our operations."""
+    """With a GPU, Keras compiles with XLA by default, which cannot compile our operations. A distributed optimizer
+    turns that off."""
     import tensorflow as tf
 
     devices = tf.config.list_physical_devices()
@@ -280,10 +284,10 @@ def arguments(keras, sdp):
             sdp.DistributedOptimizer(twice)
     with pytest.raises(TypeError, match="not an optimizer"):
         sdp.DistributedOptimizer("sgd")
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         sdp.DistributedOptimizer(sgd(0.1), use_locking=True)
-    assert "use_locking" in str(said[0].message)
+    assert "use_locking" in str(caught[0].message)
 
 
 def test_keras_3():
@@ -302,9 +306,9 @@ def legacy_keras():
     problem = Problem()
     k = tf_keras.optimizers
     scaled = tf_keras.mixed_precision.LossScaleOptimizer
-    every_way(problem, tf_keras, lambda: k.SGD(0.5, momentum=0.9, clipnorm=0.05), sdp.DistributedOptimizer)
-    legacy = lambda: k.legacy.SGD(0.5, momentum=0.9, global_clipnorm=0.1)  # noqa: E731 - as the others
-    every_way(problem, tf_keras, legacy, sdp.DistributedOptimizer)
+    check_training_modes(problem, tf_keras, lambda: k.SGD(0.5, momentum=0.9, clipnorm=0.05), sdp.DistributedOptimizer)
+    legacy = lambda: k.legacy.SGD(0.5, momentum=0.9, global_clipnorm=0.1)  # noqa: E731
+    check_training_modes(problem, tf_keras, legacy, sdp.DistributedOptimizer)
     for make in [lambda: k.Adam(0.1), lambda: k.legacy.Adam(0.1)]:
         for distributed in [
             lambda o: sdp.DistributedOptimizer(scaled(o, initial_scale=64.0)),
@@ -312,7 +316,7 @@ def legacy_keras():
         ]:
             expected = problem.trained(tf_keras, scaled(make(), initial_scale=64.0), False, False)
             assert_close(problem.trained(tf_keras, distributed(make()), True, True), expected, "loss scale")
-    # Gradients that the script has reduced.
+    # Gradients that the script has reduced itself are not reduced again.
     for make, skip in [
         (lambda: k.SGD(1.0), {"skip_gradients_aggregation": True}),
         (lambda: k.SGD(1.0), {"experimental_aggregate_gradients": False}),
@@ -323,7 +327,7 @@ def legacy_keras():
             sdp.DistributedOptimizer(make()).apply_gradients([(tf.constant(1.0 + sdp.rank()), variable)], **skip)
         assert reductions.count == 0
         assert variable.numpy() == -1.0 - sdp.rank()
-    # `minimize` computes and applies: once.
+    # `minimize` reduces once.
     for make in (lambda: k.SGD(1.0), lambda: k.legacy.SGD(1.0)):
         variable = tf.Variable(0.0)
         with Reductions() as reductions:
@@ -395,7 +399,7 @@ def graphs_of_tf1(folder, every_kind=True):
     view = sdp.DistributedOptimizer(t.AdamOptimizer(0.1))
     assert isinstance(view, t.AdamOptimizer)
 
-    # In a tf.function, and eagerly.
+    # A TF1 optimizer in a tf.function, and eagerly.
     for compiled in (True, False):
         optimizer = sdp.DistributedOptimizer(t.MomentumOptimizer(1.0, 0.5))
         variable = tf.Variable(0.0)
@@ -409,7 +413,7 @@ def graphs_of_tf1(folder, every_kind=True):
         mean = (1 + sdp.size()) / 2
         assert variable.numpy() == pytest.approx(-mean * 2.5)
 
-    # Broadcasts in graphs: mixed types, references, an operation to run.
+    # `broadcast_global_variables` in a graph: several dtypes, resource and reference variables.
     with tf.Graph().as_default(), v1.Session() as session:
         rank = sdp.rank()
         variables = [
@@ -426,7 +430,7 @@ def graphs_of_tf1(folder, every_kind=True):
         assert [np.ravel(value)[0] for value in values] == [2.0, 6, True, 3.0, 1.0]
         with pytest.raises(ValueError, match=f"expected a rank, 0 to {sdp.size() - 1}"):
             sdp.broadcast_global_variables(sdp.size())
-    # A graph without variables, and one that starts from a checkpoint that rank 0 alone has.
+    # A graph without variables, and one that restores a checkpoint that only rank 0 has.
     with tf.Graph().as_default(), v1.train.MonitoredSession(hooks=[sdp.BroadcastGlobalVariablesHook(0)]):
         pass
     hook = sdp.BroadcastGlobalVariablesHook(0)
@@ -437,10 +441,10 @@ def graphs_of_tf1(folder, every_kind=True):
             where = os.path.join(folder, "checkpoints") if sdp.rank() == 0 else None
             with v1.train.MonitoredTrainingSession(checkpoint_dir=where, hooks=[hook]) as session:
                 assert session.run(more) == expected
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert sdp.broadcast_global_variables(0) is None
-    assert "eager mode" in str(said[0].message)
+    assert "eager mode" in str(caught[0].message)
 
 
 def test_tf1(tmp_path):
@@ -448,15 +452,15 @@ def test_tf1(tmp_path):
     run_ranks(graphs_of_tf1, 2, str(tmp_path), launcher=Forked("tensorflow"), env=_ENV, timeout=170)
 
 
-def four(folder):
-    """What has a size in it, on four ranks."""
+def check_on_four_ranks(folder):
+    """Checks whose results depend on the number of ranks, on four ranks."""
     import keras
 
     import smdistributed.dataparallel.tensorflow as sdp
 
     graphs_of_tf1(folder, every_kind=False)
     assert sdp.size() == 4
-    every_way(Problem(), keras, lambda: keras.optimizers.SGD(0.5, momentum=0.9), sdp.DistributedOptimizer)
+    check_training_modes(Problem(), keras, lambda: keras.optimizers.SGD(0.5, momentum=0.9), sdp.DistributedOptimizer)
     logs = {"loss": float(sdp.rank())}
     sdp.keras.callbacks.MetricAverageCallback().on_epoch_end(0, logs)
     assert logs == {"loss": 1.5}
@@ -465,4 +469,4 @@ def four(folder):
 @pytest.mark.more
 def test_four_ranks(tmp_path):
     """Asserted on each rank, in `four`."""
-    run_ranks(four, 4, str(tmp_path), launcher=Forked("tensorflow"), env=_ENV, timeout=170)
+    run_ranks(check_on_four_ranks, 4, str(tmp_path), launcher=Forked("tensorflow"), env=_ENV, timeout=170)

@@ -1,4 +1,4 @@
-"""DistributedGradientTape on real ranks: TensorFlow takes long to start, so one job makes many checks."""
+"""DistributedGradientTape on several ranks. TensorFlow takes seconds to import, so one job runs many checks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [
 
 
 class Fixture:
-    """A small model, its data, and what a single process makes of all ranks' samples."""
+    """A small model and its data, with gradients from a distributed tape (`reduced`) and a local one (`local`)."""
 
     def __init__(self, seed=0):
         import numpy as np
@@ -73,7 +73,7 @@ def close(got, expected, tolerance=1e-6):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=10 * tolerance, atol=tolerance)
 
 
-def tape(keras, checks):
+def run_checks(keras, checks):
     import tensorflow as tf
 
     import smdistributed.dataparallel.tensorflow as sdp
@@ -93,7 +93,7 @@ def equal_to_a_single_process(tf, sdp):
     for _ in range(3):
         close(fixture.reduced(*fixture.part()), expected)
         close(compiled(*fixture.part()), expected)
-    # One rank has another number of samples in its last batch, and traces again.
+    # Rank 0's last batch has fewer samples, so rank 0 alone retraces its function.
     samples = 2 if fixture.rank == 0 else None
     expected = fixture.mean([fixture.part(rank, 2 if rank == 0 else None) for rank in range(fixture.size)])
     for _ in range(2):
@@ -103,7 +103,7 @@ def equal_to_a_single_process(tf, sdp):
 
 
 def first_batch(tf, sdp):
-    """The training step of the guides, against a single process."""
+    """The training step of the guides, compared with a single process."""
     fixture, alone = Fixture(1), Fixture(1)
     alone.model.set_weights(fixture.model.get_weights())
     if fixture.rank != 0:
@@ -163,7 +163,7 @@ def sparse(tf, sdp):
     for each in range(size):
         expected[each] += (each + 1) / size
     for function in (gradients, tf.function(gradients)):
-        # As many rows as this rank's number says, all of them the same.
+        # Rank r gathers row r, r + 1 times.
         dense, _ = function(True, tf.fill([rank + 1], rank))
         close([dense[:, 0]], [expected])
         slices, of_other = function(False, tf.fill([rank + 1], rank))
@@ -209,7 +209,7 @@ def structures(tf, sdp):
     assert tape.gradient(y, unused) is None
     close([tape.gradient(y, unused, unconnected_gradients=tf.UnconnectedGradients.ZERO)], [[0.0, 0.0]])
     close([tape.gradient(y, x)], [[3.0, 6.0]])
-    # This rank's own.
+    # Jacobians are not reduced.
     close([tape.jacobian(y, v)], [[[3.0 * rank, 0.0], [0.0, 3.0]]])
 
     class Counting(tf.GradientTape):
@@ -351,13 +351,13 @@ def sessions_of_old(tf, sdp):
         gradients = sdp.DistributedGradientTape(tape).gradient(loss, variables)
         session.run(v1.global_variables_initializer())
         for _ in range(3):
-            # Not all of them are asked for.
+            # Only one of the three gradients is fetched.
             got = session.run(gradients[2], {factor: float(sdp.rank())})
             close([got], [[2 * mean, 2 * mean]])
 
 
 def an_error_of_one_rank(tf, sdp):
-    """Between the two gradients of a step: the first one has been reduced already."""
+    """One rank fails between the two gradients of a step, after the first one has been reduced."""
     from smdistributed import _core
     from smdistributed.dataparallel.tensorflow.collectives import ops
 
@@ -365,7 +365,7 @@ def an_error_of_one_rank(tf, sdp):
 
     @tf.function
     def step(fine):
-        # The operations that the tape would make, one after the other. Each gradient is larger than a bucket.
+        # The operations that the tape creates, in order. Each gradient is larger than a bucket.
         plan = _core.plan_gradients(1 << 40, [("a", [64], "float32"), ("b", [64], "float32")], [], 128)
         (b,) = ops.smd_reduce_gradients(gradients=[tf.fill([64], rank)], plan=plan, params=[1], whole=False)
         with tf.control_dependencies([b]):
@@ -386,7 +386,10 @@ def an_error_of_one_rank(tf, sdp):
 
 
 def steps_that_differ(tf, sdp, in_functions=True):
-    """Ranks that have agreed on all of these once come with different ones at the same place; in functions, too, or eager ones alone."""
+    """Ranks run different steps at the same time, after each step has run on all ranks once.
+
+    With `in_functions` the steps also run as `tf.function`; otherwise only eagerly.
+    """
     rank, mean = sdp.rank(), (sdp.size() - 1) / 2
     odd = sdp.size() - 1
     weights = [tf.Variable(tf.ones(3), name="first"), tf.Variable(tf.ones(3), name="second")]
@@ -408,9 +411,9 @@ def steps_that_differ(tf, sdp, in_functions=True):
 
     def agree():
         for _ in range(2):
-            for how in (step, graph):
+            for run_step in (step, graph):
                 for used in (1, 2):
-                    for gradient in how(used):
+                    for gradient in run_step(used):
                         close([gradient], [[mean] * 3])
             close(late(tf.constant(True)), [[mean] * 3])
 
@@ -419,7 +422,7 @@ def steps_that_differ(tf, sdp, in_functions=True):
         with pytest.raises((RuntimeError, tf.errors.OpError)) as caught:
             call()
         took = time.monotonic() - started
-        print(f"told after {took:.2f} s")
+        print(f"error after {took:.2f} s")
         assert took < 20
         for text in expected:
             assert text in str(caught.value), caught.value
@@ -427,17 +430,21 @@ def steps_that_differ(tf, sdp, in_functions=True):
 
     agree()
     missing = f"parameter `second (number 1)` has a gradient on rank 0 and none on rank {odd}"
-    for how in (step, graph) if in_functions else (step,):
-        differ(lambda how=how: how(1 if rank == odd else 2), missing, f"rank {odd} waits for the gradients of `first")
+    for run_step in (step, graph) if in_functions else (step,):
+        differ(
+            lambda run_step=run_step: run_step(1 if rank == odd else 2),
+            missing,
+            f"rank {odd} waits for the gradients of `first",
+        )
     if not in_functions:
         return
-    # One in a step, the others in something else.
+    # One rank reduces gradients while the others call another collective.
     differ(
         lambda: graph(1) if rank == odd else sdp.oob_allreduce(tf.ones(3), name="loss"),
         "`loss`",
         f"rank {odd} waits for the gradients of `first",
     )
-    # An error before the first gradient is no step: that rank is one behind.
+    # A step that fails before its first gradient reduces nothing: that rank is one step behind the others.
     if rank == odd:
         with pytest.raises(tf.errors.OpError, match="data are bad"):
             late(tf.constant(False))
@@ -459,7 +466,7 @@ def memory(tf, sdp):
     assert resident() < before * 1.02
 
 
-_ON_EVERY_NUMBER = (
+_ON_ALL_SIZES = (
     "equal_to_a_single_process",
     "first_batch",
     "sparse",
@@ -468,7 +475,7 @@ _ON_EVERY_NUMBER = (
     "an_error_of_one_rank",
     "steps_that_differ",
 )
-_ON_TWO = (
+_ON_TWO_RANKS = (
     "options",
     "structures",
     "second_order",
@@ -483,15 +490,15 @@ _ON_TWO = (
 
 @pytest.mark.parametrize(
     ("n", "keras", "checks"),
-    [(2, "keras", _ON_TWO), (2, "keras", _ON_EVERY_NUMBER), more(4, "tf_keras", _ON_EVERY_NUMBER)],
+    [(2, "keras", _ON_TWO_RANKS), (2, "keras", _ON_ALL_SIZES), more(4, "tf_keras", _ON_ALL_SIZES)],
 )
 def test_gradients(n, keras, checks):
-    """Asserted on each rank, in `tape`."""
+    """Asserted on each rank, in `run_checks`."""
     env = ENV | {"TF_USE_LEGACY_KERAS": str(int(keras == "tf_keras"))}
-    run_ranks(tape, n, keras, checks, launcher=Forked("tensorflow"), env=env, timeout=170)
+    run_ranks(run_checks, n, keras, checks, launcher=Forked("tensorflow"), env=env, timeout=170)
 
 
-def wait_for_the_dead():
+def wait_for_killed_rank():
     import tensorflow as tf
 
     import smdistributed.dataparallel.tensorflow as sdp
@@ -513,7 +520,7 @@ def wait_for_the_dead():
 
 
 def test_a_dead_rank_is_named_within_5_seconds():
-    with start_ranks(wait_for_the_dead, 2, launcher=Forked("tensorflow"), env=ENV, timeout=110) as job:
+    with start_ranks(wait_for_killed_rank, 2, launcher=Forked("tensorflow"), env=ENV, timeout=110) as job:
         job.wait_for("ready")
         time.sleep(0.3)
         killed = job.kill(1)

@@ -1,4 +1,4 @@
-"""The c10d backend: PyTorch's process groups, and what PyTorch builds on them, over the core; compared with gloo."""
+"""The c10d backend `smddp`: collectives, DDP, FSDP, DTensor and other users of process groups, compared with gloo."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ def _init(backend="smddp", **arguments):
 
 
 def _leave(number):
-    """Ends the group, and returns when all ranks have: who is early with the next one would meet the others at the store of
-    this one, which torch is about to close."""
+    """Destroys the default group, and returns when all ranks have destroyed it.
+
+    A rank that creates the next group too early would connect to the store of this one, which torch is about to close.
+    """
     import os
 
     import torch.distributed as dist
@@ -35,8 +37,8 @@ def _leave(number):
     between.wait([str(other) for other in range(size)])
 
 
-def _both(body):
-    """What `body` gives over smddp and over gloo, in one process."""
+def _compare_with_gloo(body):
+    """Runs `body` over smddp, then over gloo in the same process, and asserts that the results are close."""
     torch, dist, rank, size = _init()
     found = body(torch, dist, rank, size)
     _leave(0)
@@ -48,7 +50,7 @@ def _both(body):
     return True
 
 
-def _meets(how, place):
+def _init_and_communicate(how, place):
     import os
     from datetime import timedelta
 
@@ -57,7 +59,7 @@ def _meets(how, place):
     if how == "env://":
         arguments = {"init_method": how}
     else:
-        # As a process that no launcher started.
+        # Without a launcher's environment variables.
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SMD_RENDEZVOUS", "SMD_SECRET"):
             os.environ.pop(name, None)
         if how == "file":
@@ -84,7 +86,7 @@ def _meets(how, place):
 
 
 @pytest.mark.parametrize(("launcher", "how"), LAUNCHED)
-def test_groups_form_however_they_are_told(launcher, how, tmp_path):
+def test_init_methods_and_launchers(launcher, how, tmp_path):
     import socket
 
     place = str(tmp_path / "store")
@@ -92,7 +94,7 @@ def test_groups_form_however_they_are_told(launcher, how, tmp_path):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             place = free.getsockname()[1]
-    assert run_ranks(_meets, 2, how, place, launcher=launcher) == [0, 1]
+    assert run_ranks(_init_and_communicate, 2, how, place, launcher=launcher) == [0, 1]
 
 
 def _collectives():
@@ -131,7 +133,7 @@ def _collectives():
         output = torch.empty(size * 2)
         dist.all_to_all_single(output, mine(20, size * 2))
         results.append(output)
-        # Rank r sends r + 1 rows to everybody.
+        # Rank r sends r + 1 rows to each rank.
         output = torch.empty(sum(range(1, size + 1)))
         dist.all_to_all_single(output, mine(21, size * (rank + 1)), list(range(1, size + 1)), [rank + 1] * size)
         results.append(output)
@@ -141,7 +143,7 @@ def _collectives():
         output = torch.empty(2)
         dist.scatter(output, [mine(23 + r, 2) for r in range(size)] if rank == 1 else None, 1)
         results.append(output)
-        # A ring, batched.
+        # A ring of sends and receives, in one batch.
         received = torch.empty(4)
         sends = [
             dist.P2POp(dist.isend, mine(30, 4), (rank + 1) % size),
@@ -169,7 +171,7 @@ def _collectives():
         sparse = torch.sparse_coo_tensor([[rank, rank + 1]], [1.0, 2.0], (size + 2,))
         dist.all_reduce(sparse)
         results.append(sparse.to_dense())
-        # Strided and of no dimension.
+        # A strided tensor and a 0-dimensional one.
         value = mine(50, 4, 4).t()
         dist.all_reduce(value)
         results.append(value)
@@ -182,7 +184,7 @@ def _collectives():
         dist.barrier()
         return results
 
-    return _both(body)
+    return _compare_with_gloo(body)
 
 
 def test_collectives_give_what_gloo_gives():
@@ -201,23 +203,23 @@ def _works():
     assert work.wait()
     assert work.is_completed()
     assert work.is_success()
-    # A callback may use the group, and wait for it.
+    # A future's callback may start a collective on the same group and wait for it.
     other = dist.all_reduce(torch.ones(2), async_op=True).get_future()
     again = other.then(lambda done: dist.all_reduce(done.value()[0], async_op=True).get_future().wait()[0])
     assert again.wait().tolist() == [size**2] * 2
-    # gloo stands beside it.
+    # A gloo group in the same job.
     gloo = dist.new_group(backend="gloo")
     value = torch.ones(1)
     dist.all_reduce(value, group=gloo)
     assert value.item() == size
     assert dist.get_backend(gloo) == "gloo"
-    # Ranks that disagree all hear it, and the group goes on.
+    # Mismatched calls raise on all ranks, and the group stays usable.
     with pytest.raises(dist.DistBackendError, match=r"rank 0 called all_reduce\(sum\) of 3 float32, rank 1 called"):
         dist.all_reduce(torch.ones(3 + rank))
     dist.barrier()
     with pytest.raises(TypeError, match="UInt16"):
         dist.all_reduce(torch.ones(2, dtype=torch.uint16))
-    # Waits end: of one receive, of an operation in a group with a limit of its own.
+    # Timeouts: of one wait for a receive, and of a group with a timeout of its own.
     if rank == 0:
         with pytest.raises(dist.DistBackendError, match="ended after 100 ms"):
             dist.irecv(torch.empty(1), 1, tag=9).wait(timedelta(milliseconds=100))
@@ -233,7 +235,7 @@ def test_works_futures_and_errors():
     assert run_ranks(_works, 2, launcher=Forked("torch")) == [0, 1]
 
 
-def _joins_ours():
+def _both_interfaces():
     import smdistributed.dataparallel.torch.distributed as smd
 
     smd.init_process_group()
@@ -246,8 +248,8 @@ def _joins_ours():
     return ours.tolist(), torchs.tolist()
 
 
-def test_both_faces_share_a_session():
-    assert run_ranks(_joins_ours, 2, launcher=Forked("torch")) == [([4.0, 4.0], [2.0, 2.0, 2.0])] * 2
+def test_smd_and_c10d_interfaces_share_a_session():
+    assert run_ranks(_both_interfaces, 2, launcher=Forked("torch")) == [([4.0, 4.0], [2.0, 2.0, 2.0])] * 2
 
 
 def _ddp(torch, dist, rank, size):
@@ -342,10 +344,10 @@ def _checkpoint(torch, dist, rank, size):
     return loaded["values"].full_tensor()
 
 
-def _builds():
+def _torch_features():
     bodies = [_ddp, _fsdp, _dtensor, _compiled, _zero, _checkpoint]
-    return _both(lambda *places: {body.__name__: body(*places) for body in bodies})
+    return _compare_with_gloo(lambda *places: {body.__name__: body(*places) for body in bodies})
 
 
-def test_what_torch_builds_on_groups_gives_what_it_gives_over_gloo():
-    assert run_ranks(_builds, 2, launcher=Forked("torch"), timeout=100) == [True, True]
+def test_torch_features_match_gloo():
+    assert run_ranks(_torch_features, 2, launcher=Forked("torch"), timeout=100) == [True, True]

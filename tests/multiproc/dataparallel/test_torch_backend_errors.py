@@ -1,4 +1,4 @@
-"""The c10d backend: whatever one rank cannot do, all hear of; and what ends a wait."""
+"""Errors of the c10d backend: an error on one rank raises on all; aborts, timeouts and Ctrl-C end waits."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def _init(**arguments):
     return torch, dist, dist.get_rank(), dist.get_world_size()
 
 
-def _one_cannot():
+def _one_rank_fails():
     torch, dist, rank, size = _init()
     unknown = torch.ones(4, dtype=torch.uint16)
     good = torch.ones(4)
     overlapping = torch.ones(1).expand(4)
     blocks = [torch.empty(4) for _ in range(size)]
-    # What rank 1 does while the others do it right, and how it hears of it.
+    # Rank 1's invalid calls, with the exception that rank 1 gets. The other ranks make the valid calls below.
     wrongs = [
         (lambda: dist.all_reduce(unknown), TypeError, "UInt16"),
         (lambda: dist.broadcast(overlapping, 0), RuntimeError, "more than one element"),
@@ -56,11 +56,11 @@ def _one_cannot():
         else:
             with pytest.raises(dist.DistBackendError, match="rank 1 failed"):
                 right()
-        # All are in step.
+        # The group is still usable.
         value = torch.ones(3)
         dist.all_reduce(value)
         assert value.tolist() == [size] * 3
-    # Inside of coalesced operations, of which none takes place then.
+    # An invalid operation among coalesced ones: the whole batch fails on all ranks.
     for device in (None, torch.device("cpu")):
         tensors = [torch.ones(3), unknown if rank == 1 else torch.ones(3), torch.ones(40_000)]
 
@@ -73,7 +73,7 @@ def _one_cannot():
         expected = (TypeError, "UInt16") if rank == 1 else (dist.DistBackendError, "rank 1 failed .*UInt16")
         with pytest.raises(expected[0], match=expected[1]):
             coalesced()
-        # torch itself leaves these open after an error inside.
+        # After an error in the block, torch keeps the coalescing state.
         dist.distributed_c10d._world.pg_coalesce_state.clear()
         dist.barrier()
         with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as pending:
@@ -85,11 +85,11 @@ def _one_cannot():
     return rank
 
 
-def test_who_cannot_take_part_is_named_to_all():
-    assert run_ranks(_one_cannot, 3, launcher=Forked("torch")) == [0, 1, 2]
+def test_a_failing_rank_is_named_on_all_ranks():
+    assert run_ranks(_one_rank_fails, 3, launcher=Forked("torch")) == [0, 1, 2]
 
 
-def _gives_up():
+def _abort_on_rank_0():
     torch, dist, rank, _ = _init()
     dist.barrier()
     if rank == 0:
@@ -111,7 +111,7 @@ def _gives_up():
         for _ in range(3):
             dist.all_reduce(torch.ones(1000))
 
-    # The first one may find rank 0's part of it.
+    # The first all-reduce may succeed, because rank 0 started it before it aborted.
     with pytest.raises(dist.DistBackendError, match=r"rank 0 left the job") as failure:
         three()
     assert time.monotonic() - start < 5
@@ -119,10 +119,10 @@ def _gives_up():
 
 
 def test_abort_ends_waits_everywhere():
-    assert run_ranks(_gives_up, 2, launcher=Forked("torch"))[1].endswith("[smd:peer_failed]")
+    assert run_ranks(_abort_on_rank_0, 2, launcher=Forked("torch"))[1].endswith("[smd:peer_failed]")
 
 
-def _misses():
+def _time_out():
     from datetime import timedelta
 
     torch, dist, rank, _ = _init(timeout=timedelta(seconds=1))
@@ -140,21 +140,21 @@ def _misses():
                 kind()
             assert time.monotonic() - start < 5
             text = text or str(failure.value)
-    # Rank 2 stays until the others have waited.
+    # Rank 2 stays alive until the timeouts of the others have expired.
     store = dist.distributed_c10d._get_default_store()
     store.set(f"done {rank}", "")
     store.wait([f"done {other}" for other in range(3)], timedelta(seconds=30))
     return text
 
 
-def test_a_timeout_names_who_is_missing():
-    first, second, _ = run_ranks(_misses, 3, launcher=Forked("torch"))
+def test_a_timeout_names_the_missing_ranks():
+    first, second, _ = run_ranks(_time_out, 3, launcher=Forked("torch"))
     for text in (first, second):
         assert "all_reduce(sum) of 1 float32 timed out after 1.0s: no sign of rank(s) [2]" in text, text
 
 
-def _waits():
-    """Rank 0 waits in each way there is, and is interrupted; rank 1 does not come."""
+def _blocking_calls():
+    """Rank 0 is interrupted in each kind of blocking call; rank 1 makes none of the calls."""
     from datetime import timedelta
 
     torch, dist, rank, _ = _init()
@@ -184,7 +184,7 @@ def _waits():
 
 
 def test_ctrl_c_is_a_keyboard_interrupt_in_every_wait():
-    with start_ranks(_waits, 2, launcher=Forked("torch")) as job:
+    with start_ranks(_blocking_calls, 2, launcher=Forked("torch")) as job:
         for at in range(6):
             job.wait_for(f"waits {at}")
             time.sleep(0.2)

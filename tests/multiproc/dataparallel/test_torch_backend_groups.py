@@ -1,4 +1,4 @@
-"""The c10d backend: how its groups are made, split, given up and made again, beside gloo's and one after another."""
+"""Process groups of the c10d backend: created, split, aborted, destroyed and created again, also with gloo groups."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ def _init(backend="smddp", **arguments):
     return torch, dist, dist.get_rank(), dist.get_world_size()
 
 
-def _monitored(default):
-    """torch's own function, on groups of both backends, whichever is the default one."""
+def _monitored_barrier(default):
+    """Calls torch's monitored_barrier on groups of both backends; `default` is the backend of the default group."""
     from datetime import timedelta
 
     _, dist, rank, _ = _init(default)
     if default == "gloo" and rank != 1:
-        # Only a group of all ranks can bring the job together.
+        # The first smddp group starts the session, so it needs all ranks.
         count = dist.distributed_c10d._world.group_count
         with pytest.raises(ValueError, match=r"ranks \[0, 2\] of 3 cannot be the first"):
             dist.new_group([0, 2], backend="smddp", use_local_synchronization=True)
-        # PyTorch 2.14 and newer count what only some ranks make, and later groups would not meet.
+        # PyTorch 2.14 and newer count the failed group on these two ranks only. The ranks would disagree on the names
+        # of later groups.
         dist.distributed_c10d._world.group_count = count
     ours = dist.new_group(backend="smddp")
     gloo = dist.new_group(backend="gloo")
@@ -49,21 +50,21 @@ def _monitored(default):
             except dist.DistBackendError as error:
                 texts.append(str(error))
         dist.barrier()
-    # A group that failed it goes on.
+    # The group is usable after a monitored barrier that failed.
     dist.monitored_barrier(ours, timedelta(seconds=20))
     return texts
 
 
 @pytest.mark.parametrize("default", ["smddp", "gloo"])
-def test_torchs_monitored_barrier_names_who_does_not_come(default):
-    first, second, third = run_ranks(_monitored, 3, default, launcher=Forked("torch"))
+def test_monitored_barrier_names_missing_ranks(default):
+    first, second, third = run_ranks(_monitored_barrier, 3, default, launcher=Forked("torch"))
     assert "Rank 1 failed to pass monitoredBarrier" in first[0]
     assert "Ranks 1, 2 failed to pass monitoredBarrier" in first[1]
     assert not second
     assert "Rank 2 successfully reached monitoredBarrier" in third[0]
 
 
-def _splits():
+def _split():
     from torch.distributed import distributed_c10d
 
     torch, dist, rank, size = _init()
@@ -75,7 +76,7 @@ def _splits():
     dist.all_reduce(value, group=mine)
     assert value.tolist() == [4.0, 4.0] if rank != 1 else [2.0, 2.0]
     assert dist.get_backend(mine) == "smddp"
-    # Not everybody is in one, and the parent is a split itself; its ranks have other numbers.
+    # A split of a split, whose group ranks differ from the global ones, and splits that leave ranks out.
     outside = (None, dist.GroupMember.NON_GROUP_MEMBER)
     nested = dist.split_group(mine, [[1]]) if rank != 1 else None
     assert (nested not in outside) == (rank == 2)
@@ -87,10 +88,10 @@ def _splits():
     for wrong in (None, [], [[]], [[0, 0]], [[0], [0, 1]], [[size]]):
         with pytest.raises(ValueError, match="split"):
             dist.split_group(split_ranks=wrong)
-    # What is refused is refused on every rank, without a wait for those that would be no members.
+    # An invalid list of ranks raises on every rank at once.
     with pytest.raises(ValueError, match=r"within the world_size|out of range"):
         dist.new_group([0, size])
-    # PyTorch's function serves the groups of others: it splits gloo's from 2.15 on, and refuses that before.
+    # split_group of a gloo group is left to PyTorch: it works from 2.15 on and raises in earlier versions.
     gloo = dist.new_group(backend="gloo")
     refusal = ""
     try:
@@ -109,11 +110,14 @@ def _splits():
 
 
 def test_groups_split():
-    assert run_ranks(_splits, 3, launcher=Forked("torch")) == [0, 1, 2]
+    assert run_ranks(_split, 3, launcher=Forked("torch")) == [0, 1, 2]
 
 
-def _again(how, place):
-    """Rounds of a group that ends in each way there is, with subgroups and work in between."""
+def _reinitialize(how, place):
+    """Creates and ends the default group five times (one abort), with subgroups and collectives in between.
+
+    Returns the threads and shared memory segments that remain.
+    """
     import os
 
     from torch.distributed import FileStore
@@ -130,7 +134,7 @@ def _again(how, place):
         }
     for attempt in range(5):
         if how != "env":
-            # Torch wants a file that is not there yet.
+            # torch needs a file that does not exist yet.
             arguments["init_method"] = f"file://{place}{attempt}"
         torch, dist, rank, size = _init(**arguments)
         assert dist.get_backend() == "smddp"
@@ -150,16 +154,17 @@ def _again(how, place):
         else:
             dist.destroy_process_group()
         assert not dist.is_initialized()
-        # Torch's handles keep what they need.
+        # Groups and works keep threads and segments alive.
         del group, groups, value, work, works
-        # Who is early would meet the others at the store of this round, which torch is about to close.
+        # A rank that starts the next attempt too early would connect to this attempt's store, which torch is about to
+        # close.
         between.set(f"{attempt} {rank}", "")
         between.wait([f"{attempt} {other}" for other in range(size)])
-    return _left(_threads), _left(_segments)
+    return _remaining(_threads), _remaining(_segments)
 
 
-def _left(find):
-    """What `find` still finds after a while: the kernel lists a thread for a moment after it has been joined."""
+def _remaining(find):
+    """Polls `find` for up to 5 s and returns its last result: the kernel lists a thread for a moment after its join."""
     import time
 
     deadline = time.monotonic() + 5
@@ -171,25 +176,25 @@ def _left(find):
 def _threads():
     import os
 
-    return [name for task in os.listdir("/proc/self/task") if (name := _name(task)).startswith("smd-group")]
+    return [name for task in os.listdir("/proc/self/task") if (name := _thread_name(task)).startswith("smd-group")]
 
 
 def _segments():
     import os
 
-    return [link for number in os.listdir("/proc/self/fd") if "memfd:smd" in (link := _link(number))]
+    return [link for number in os.listdir("/proc/self/fd") if "memfd:smd" in (link := _fd_target(number))]
 
 
-def _name(task):
+def _thread_name(task):
     try:
         with open(f"/proc/self/task/{task}/comm") as file:
             return file.read().strip()
     except OSError:
-        # It has ended since it was listed.
+        # The thread has ended since listdir.
         return ""
 
 
-def _link(number):
+def _fd_target(number):
     import os
 
     try:
@@ -199,12 +204,12 @@ def _link(number):
 
 
 @pytest.mark.parametrize(("how", "launcher"), [more("env", "smdrun"), more("env", "torchrun"), ("file", "raw")])
-def test_a_job_begins_anew_as_often_as_it_likes(how, launcher, tmp_path):
-    assert run_ranks(_again, 2, how, str(tmp_path / "store"), launcher=launcher) == [([], [])] * 2
+def test_process_groups_can_be_created_again(how, launcher, tmp_path):
+    assert run_ranks(_reinitialize, 2, how, str(tmp_path / "store"), launcher=launcher) == [([], [])] * 2
 
 
-def _kinds():
-    """Calls that gloo has not, so that what must come out is written here."""
+def _beyond_gloo():
+    """Operations that gloo does not implement; the expected values are written out here."""
     torch, dist, rank, size = _init()
     from torch.distributed import distributed_c10d
 
@@ -212,7 +217,7 @@ def _kinds():
     outputs = [torch.empty(other + 1) for other in range(size)]
     dist.all_to_all(outputs, [torch.full((rank + 1,), 10.0 * rank + to) for to in range(size)])
     assert [output.tolist() for output in outputs] == [[10.0 * other + rank] * (other + 1) for other in range(size)]
-    # Each rank's factor, as a number and as a tensor.
+    # PREMUL_SUM: each rank's factor as a number and as a tensor.
     for factor in (rank + 1.0, torch.tensor([rank + 1.0])):
         value = torch.full((3,), 2.0)
         dist.all_reduce(value, op=dist._make_nccl_premul_sum(factor))
@@ -223,7 +228,7 @@ def _kinds():
     value = torch.full((3,), rank + 1.0)
     dist.all_reduce(value, op=dist.ReduceOp.AVG)
     assert value.tolist() == [(size + 1) / 2] * 3
-    # Small ones travel together; what comes out is what comes out alone, to the last bit.
+    # Coalesced all-reduces pack small tensors together; results are bitwise equal to those of separate calls.
     generator = torch.Generator().manual_seed(rank)
     sizes = [1, 7, 300, 20_000, 5, 3, 100_000, 2, 40]
     tensors = [torch.randn(elems, generator=generator) for elems in sizes]
@@ -248,7 +253,7 @@ def _kinds():
         for at, output in enumerate(scattered):
             dist.reduce_scatter_tensor(output, torch.arange(2.0 * size) + at)
     assert scattered[3].tolist() == [size * (2.0 * rank + 3), size * (2.0 * rank + 4)]
-    # Several kinds and messages in one.
+    # Broadcasts and point-to-point messages in one coalesced batch.
     value, other, received = torch.ones(3), torch.full((2,), float(rank)), torch.empty(1)
     with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as pending:
         dist.broadcast(other, 1)
@@ -257,7 +262,7 @@ def _kinds():
         dist.broadcast(value, 0)
     pending.wait()
     assert (other.tolist(), received.item()) == ([1.0, 1.0], float((rank - 1) % size))
-    # A timeout that is set later holds from then on, through each of torch's ways.
+    # A timeout set after the group was created applies to later operations; torch has two ways to set it.
     from datetime import timedelta
 
     for set_timeout in (
@@ -273,5 +278,5 @@ def _kinds():
     return rank
 
 
-def test_what_gloo_has_not():
-    assert run_ranks(_kinds, 3, launcher=Forked("torch")) == [0, 1, 2]
+def test_operations_that_gloo_lacks():
+    assert run_ranks(_beyond_gloo, 3, launcher=Forked("torch")) == [0, 1, 2]

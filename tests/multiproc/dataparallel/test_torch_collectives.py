@@ -1,6 +1,6 @@
-"""Every collective of the PyTorch face, on real ranks, against the same thing computed by one process.
+"""Every collective of the PyTorch interface on several ranks, compared with the result computed in one process.
 
-Inputs are made from the rank, so that every rank can compute what any other one gave.
+Inputs depend on the rank only, so each rank can compute the inputs of all ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _input(torch, dtype, elems, rank, salt=0):
 
 
 def _expected(torch, op, inputs):
-    """The fold in rank order in the accumulation type, rounded once."""
+    """Returns the reduction of the inputs in rank order, in the accumulation type, rounded once at the end."""
     dtype = inputs[0].dtype
     if dtype is torch.bool:
         stacked = torch.stack(inputs)
@@ -59,7 +59,7 @@ def _expected(torch, op, inputs):
         if op in ("SUM", "AVERAGE"):
             folded = folded + value
         elif op == "PRODUCT" and wide.is_complex:
-            # torch's own product may fuse its multiplications and additions.
+            # torch's complex product may use fused multiply-add, which rounds differently.
             a, b, c, d = folded.real, folded.imag, value.real, value.imag
             folded = torch.complex(a * c - b * d, a * d + b * c)
         elif op == "PRODUCT":
@@ -149,7 +149,7 @@ def movements():
             stacked = torch.empty(size, elems, dtype=dtype)
             dist.all_gather_into_tensor(stacked, inputs[rank])
             assert torch.equal(stacked, torch.stack(inputs))
-            # As torch's SyncBatchNorm does.
+            # Shapes as in torch's SyncBatchNorm: a leading dimension of 1.
             flat = torch.empty(1, size * elems, dtype=dtype)
             dist.all_gather_into_tensor(flat, inputs[rank][None])
             assert torch.equal(flat[0], together)
@@ -210,7 +210,7 @@ def layouts():
     dist.all_reduce(scalar)
     assert scalar.item() == sum(range(size))
 
-    # Lazy views: the memory holds the conjugate, and the negative.
+    # Views with the conjugate or the negative bit: the memory holds the values before conjugation or negation.
     numbers = [torch.complex(torch.full((5,), r + 1.0), torch.full((5,), 2.0)) for r in range(size)]
     conjugate = numbers[rank].clone().conj()
     assert conjugate.is_conj()
@@ -224,7 +224,7 @@ def layouts():
     dist.all_gather(gathered, numbers[rank].conj())
     assert all(torch.equal(gathered[r], numbers[r].conj()) for r in range(size))
 
-    # Inputs may be strided, and outputs too, each for itself.
+    # Strided outputs, and strided inputs with other strides than the output.
     columns = torch.full((3, size), -1.0)
     dist.all_gather([columns[:, r] for r in range(size)], torch.full((3,), float(rank)))
     assert torch.equal(columns, torch.arange(float(size)).expand(3, size))
@@ -232,7 +232,7 @@ def layouts():
     dist.all_to_all_single(output, torch.arange(2.0 * size).view(2, size).t() + 100 * rank)
     assert output.tolist() == [[100 * r + rank, 100 * r + rank + size] for r in range(size)]
 
-    # Where inputs share memory with outputs.
+    # Inputs that share memory with outputs.
     whole = torch.zeros(size, 4)
     whole[rank] = rank + 1
     dist.all_gather_into_tensor(whole, whole[rank])
@@ -248,7 +248,7 @@ def layouts():
     dist.all_gather(expanded, torch.full((1,), float(rank)).expand(5))
     assert expanded[1].tolist() == [1.0] * 5
 
-    # Autograd sees that values changed.
+    # A collective that writes a tensor increments its version counter, so autograd raises in the backward.
     leaf = torch.ones(3, requires_grad=True)
     product = leaf.exp()
     loss = product.sum()
@@ -278,7 +278,7 @@ def handles():
         assert work.wait() is True
         assert (tensor == sum(r + i for r in range(size))).all()
 
-    # Every function has the asynchronous form.
+    # Every function accepts `async_op=True`.
     whole, part = torch.arange(float(size)), torch.full((1,), float(rank))
     parts = list(torch.zeros(size, 1))
     calls = [
@@ -296,13 +296,13 @@ def handles():
     ]
     assert all(call.wait() for call in calls)
 
-    # A handle that is dropped does not cancel, and its tensors live on until the operation is complete.
+    # Dropping a work handle does not cancel the operation, and its tensors are kept alive until it completes.
     dist.all_reduce(torch.ones(100_000), async_op=True)
     gc.collect()
     dist.barrier()
 
-    # Nobody is complete before the last one has come, and to wait does not hold up Python's other threads: rank 0
-    # comes when a thread of rank 1 has seen that its main thread waits.
+    # A barrier completes on no rank before the last rank enters it, and waiting releases the GIL: rank 0 enters only
+    # after a second thread of rank 1 has run while rank 1's main thread waits.
     folder = Path(os.environ["SMD_TEST_FOLDER"])
     for form in ("blocking", "asynchronous"):
         dist.barrier()
@@ -343,7 +343,7 @@ def messages():
     assert dist.recv(received, before) == before
     assert (received == before).all()
     work.wait()
-    # Tags tell messages of one pair apart.
+    # Messages of one pair of ranks are matched by tag, not by order.
     works = [dist.isend(torch.full((3,), float(10 * tag + rank)), after, tag=tag) for tag in range(4)]
     for tag in reversed(range(4)):
         strided = torch.zeros(6)[::2]
@@ -373,14 +373,14 @@ def groups():
     value = torch.tensor([float(rank)])
     dist.all_reduce(value, group=mine)
     assert value.item() == (4 if rank % 2 else 2)
-    # Roots are global ranks; places in lists are ranks inside the group.
+    # Roots are global ranks; lists are ordered by group rank.
     value = torch.tensor([float(rank)])
     dist.broadcast(value, 3 if rank % 2 else 2, group=mine)
     assert value.item() == (3 if rank % 2 else 2)
     gathered = [torch.zeros(1), torch.zeros(1)]
     dist.all_gather(gathered, torch.tensor([float(rank)]), group=mine)
     assert [t.item() for t in gathered] == ([3, 1] if rank % 2 else [0, 2])
-    # Groups are independent: each rank may have operations in several in flight.
+    # Operations of two groups are in flight together, and ranks wait for them in different orders.
     a, b = torch.ones(10), torch.ones(10)
     works = [dist.all_reduce(a, group=everyone, async_op=True), dist.all_reduce(b, group=mine, async_op=True)]
     for work in works if rank % 2 else reversed(works):

@@ -1,4 +1,4 @@
-"""What ranks are told when they disagree, die or are interrupted during a collective."""
+"""Errors of collectives: mismatched calls, invalid arguments, dead ranks and interrupts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def bad_arguments():
         dist.all_reduce(one, "sum")
     with pytest.raises(ValueError, match="`mean` is not a reduction: expected one of `sum`, `average`"):
         torch.ops.smd.all_reduce_(one, "mean", 0)
-    # None of it disturbed the group.
+    # The group is still usable.
     dist.all_reduce(one)
     return one.item()
 
@@ -87,7 +87,7 @@ def test_bad_arguments_leave_the_group_usable():
     assert run_ranks(bad_arguments, 2, launcher=Forked("torch")) == [2.0, 2.0]
 
 
-def wait_for_the_dead(how):
+def wait_for_killed_rank(how):
     torch, dist, rank = _start()
     dist.barrier()
     if rank == 1:
@@ -103,7 +103,7 @@ def wait_for_the_dead(how):
 
 @pytest.mark.parametrize("how", ["blocking", "asynchronous", "message"])
 def test_a_dead_rank_is_named_within_5_seconds(how):
-    with start_ranks(wait_for_the_dead, 3, how, launcher=Forked("torch")) as job:
+    with start_ranks(wait_for_killed_rank, 3, how, launcher=Forked("torch")) as job:
         job.wait_for("ready")
         time.sleep(0.3)
         killed = job.kill(1)
@@ -118,7 +118,7 @@ def wait_for_ctrl_c(how):
     torch, dist, rank = _start()
     dist.barrier()
     if rank == 1:
-        # Stays away from the collective, and leaves when told.
+        # Rank 1 does not call the collective; the test kills it.
         announce("ready")
         time.sleep(60)
     start = time.monotonic()

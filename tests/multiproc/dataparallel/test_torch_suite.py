@@ -1,4 +1,4 @@
-"""A part of PyTorch's own suite over smddp. `make torch-suite` runs all of it, at several world sizes."""
+"""Runs a few tests of PyTorch's distributed suite over smddp. `make torch-suite` runs all, at several world sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ for _module in ("torch", "expecttest", "hypothesis"):
     pytest.importorskip(_module, reason=f"PyTorch's suite needs {_module}, which is not installed")
 
 COMPARE = Path(__file__).parents[2] / "torch_suite" / "compare.py"
-# One or two of each kind.
+# One or two tests of each kind.
 NAMES = [
     "test_DistributedDataParallelCPU_grad_is_view",
     "test_accumulate_gradients_no_sync_allreduce_hook",
@@ -29,7 +29,7 @@ NAMES = [
 
 
 @pytest.mark.more
-def test_what_passes_over_gloo_passes_over_smddp():
+def test_tests_that_pass_over_gloo_pass_over_smddp():
     arguments = ["--world-sizes", "2", "-k", " or ".join(NAMES)]
     done = subprocess.run([sys.executable, str(COMPARE), *arguments], capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr

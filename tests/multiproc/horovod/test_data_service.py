@@ -1,4 +1,4 @@
-"""`horovod.tensorflow.data`: a job that prepares data with TensorFlow's service, and ranks that train on them."""
+"""`horovod.tensorflow.data`: compute workers that serve datasets with tf.data service, and ranks that read them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, 
 ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
-def trains_on_what_the_job_prepares(folder, side):
-    """Each rank is a process of both jobs."""
+def read_from_data_service(folder, side):
+    """Each rank runs a compute worker in a thread and reads the dataset in its main thread."""
     import tensorflow as tf
 
     import horovod.tensorflow as hvd
@@ -36,7 +36,7 @@ def trains_on_what_the_job_prepares(folder, side):
     thread = threading.Thread(target=compute, daemon=True)
     thread.start()
     config = TfDataServiceConfig.read(file, wait_for_file_creation=True)
-    assert os.stat(file).st_mode & 0o077 == 0, "it has the key"
+    assert os.stat(file).st_mode & 0o077 == 0, "only the owner may read the file, because it contains the key"
     assert TfDataServiceConfig.from_dict(config.to_dict()) == config
     dataset = tf.data.Dataset.range(40)
     found = {}
@@ -57,7 +57,7 @@ def trains_on_what_the_job_prepares(folder, side):
             service = tf.data.experimental.service
             shared = dataset.apply(service.distribute("distributed_epoch", address, job_name="job"))
             found["shared"] = [int(x) for x in shared]
-            # The dispatcher is here, and ends with the context.
+            # The dispatcher runs in this process and ends with the context.
             hvd.join()
     hvd.join()
     if hvd.rank() == 0:
@@ -73,7 +73,7 @@ def trains_on_what_the_job_prepares(folder, side):
 @pytest.mark.parametrize("side", ["compute", "training"])
 def test_ranks_share_what_the_service_prepares(side, tmp_path):
     results = run_ranks(
-        trains_on_what_the_job_prepares,
+        read_from_data_service,
         2,
         str(tmp_path),
         side,

@@ -1,4 +1,4 @@
-"""Elastic states, and training that goes on after torchrun has started all workers anew."""
+"""Elastic states, and training that continues after torchrun or a driver has restarted workers."""
 
 import importlib.util
 import json
@@ -13,27 +13,27 @@ import pytest
 from support import Forked, run_ranks
 
 
-def _torch_sums(torch, hvd):
-    """Gradients that no step has taken are dropped: a rank that joins has none."""
+def _torch_aggregated_gradients(torch, hvd):
+    """`sync` and `restore` drop gradients that are accumulated but not applied, because a new rank has none."""
     rank, size = hvd.rank(), hvd.size()
     model = torch.nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), backward_passes_per_step=2)
     state = hvd.elastic.TorchState(model=model, optimizer=optimizer)
-    for again in (state.sync, state.restore):
+    for reload in (state.sync, state.restore):
         state.sync()
         start = model.weight.detach().clone()
         if rank == 0:
             model(torch.ones(1, 2)).sum().backward()
-        again()
+        reload()
         for _ in range(2):
             model(torch.full((1, 2), rank + 1.0)).sum().backward()
         optimizer.step()
-        assert torch.allclose(start - model.weight, torch.tensor(size + 1.0)), again
+        assert torch.allclose(start - model.weight, torch.tensor(size + 1.0)), reload
 
 
-def _keras_sums(tf, keras, hvd, hvd_tf):
-    """The same of sums of TensorFlow's, eager and in a graph."""
+def _keras_aggregated_gradients(tf, keras, hvd, hvd_tf):
+    """As `_torch_aggregated_gradients`, for gradients aggregated in TensorFlow, eagerly and in a graph."""
     rank = hvd.rank()
     model = keras.Sequential([keras.layers.Dense(1, use_bias=False)])
     model.build((None, 2))
@@ -41,16 +41,16 @@ def _keras_sums(tf, keras, hvd, hvd_tf):
     step = tf.function(lambda: optimizer.apply([tf.ones([2, 1])], model.trainable_variables))
     variable = tf.Variable(0.0)
     for state in (hvd.elastic.KerasState(model, optimizer), hvd_tf.elastic.TensorFlowState([variable])):
-        for again in (state.sync, state.restore):
+        for reload in (state.sync, state.restore):
             if rank == 0:
                 step()
             hvd.allreduce(0.0)
-            again()
+            reload()
             start = model.get_weights()[0]
             step()
-            assert (model.get_weights()[0] == start).all(), again
+            assert (model.get_weights()[0] == start).all(), reload
             step()
-            assert (model.get_weights()[0] == start - 2.0).all(), again
+            assert (model.get_weights()[0] == start - 2.0).all(), reload
             state.save()
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         variable = tf.compat.v1.get_variable("v", initializer=0.0, use_resource=True)
@@ -59,9 +59,9 @@ def _keras_sums(tf, keras, hvd, hvd_tf):
         step = optimizer.minimize(variable * 1.0, var_list=[variable])
         session.run([tf.compat.v1.global_variables_initializer(), tf.compat.v1.local_variables_initializer()])
         state = hvd_tf.elastic.TensorFlowState(session=session)
-        for at, again in enumerate((state.sync, state.restore)):
+        for at, reload in enumerate((state.sync, state.restore)):
             session.run([step] if rank == 0 else [])
-            again()
+            reload()
             session.run(step)
             session.run(step)
             assert session.run(variable) == -2.0 * (at + 1)
@@ -122,14 +122,14 @@ def _torch_states():
     from horovod.common.elastic import run_fn
 
     found["result"] = run_fn(train, reset)(state, 5), calls
-    # One rank has heard of it before the others.
+    # Only the last rank has received the host update; `commit` still raises on all ranks.
     if rank == hvd.size() - 1:
         state.on_hosts_updated(1.0, 2)
     with pytest.raises(HostsUpdatedInterrupt) as interrupt:
         state.commit()
     found["skip"] = interrupt.value.skip_sync
     state.commit()
-    _torch_sums(torch, hvd)
+    _torch_aggregated_gradients(torch, hvd)
     return found
 
 
@@ -189,7 +189,7 @@ def _keras_states():
     with pytest.raises(tf.errors.UnknownError, match="something else"):
         train(state)
     found["session"] = hvd.size()
-    _keras_sums(tf, keras, hvd, hvd_tf)
+    _keras_aggregated_gradients(tf, keras, hvd, hvd_tf)
     return found
 
 
@@ -206,14 +206,15 @@ def test_states_of_pytorch():
         assert found["result"] == (5, calls)
         assert found["skip"] is False
     assert (first["left"], second["left"]) == ((4, [4, 6, 8]), (4, [5, 7, 9]))
-    assert (first["padded"], second["padded"]) == ((1, [9]), (1, [9])), "fewer are left than there are ranks"
+    assert (first["padded"], second["padded"]) == ((1, [9]), (1, [9])), (
+        "with fewer samples left than ranks, a sample is repeated"
+    )
 
 
 @pytest.mark.more
 @pytest.mark.timeout(240)
 def test_states_of_tensorflow_and_keras():
     pytest.importorskip("tensorflow")
-    # Ranks of their own would import TensorFlow anew.
     results = run_ranks(_keras_states, 2, timeout=200, launcher=Forked("tensorflow"))
     for found in results:
         assert found["variable"] == [0.0, 1.0]
@@ -236,7 +237,7 @@ TORCHRUN = """
         while state.step < 6:
             if state.step == 4 and hvd.rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
                 os._exit(5)
-            # Nobody commits this step alone.
+            # Synchronizes the ranks, so that no rank commits this step before the others have reached it.
             hvd.allreduce(torch.ones(1), name="step")
             with torch.no_grad():
                 model.weight.fill_(state.step)
@@ -277,7 +278,7 @@ def test_torchrun_starts_all_anew(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert results == [[4, 5.0]] * 2, "from the last commit on"
+    assert results == [[4, 5.0]] * 2, "training resumes from the last commit, which is step 4"
 
 
 _DRIVEN = """
@@ -294,7 +295,7 @@ state = hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0, sizes=
 @hvd.elastic.run
 def train(state):
     while 3 not in state.sizes or state.sizes[-2:] != [2, 2]:
-        assert state.epoch < 1000, "no news of the second host"
+        assert state.epoch < 1000, "the update about the second host has not arrived"
         if state.sizes.count(3) == 2 and host == "b":
             os._exit(7)
         optimizer.zero_grad()
@@ -303,7 +304,7 @@ def train(state):
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
         state.sizes.append(hvd.size())
         state.epoch += 1
-        # Now there is a second host.
+        # From now on the test's discovery reports a second host.
         open(sys.argv[1] + "/trains", "w").close()
         time.sleep(0.02)
         state.commit()
@@ -316,8 +317,11 @@ print(json.dumps([host, hvd.rank(), train(state)]), file=open(sys.argv[1] + f"/{
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 def test_a_driver_of_the_scripts_own(tmp_path):
-    """The script starts workers, and `hvd.init()` asks the store of an `ElasticDriver` for its place. A host appears: its news reach the
-    workers, and the next session has it. Its worker dies, and the others go on."""
+    """A script starts the workers of an `ElasticDriver` itself; `hvd.init()` gets its rank from the driver's store.
+
+    A second host appears: the workers are notified, and the next session includes it. Then its worker dies, and the
+    others continue.
+    """
     from horovod.runner import gloo_run
     from horovod.runner.elastic.discovery import HostDiscovery
     from horovod.runner.elastic.settings import ElasticSettings
@@ -327,7 +331,7 @@ def test_a_driver_of_the_scripts_own(tmp_path):
             return {"a": 2, "b": 1} if (tmp_path / "trains").exists() else {"a": 2}
 
     (tmp_path / "train.py").write_text(_DRIVEN)
-    said, codes = [], {}
+    outputs, codes = [], {}
 
     def start(line, slot, events):
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -341,7 +345,7 @@ def test_a_driver_of_the_scripts_own(tmp_path):
         while worker.poll() is None:
             if any(event.wait(0.05) for event in events):
                 worker.kill()
-        said.append(worker.communicate()[0])
+        outputs.append(worker.communicate()[0])
         codes[f"{slot.hostname}[{slot.local_rank}]"] = worker.returncode
         return worker.returncode, time.time()
 
@@ -358,9 +362,9 @@ def test_a_driver_of_the_scripts_own(tmp_path):
     try:
         gloo_run.launch_gloo_elastic(command, start, settings, {}, None, None, None)
     except RuntimeError as error:
-        pytest.fail("\n".join([str(error), *said]))
-    assert codes == {"a[0]": 0, "a[1]": 0, "b[0]": 7}, said
-    assert not any("Warning" in text for text in said), said
+        pytest.fail("\n".join([str(error), *outputs]))
+    assert codes == {"a[0]": 0, "a[1]": 0, "b[0]": 7}, outputs
+    assert not any("Warning" in text for text in outputs), outputs
     for number in (0, 1):
         host, rank, (sizes, epochs) = json.loads((tmp_path / f"a{number}.json").read_text())
         before = sizes.index(3)

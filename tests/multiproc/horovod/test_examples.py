@@ -1,6 +1,7 @@
-"""The scripts of examples/horovod, under launchers that people use.
+"""The scripts of examples/horovod under horovodrun, mpirun and torchrun.
 
-The long form: ``python tests/multiproc/horovod/test_examples.py`` runs each under each; with names, only these.
+``python tests/multiproc/horovod/test_examples.py`` runs each script under each launcher; arguments select scripts by
+name.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LAUNCHERS = {
     "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
 }
-#: The first and the last start others in place of workers that fail; under mpirun nobody does.
+#: horovodrun and torchrun restart failed workers; mpirun does not.
 ELASTIC_LAUNCHERS = {
     "horovodrun": [*HOROVODRUN, "--min-np", "1", "--host-discovery-script", "{hosts}", sys.executable],
     "mpirun": LAUNCHERS["mpirun"],
@@ -34,7 +35,7 @@ ELASTIC_LAUNCHERS = {
 
 
 def run(command, script, timeout):
-    """The share of the digits that it gets right, as it prints it."""
+    """Runs a script under a launcher and returns the accuracy that it prints."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
     with tempfile.TemporaryDirectory() as folder:
         hosts = Path(folder) / "hosts"

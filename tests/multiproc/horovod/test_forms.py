@@ -1,6 +1,6 @@
-"""Calls in the forms that suites for the original use: arguments by place, types of errors, what is returned, attributes that are read.
+"""Horovod calls as in the test suites of the original: positional arguments, error types, return types, attributes.
 
-Each function is a case of its own; a job runs all of them, and then says which failed. The long form:
+Each function is one case. A job runs all cases, then reports those that failed.
 ``python tests/multiproc/horovod/test_forms.py`` runs them on 2, 3 and 4 ranks.
 """
 
@@ -111,7 +111,7 @@ def torch_errors(torch, hvd, rank, size):
         (ValueError, lambda: hvd.alltoall(torch.ones(size), torch.ones(1, dtype=torch.int32))),
         (ValueError, lambda: hvd.broadcast(one, size + 3)),
         (ValueError, lambda: hvd.allreduce(one, average=True, op=hvd.Sum)),
-        # What elastic training need not repeat.
+        # Invalid arguments, which are no HorovodInternalError: elastic training must not retry them.
         (ValueError, lambda: hvd.allreduce(torch.ones(2, device="meta"))),
         (ValueError, lambda: hvd.allreduce_(torch.ones(1).expand(3))),
         (ValueError, lambda: hvd.allreduce(one, name=5)),
@@ -121,7 +121,7 @@ def torch_errors(torch, hvd, rank, size):
         if kind is RuntimeError:
             assert isinstance(caught.value, hvd.HorovodInternalError)
     assert hvd.allreduce(one, op=hvd.Sum).sum() == 4 * size
-    # No splits at all are equal ones.
+    # Empty splits mean equal splits.
     for none in ([], torch.tensor([], dtype=torch.int32)):
         assert hvd.alltoall(torch.ones(size), splits=none)[1].tolist() == [1] * size
 
@@ -132,7 +132,10 @@ def repeated(times, call):
 
 
 def torch_duplicates(torch, hvd, rank, size):
-    """The form of the original's suite: calls are still under way when the barrier comes, some for good. A join ends them."""
+    """A name that is still in use is rejected, tested as in the original's suite.
+
+    Some calls are still pending at the barrier, and some are never matched; the join at the end fails them.
+    """
     for call in [
         lambda: hvd.allreduce_async(torch.ones(17, 17), name="duplicate_name"),
         lambda: hvd.allgather_async(torch.ones(17, 17), name="duplicate_name"),
@@ -232,22 +235,22 @@ def torch_optimizers(torch, hvd, rank, size):
     torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
     with optimizer.skip_synchronize():
         optimizer.step()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         net(torch.ones(1, 4)).sum().backward()
         optimizer.synchronize()
         optimizer.step()
-    assert len([one for one in said if "skip_synchronize" in str(one.message)]) == 1
+    assert len([one for one in caught if "skip_synchronize" in str(one.message)]) == 1
     optimizer.zero_grad(set_to_none=True)
     with pytest.raises(AssertionError, match="more than backward_passes_per_step times"):
         repeated(2, lambda: net(torch.ones(1, 4)).sum().backward())
     optimizer.synchronize()
-    # A step function of the optimizer's that takes a closure.
+    # `step` with a closure.
     optimizer.step(lambda: 1.0)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), num_groups=2)
-    assert any(issubclass(one.category, DeprecationWarning) for one in said)
+    assert any(issubclass(one.category, DeprecationWarning) for one in caught)
 
 
 def torch_states(torch, hvd, rank, size):
@@ -277,7 +280,8 @@ def torch_states(torch, hvd, rank, size):
         assert all(one == types[0] for one in types), types
         assert net.bias.grad is None
         if is_new:
-            # Zeros, which scripts broadcast or read. Adagrad has a state from the start.
+            # Broadcasting an optimizer without state sets gradients to zeros, which scripts broadcast or read. Adagrad
+            # has state from the start.
             assert torch.equal(hvd.broadcast(net.weight.grad, root_rank=0), torch.zeros(2, 3))
         net(torch.ones(1, 3)).sum().backward()
         optimizer.step()
@@ -293,7 +297,7 @@ def torch_states(torch, hvd, rank, size):
         assert torch.equal(table.weight, kept)
     net.weight.grad = torch.full((2, 3), 7.0)
     hvd.broadcast_optimizer_state(torch.optim.SGD(net.parameters(), lr=0.1), root_rank=0)
-    assert (net.weight.grad == 7).all(), "a gradient that is there stays"
+    assert (net.weight.grad == 7).all(), "an existing gradient is not overwritten"
     with pytest.raises(ValueError, match=r"cannot broadcast torch\.optim\.LBFGS state"):
         hvd.broadcast_optimizer_state(torch.optim.LBFGS(net.parameters()), root_rank=0)
     with pytest.raises(ValueError, match="invalid params of type"):
@@ -351,7 +355,10 @@ def torch_process_sets(torch, hvd, rank, size):
 
 
 def torch_optimizers_in_a_set(torch, hvd, rank, size):
-    """Who is in it has the average of its members, who is not has his own; parameters that thaw later are reduced from then on."""
+    """Members of the process set step with their average, other ranks with their own gradient.
+
+    The bias is frozen in the first step and is reduced from the second step on.
+    """
     part = hvd.add_process_set(range(size - 1))
     for process_set in (part, hvd.global_process_set):
         net = torch.nn.Linear(2, 1)
@@ -388,7 +395,7 @@ def torch_joins(torch, hvd, rank, size):
                 ("Alltoall is not supported with Join", lambda: hvd.alltoall(torch.ones(size))),
             ]:
                 if "Broadcast" in text and size > 2:
-                    # Ranks would name different roots.
+                    # Each rank passes itself as root, and more than one rank has not joined.
                     continue
                 with pytest.raises(hvd.HorovodInternalError, match=text):
                     call()
@@ -400,7 +407,7 @@ def torch_joins(torch, hvd, rank, size):
 
 def torch_sparse(torch, hvd, rank, size):
     with warnings.catch_warnings():
-        # PyTorch's, of tensors that this process has made without checks.
+        # PyTorch warns about sparse tensors that are created without invariant checks.
         warnings.simplefilter("error")
         assert torch.equal(hvd.sparse_allreduce_async(torch.eye(2).to_sparse(), "eye")().to_dense(), torch.eye(2))
     x = torch.sparse_coo_tensor(torch.tensor([[0, rank]]), torch.tensor([1.0, 2.0]), (size,))
@@ -659,4 +666,4 @@ if __name__ == "__main__":
     for framework, body in FORMS.items():
         for size in (2, 3, 4):
             run_ranks(body, size, launcher=Forked(framework), env=ENV, timeout=100)
-            print(f"{framework}, {size} ranks: every form is taken", flush=True)
+            print(f"{framework}, {size} ranks: all forms pass", flush=True)

@@ -1,4 +1,4 @@
-"""horovodrun and horovod.run with real processes, most of them without a framework."""
+"""horovodrun and horovod.run with real processes, most of which import no framework."""
 
 import contextlib
 import importlib.util
@@ -64,14 +64,15 @@ print(before, core.mpi_enabled(), core.gloo_enabled(), core.mpi_threads_supporte
 """
     done = mpirun(1, text)
     assert done.stdout == "(False, True) True False True\n", done.stdout + done.stderr
-    # Where MPI cannot be used, all ranks say so and go on without it.
+    # If MPI cannot be initialised, the ranks warn and run without it, and `mpi_threads_supported` raises.
     done = mpirun(2, text, MPICC="/nowhere/mpicc", SMD_CACHE_DIR=str(tmp_path))
     assert done.stdout == "", done.stdout
     assert "MPI is not enabled" in done.stderr, done.stderr
     assert "MPI is not initialised: rank 0: `/nowhere/mpicc` is not there" in done.stderr
 
 
-#: A script that leaves it to `hvd.init()` to initialise MPI, and calls MPI from any thread afterwards.
+#: A script that calls MPI from another thread. Unless `own` is set, it leaves the initialisation of MPI to
+#: `hvd.init()`.
 CALLS_MPI = """
 import threading
 import mpi4py
@@ -99,7 +100,7 @@ mine = ProcessSet(MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank, 0))
 hvd.init(comm=MPI.COMM_WORLD, process_sets=[mine])
 assert mine.ranks == [hvd.rank()]
 if own:
-    # Who initialises MPI ends it.
+    # The script has initialised MPI, so it finalizes it.
     hvd.shutdown()
     MPI.Finalize()
 print("done")
@@ -112,7 +113,7 @@ print("done")
 def test_mpi_is_initialised_for_scripts(own):
     done = mpirun(2, CALLS_MPI.format(own=own))
     assert done.returncode == 0, done.stdout + done.stderr
-    # Ranks share the output, and `print` writes the newline apart: lines of two ranks may run together.
+    # The ranks share stdout and `print` writes the newline separately, so lines of two ranks may be joined.
     assert done.stdout.count("done") == 2, done.stdout
 
 
@@ -124,22 +125,22 @@ def mpirun(count, text, **env):
 
 @pytest.fixture
 def ssh(tmp_path, monkeypatch):
-    """An ``ssh`` that notes its command line and runs the command here."""
+    """Puts a fake ``ssh`` on PATH that logs its command line and runs the command locally. Returns the log's path."""
     folder = tmp_path / "bin"
     folder.mkdir()
     script = folder / "ssh"
-    # Options may come before the host and after it.
+    # Options may precede and follow the host.
     skip = 'while [ "${1#-}" != "$1" ]; do shift 2; done'
     script.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\n{skip}\nshift\n{skip}\nexec sh -c "$*"\n')
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    # Checks are kept there for an hour.
+    # horovodrun caches the results of its checks in HOME for an hour.
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path / "calls"
 
 
 def test_other_hosts_through_ssh(ssh):
-    # An address of no machine: documentation has it for itself.
+    # 192.0.2.1 is reserved for documentation, so it is no real host.
     script = (
         "import os; print(os.environ['LOCAL_RANK'], os.environ['HOROVOD_CROSS_RANK'], os.environ['NCCL_SOCKET_IFNAME'], "
         "os.environ['SMD_SECRET'][:0])"
@@ -152,8 +153,8 @@ def test_other_hosts_through_ssh(ssh):
     assert sorted(line.split(":")[1].strip() for line in lines if line.startswith("[")) == [
         f"{place} {common}" for place in ("0 0", "0 1", "1 0")
     ]
-    said = [line for line in lines if not line.startswith(("[", "Launching"))]
-    assert said == [
+    messages = [line for line in lines if not line.startswith(("[", "Launching"))]
+    assert messages == [
         "Remote host found: 192.0.2.1",
         "Checking ssh on all remote hosts.",
         "SSH was successful into all the remote hosts.",
@@ -162,18 +163,18 @@ def test_other_hosts_through_ssh(ssh):
     ]
     assert len([line for line in lines if line.startswith("Launching horovod task function: ")]) == 3
     calls = ssh.read_text().splitlines()
-    assert len(calls) == 3, "whether it can be reached, which interfaces it has, and the job"
+    assert len(calls) == 3, "expected three ssh calls: the reachability check, the interfaces, and the job"
     assert all("-p 2222" in call and "192.0.2.1" in call for call in calls)
-    assert not any("SECRET" in call for call in calls), "values travel over the standard input"
+    assert not any("SECRET" in call for call in calls), "secrets are passed on stdin, not on the command line"
     assert horovodrun(*job, sys.executable, "-c", script).returncode == 0
-    assert len(ssh.read_text().splitlines()) == 4, "the checks are kept"
+    assert len(ssh.read_text().splitlines()) == 4, "the checks are cached, so the second job needs one ssh call"
     options = ("--disable-cache", "--network-interface", "lo")
     done = horovodrun("-np", 1, "-H", "192.0.2.1:1", *options, sys.executable, "-c", script + "; exit(5)")
     assert " lo " in done.stdout
-    assert len(ssh.read_text().splitlines()) == 6, "what the user says needs no test"
+    assert len(ssh.read_text().splitlines()) == 6, "a given interface is not checked, so this job needs two ssh calls"
     assert done.returncode == 1
     assert "Process 0 exit with status code 5.\n" in done.stderr
-    # A host whose Python lacks the package, as far as the test goes.
+    # A fake ssh whose interface check fails, as on a host without the package.
     (ssh.parent / "bin" / "ssh").write_text(
         (ssh.parent / "bin" / "ssh")
         .read_text()
@@ -183,7 +184,7 @@ def test_other_hosts_through_ssh(ssh):
     done = horovodrun("-np", 1, "-H", "192.0.2.1:1", "--disable-cache", sys.executable, "-c", "print('runs')")
     assert (done.returncode, done.stdout.strip()) == (0, "[0]<stdout>:runs")
     assert "warning: the interfaces of the hosts could not be compared: 192.0.2.1: no module" in done.stderr
-    assert time.monotonic() - start < 25, "nobody waits for a task that has failed"
+    assert time.monotonic() - start < 25, "the launcher does not wait for a task that has failed"
 
 
 def test_a_function_on_all_ranks():
@@ -220,7 +221,7 @@ def test_a_launcher_that_gets_a_function_returns_its_results():
 
 
 def test_processes_that_the_script_starts(tmp_path):
-    """They meet through the launcher's store, twice."""
+    """Processes that a script starts itself rendezvous through the launcher's store, for several sessions."""
     script = (
         "from horovod.common.basics import HorovodBasics; import os, sys; hvd = HorovodBasics()\n"
         "for _ in range(2): hvd.init(); hvd.shutdown()\n"
@@ -240,7 +241,7 @@ def test_processes_that_the_script_starts(tmp_path):
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["2 of all"] * 2
     assert [seen[rank][1] for rank in range(2)] == ["a", "b"]
     assert "A='of all' HOROVOD_HOSTNAME=b HOROVOD_RANK=1 HOROVOD_SIZE=2 HOROVOD_LOCAL_RANK=0 " in seen[1][0]
-    assert "SECRET" not in seen[1][0], "any user of the host can read a command line"
+    assert "SECRET" not in seen[1][0], "the secret is not on the command line, which any user of the host can read"
 
 
 def test_a_caller_that_is_killed_takes_the_job_along(tmp_path):
@@ -271,12 +272,12 @@ def wait_until(holds, timeout=60):
 
 
 class Communicator:
-    """What of a communicator of mpi4py is needed, among ranks that pass nothing."""
+    """A fake mpi4py communicator. `allgather` returns `gathered` without communication."""
 
     __module__ = "mpi4py.MPI"
 
-    def __init__(self, ranks, everybodys=None):
-        self.ranks, self.everybodys = list(ranks), everybodys
+    def __init__(self, ranks, gathered=None):
+        self.ranks, self.gathered = list(ranks), gathered
 
     def Get_group(self):  # noqa: N802
         return self
@@ -288,11 +289,11 @@ class Communicator:
         return [other.ranks.index(self.ranks[place]) for place in places]
 
     def allgather(self, own):
-        return self.everybodys
+        return self.gathered
 
 
-def _worlds(folder):
-    """Rank 2's world is its own at first; then communicators; then timelines."""
+def _sessions(folder):
+    """A session without rank 2, then process sets from communicators, then timelines."""
     import torch
 
     import horovod.torch as hvd
@@ -307,7 +308,7 @@ def _worlds(folder):
     module.MPI = types.SimpleNamespace(COMM_WORLD=world)
     sys.modules["mpi4py"] = module
     groups = [[0, 2], [1], [0, 2]]
-    world.everybodys = [[group] for group in groups]
+    world.gathered = [[group] for group in groups]
     mine = hvd.ProcessSet(Communicator(groups[int(os.environ["RANK"])]))
     with pytest.raises(NotImplementedError):
         hvd.init(process_sets=[mine])
@@ -317,10 +318,10 @@ def _worlds(folder):
     found["world"] = hvd.global_process_set.mpi_comm is world
 
     def events(path, wanted):
-        """What is in a file once all of `wanted` has come, and its names of processes."""
+        """Waits until the timeline contains all of `wanted`; returns its process names."""
         deadline = time.monotonic() + 30
         while True:
-            # A reader may see half of a write.
+            # The file may be read in the middle of a write.
             with contextlib.suppress(json.JSONDecodeError):
                 events = json.loads(path.read_text())
                 found = {event.get("name") or event.get("args", {}).get("dtype") for event in events}
@@ -342,7 +343,7 @@ def _worlds(folder):
         wanted |= {"QUEUE", "MEMCPY_IN_FUSION_BUFFER", "MEMCPY_OUT_FUSION_BUFFER"}
         found["first"] = events(first, wanted)
     hvd.barrier()
-    # One that cannot be written is no reason to end a training.
+    # A timeline that cannot be written does not raise.
     hvd.start_timeline(str(Path(folder) / "nowhere" / "lost.json"))
     hvd.start_timeline(second)
     hvd.broadcast(torch.ones(4), 1, name="w")
@@ -350,11 +351,11 @@ def _worlds(folder):
     hvd.alltoall(torch.ones(3 * (hvd.rank() + 1), 5), name="w")
     hvd.stop_timeline()
     hvd.stop_timeline()
-    # Others would be heard while it still runs.
+    # Rank 0 writes the timeline. Without the barrier it could still record the next call of a faster rank.
     hvd.barrier()
     hvd.allreduce(torch.ones(4), name="later")
     if hvd.rank() == 0:
-        # Outputs are made when the numbers of all ranks' rows are known.
+        # ALLOCATE_OUTPUT: the output is allocated once the row counts of all ranks are known.
         wanted = {"ALLOCATE_OUTPUT", "SHM_ALLGATHER", "[6, 4]", "SHM_ALLTOALL", "[6, 5]"}
         found["second"] = events(second, {"NEGOTIATE_BROADCAST", "BROADCAST", "SHM_BROADCAST", *wanted})
     hvd.shutdown()
@@ -364,7 +365,7 @@ def _worlds(folder):
 
 
 def test_worlds_communicators_and_timelines(tmp_path):
-    found = run_ranks(_worlds, 3, str(tmp_path))
+    found = run_ranks(_sessions, 3, str(tmp_path))
     assert [one["part"] for one in found] == [(1, 2, 2.0), (0, 2, 2.0), (0, 1, 1.0)]
     assert [one["sets"] for one in found] == [(1, [0, 2], 0, 2, 2.0), (2, [1], 0, 1, 1.0), (1, [0, 2], 1, 2, 2.0)]
     assert all(one["world"] for one in found)
@@ -374,7 +375,7 @@ def test_worlds_communicators_and_timelines(tmp_path):
 
 def test_the_log_has_the_time_if_it_is_asked_for():
     script = "from horovod.common.basics import HorovodBasics; hvd = HorovodBasics(); hvd.init(); hvd.shutdown()"
-    # There are two processes, and one core.
+    # `--thread-affinity 0` gives one core for two processes, which logs an error.
     job = ("-np", 2, "--thread-affinity", "0", "--gloo-timeout-seconds", 60, "--hierarchical-allreduce")
     for option, line in (
         ("--log-with-timestamp", r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}: E affinity\.rs:\d+\] \[%d\]: "),

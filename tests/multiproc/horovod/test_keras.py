@@ -1,7 +1,6 @@
-"""`import horovod.keras` and `horovod.tensorflow.keras` on real ranks, with Keras 3 and with tf_keras: optimizers, callbacks,
-saved models, values.
+"""`horovod.keras` with Keras 3, and `horovod.tensorflow.keras` with tf_keras: optimizers, callbacks, saved models.
 
-The long form: ``python tests/multiproc/horovod/test_keras.py`` runs it on 2, 3 and 4 ranks.
+``python tests/multiproc/horovod/test_keras.py`` runs the checks on 2, 3 and 4 ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ ENV = {
 
 
 def start():
-    """The module that is for the Keras in question, and that Keras."""
+    """Initializes the Horovod module for the selected Keras. Returns TensorFlow, Keras, the module, rank and size."""
     import tensorflow as tf
 
     if os.environ.get("TF_USE_LEGACY_KERAS") == "1":
@@ -47,7 +46,7 @@ def start():
 
 
 def families(keras):
-    """Optimizers of every kind that this Keras has."""
+    """Yields SGD, and the legacy SGD if this Keras has one."""
     yield keras.optimizers.SGD
     if hasattr(keras.optimizers, "legacy") and "tf_keras" in keras.Model.__module__:
         yield keras.optimizers.legacy.SGD
@@ -85,7 +84,7 @@ def optimizers():
         assert optimizer.from_config(config).get_config() == config
         assert type(optimizer).from_config(config).get_config() == config
         mine = tf.constant([float(rank + 1)])
-        # In each way exactly once: `Sum` would show a second time.
+        # Each way to apply gradients reduces exactly once: with `Sum` a second reduction would change the result.
         summing = hvd.DistributedOptimizer(cls(learning_rate=1.0), op=hvd.Sum)
         summing.apply_gradients([(mine, variable)])
         assert abs(float(variable[0]) - (1 - average * size)) < 1e-5
@@ -99,7 +98,7 @@ def optimizers():
         variable.assign([1.0])
         summing.minimize(lambda variable=variable, mine=mine: tf.reduce_sum(variable * mine), [variable])
         assert abs(float(variable[0]) - (1 - average * size)) < 1e-5
-        # The gradients of a distributed tape are reduced.
+        # Gradients of a distributed tape are reduced already, so the optimizer does not reduce them again.
         variable.assign([1.0])
         import horovod.tensorflow as hvd_tf
 
@@ -107,7 +106,7 @@ def optimizers():
             loss = tf.reduce_sum(variable * mine)
         summing.apply_gradients([(tape.gradient(loss, variable), variable)])
         assert abs(float(variable[0]) - (1 - average * size)) < 1e-5
-        # A local variable's own, in proportion.
+        # The gradient of a local variable is not reduced, but divided by the number of ranks.
         local = tf.Variable([1.0])
         optimizer = hvd.DistributedOptimizer(cls(learning_rate=1.0))
         optimizer.register_local_var(local)
@@ -116,7 +115,7 @@ def optimizers():
         assert abs(float(local[0]) - (1 - (rank + 1) / size)) < 1e-5
         assert abs(float(other[0]) - (1 - average)) < 1e-5
         assert optimizer.variables() is not None
-        # Groups, predivision, compression, sparse.
+        # Groups, predivision and compression.
         for options in (
             {"groups": 1},
             {"gradient_predivide_factor": 2.0},
@@ -167,13 +166,14 @@ def aggregation():
                 assert abs(float(variable[0]) - (index + 1) // passes * per_step) < 1e-5, (cls, index, variable)
                 assert int(optimizer.iterations) == index + 1
                 assert int(optimizer._agg_helper.counter) == (index + 1) % passes
-        # Reduced by the caller, as of the original; what is not finite stays in its cycle.
+        # Gradients that the caller has reduced with `_allreduce`, as with the original. A value that is not finite
+        # affects its own aggregation cycle only.
         variable = tf.Variable([0.0])
         optimizer = hvd.DistributedOptimizer(cls(learning_rate=-1.0), backward_passes_per_step=2)
         for index in range(4):
             gradients = optimizer._allreduce([tf.constant([float("inf") if index == 0 else 1.0])], [variable])
             if index == 1:
-                # To apply it would spoil the optimizer's own sums.
+                # Not applied: it would make the variable infinite.
                 assert float(gradients[0][0]) == float("inf")
                 continue
             optimizer.apply_gradients(zip(gradients, [variable], strict=True), experimental_aggregate_gradients=False)
@@ -206,7 +206,7 @@ def data(rank, rows=64):
 
 
 def fits():
-    """All callbacks."""
+    """`fit` with all callbacks, a saved model, and a variable that stays local."""
     import numpy as np
 
     tf, keras, hvd, rank, size = start()
@@ -222,7 +222,7 @@ def fits():
         model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
         seen, rates = [], []
 
-        class Look(keras.callbacks.Callback):
+        class Recorder(keras.callbacks.Callback):
             def on_epoch_end(self, epoch, logs=None, seen=seen):
                 seen.append(dict(logs))
 
@@ -238,7 +238,7 @@ def fits():
                 hvd.callbacks.MetricAverageCallback(),
                 hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.1 * size, warmup_epochs=2, verbose=1),
                 hvd.callbacks.LearningRateScheduleCallback(initial_lr=0.1 * size, multiplier=0.5, start_epoch=2),
-                Look(),
+                Recorder(),
                 best,
             ]
             model.fit(x, y, batch_size=16, epochs=4, callbacks=callbacks, verbose=0, shuffle=False)
@@ -252,7 +252,7 @@ def fits():
                 assert min(abs(rate - each) for each in rates) < 1e-6
                 assert int(again.optimizer.iterations) > 0
                 again.fit(x, y, epochs=1, verbose=0)
-                # A function stands for the class of what it makes.
+                # `custom_objects` may map a class name to a function that creates the optimizer.
                 mine = type("Mine", (cls,), {})
                 again.compile(optimizer=mine(0.3), loss="mse")
                 again.save(os.path.join(folder, "mine.keras"))
@@ -264,9 +264,9 @@ def fits():
         assert np.allclose(rates[:8], expected, atol=1e-6), (rates, expected)
         assert np.allclose(rates[8:], [0.1 * size] * 4 + [0.05 * size] * 4, atol=1e-6), rates
         assert seen[0].keys() >= {"loss", "accuracy", "lr"}
-        # The averages are the same on all ranks, and so are variables but the local one.
-        everybodys = [hvd.allgather([logs["loss"]]).numpy() for logs in seen]
-        assert all(np.ptp(losses) < 1e-6 for losses in everybodys)
+        # Averaged metrics and all variables except the local one are equal on all ranks.
+        gathered = [hvd.allgather([logs["loss"]]).numpy() for logs in seen]
+        assert all(np.ptp(losses) < 1e-6 for losses in gathered)
         weights = [
             np.concatenate([np.ravel(w) for w in layer.get_weights()]) for layer in model.layers if layer.get_weights()
         ]
@@ -300,7 +300,7 @@ def partial_and_custom():
     assert np.ptp(hvd.allgather(first).numpy(), axis=0).max() < 1e-6
     if size > 1:
         assert np.ptp(hvd.allgather(last).numpy(), axis=0).max() > 1e-6
-    # Rank 0 has trained before, and so has more variables than the others.
+    # Rank 0's optimizer is built before, so it has more variables than those of the other ranks.
     model = model_of(keras)
     model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "sparse_categorical_crossentropy")
     if rank == 0:
@@ -316,7 +316,7 @@ def partial_and_custom():
         lambda: hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=["dense"]),
     )
 
-    # A custom training step, with aggregation: exactly once, and only every second time.
+    # A custom training step with aggregation: one reduction in every second batch.
     class Model(keras.Model):
         def __init__(self):
             super().__init__()
@@ -356,7 +356,7 @@ def mixed_precision():
     weights = np.concatenate([np.ravel(weight) for weight in model.get_weights()])
     assert size == 1 or np.ptp(hvd.allgather(weights[None]).numpy(), axis=0).max() < 1e-6
     if size > 1 and os.environ["TF_USE_LEGACY_KERAS"] == "0":
-        # Ranks outside of the set step alone.
+        # Ranks outside the process set step with their own gradients.
         only = hvd.add_process_set([0])
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=only)
         optimizer = keras.mixed_precision.LossScaleOptimizer(optimizer, initial_scale=4.0)
@@ -367,7 +367,7 @@ def mixed_precision():
 
 
 def unbuilt_models():
-    """The callbacks of both modules, for a model of either Keras whose layers make their variables in the first batch."""
+    """Callbacks of both modules, with a model whose layers create their variables in the first batch."""
     import importlib
 
     import numpy as np
@@ -386,7 +386,7 @@ def unbuilt_models():
         model = keras.Sequential([keras.layers.Dense(3, activation="relu"), keras.layers.Dense(2)])
         model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
         if name == "horovod.keras" and rank == 0:
-            # As one that has loaded its weights.
+            # Rank 0's model is built before, as after loading weights.
             model.build((None, 4))
         assert bool(model.built) == (name == "horovod.keras" and rank == 0)
         state = State()
@@ -408,7 +408,7 @@ def unbuilt_models():
 PARTS = (values, optimizers, aggregation, fits, partial_and_custom, mixed_precision, unbuilt_models)
 
 
-def everything():
+def check_all():
     for part in PARTS:
         part()
 
@@ -416,14 +416,14 @@ def everything():
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("legacy", ["0", more("1")], ids=["keras3", "tf_keras"])
 def test_training(legacy):
-    """Asserted on each rank, in `everything`."""
+    """Asserted on each rank, in `check_all`."""
     if legacy == "1" and importlib.util.find_spec("tf_keras") is None:
         pytest.skip("tf_keras is not installed")
-    run_ranks(everything, 2, launcher=Forked("tensorflow"), env={**ENV, "TF_USE_LEGACY_KERAS": legacy}, timeout=400)
+    run_ranks(check_all, 2, launcher=Forked("tensorflow"), env={**ENV, "TF_USE_LEGACY_KERAS": legacy}, timeout=400)
 
 
 if __name__ == "__main__":
     for legacy in ("0", "1"):
         for ranks in (2, 3, 4):
-            run_ranks(everything, ranks, env={**ENV, "TF_USE_LEGACY_KERAS": legacy}, timeout=400)
+            run_ranks(check_all, ranks, env={**ENV, "TF_USE_LEGACY_KERAS": legacy}, timeout=400)
             print(f"{ranks} ranks, TF_USE_LEGACY_KERAS={legacy}: all well")

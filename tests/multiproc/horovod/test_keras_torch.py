@@ -1,5 +1,4 @@
-"""`horovod.keras` where Keras runs on PyTorch, on real ranks: what `fit` and direct calls of an optimizer leave is what one process
-leaves that sees the batches of all ranks."""
+"""`horovod.keras` with Keras on PyTorch: optimizers and `fit` give the weights of one process on all ranks' batches."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def values():
 
 
 def optimizers():
-    """Each option, beside the update that it should make."""
+    """Each option of the distributed optimizer, with the update that it should make."""
     np, torch, keras, hvd, rank, size = start()
     average = sum(range(1, size + 1)) / size
     sgd = keras.optimizers.SGD
@@ -81,7 +80,7 @@ def optimizers():
     ):
         assert updated(hvd.DistributedOptimizer(sgd(1.0), **options))[0] == [-average, 0.0, -2 * average], options
     assert updated(hvd.DistributedOptimizer(sgd(1.0), op=hvd.Sum))[0][0] == -average * size
-    # Clipped after they are reduced, and by whatever else Keras does.
+    # Keras clips and accumulates gradients after they are reduced.
     assert updated(hvd.DistributedOptimizer(sgd(1.0, clipvalue=0.5)))[0][0] == -0.5
     assert updated(hvd.DistributedOptimizer(sgd(1.0, gradient_accumulation_steps=2)), steps=4)[0][0] == -2 * average
     passes = {"backward_passes_per_step": 2}
@@ -90,16 +89,16 @@ def optimizers():
     assert int(optimizer.iterations) == 3
     passes["average_aggregated_gradients"] = True
     assert updated(hvd.DistributedOptimizer(sgd(1.0), **passes), steps=2)[0][0] == -average
-    # What the caller has reduced stays as it is.
+    # `skip_gradients_aggregation`: the caller has reduced the gradients.
     variable = keras.Variable(np.zeros(1, np.float32))
     optimizer = hvd.DistributedOptimizer(sgd(1.0))
     optimizer.apply_gradients([(torch.tensor([rank + 1.0]), variable)], skip_gradients_aggregation=True)
     assert float(variable.numpy()[0]) == -(rank + 1.0)
-    # Copies reduce, too.
+    # A copy reduces, too.
     assert updated(copy.deepcopy(hvd.DistributedOptimizer(sgd(1.0))))[0][0] == -average
     only = hvd.add_process_set([0])
     assert updated(hvd.DistributedOptimizer(sgd(1.0), process_set=only))[0][0] == -(rank + 1.0)
-    # Ranks outside of the set step alone.
+    # Ranks outside the process set step with their own gradients.
     optimizer = keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(sgd(1.0), process_set=only))
     assert updated(optimizer, gradient=float(optimizer.initial_scale) * (rank + 1.0))[0][0] == -(rank + 1.0)
     hvd.remove_process_set(only)
@@ -115,7 +114,7 @@ def optimizers():
         optimizer = build(sgd(1.0))
         scale = float(optimizer.initial_scale)
         assert updated(optimizer, gradient=scale * (rank + 1.0))[0][0] == -average
-        # One rank's gradients are not finite: no rank takes the step.
+        # An overflow on one rank: all ranks skip the step.
         optimizer = build(sgd(1.0))
         assert updated(optimizer, gradient=float("inf") if rank == 0 else scale)[0][0] == 0.0
     raises(ValueError, "op currently only supports", lambda: hvd.DistributedOptimizer(sgd(1.0), op=hvd.Min))
@@ -135,12 +134,12 @@ def model_of(keras):
 
 
 def fits():
-    """All callbacks; weights beside those of a process alone, and what was saved."""
+    """`fit` with all callbacks, compared with one process; a saved model; a layer that stays local."""
     np, _, keras, hvd, rank, size = start()
     draw = np.random.RandomState(3)
     x = draw.rand(16 * size, 4).astype(np.float32)
     y = x.sum(1, keepdims=True)
-    # Batches of 4 here are those of 4 * size there.
+    # This rank's rows: the batches of 4 of all ranks make one batch of 4 * size of the single process.
     mine = np.arange(16 * size).reshape(4, size, 4)[:, rank].ravel()
     keras.utils.set_random_seed(100 + rank)
     model = model_of(keras)
@@ -164,7 +163,7 @@ def fits():
     assert np.ptp(losses.numpy(), axis=0).max() == 0.0
     rates = []
 
-    class Look(keras.callbacks.Callback):
+    class Recorder(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             rates.append(float(self.model.optimizer.learning_rate))
 
@@ -174,7 +173,7 @@ def fits():
         callbacks = [
             hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.1 * size, warmup_epochs=1, verbose=1),
             hvd.callbacks.LearningRateScheduleCallback(initial_lr=0.1 * size, multiplier=0.5, start_epoch=1),
-            Look(),
+            Recorder(),
             best,
         ]
         model.fit(x[mine], y[mine], batch_size=4, epochs=2, callbacks=callbacks, verbose=0, shuffle=False)
@@ -184,7 +183,7 @@ def fits():
     assert type(again.optimizer).__module__ == "horovod._keras_torch"
     assert int(again.optimizer.iterations) > 0
     again.fit(x[mine], y[mine], epochs=1, verbose=0)
-    # A layer that stays each rank's own.
+    # A local layer: its weights differ between ranks.
     keras.utils.set_random_seed(7)
     partly = model_of(keras)
     partly.compile(hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=partly.layers[-1]), "mse")
@@ -195,7 +194,7 @@ def fits():
 
 
 def states():
-    """What was committed comes back, rank 0's goes to all, and nobody keeps sums of passes that the others lack."""
+    """`restore` brings back the committed state, `sync` broadcasts rank 0's, and both drop aggregated gradients."""
     np, torch, keras, hvd, rank, _ = start()
     model = model_of(keras)
     model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)), "mse")
@@ -226,20 +225,20 @@ def states():
 PARTS = (values, optimizers, fits, states)
 
 
-def everything():
+def check_all():
     for part in PARTS:
         part()
 
 
 @pytest.mark.timeout(120)
 def test_training():
-    """Asserted on each rank, in `everything`."""
-    run_ranks(everything, 2, launcher=Forked("torch"), env=ENV, timeout=100)
+    """Asserted on each rank, in `check_all`."""
+    run_ranks(check_all, 2, launcher=Forked("torch"), env=ENV, timeout=100)
 
 
 @pytest.mark.timeout(60)
 def test_another_backend_is_refused():
-    """Without ranks, and with a stand-in for Keras: the import says what is needed."""
+    """In one process, with a fake `keras` module on the backend jax: the import error names the supported backends."""
     import subprocess
     import sys
 

@@ -1,7 +1,7 @@
-"""Every public name of Horovod's modules, and the arguments of its functions in their order, with their defaults.
+"""Every public name of Horovod's modules, and the parameters of its functions: names, order and defaults.
 
-Scripts give arguments by place and by name, so an order or a default that differs breaks them. What is ours besides, comes after
-the original's or is given by name only.
+Scripts pass arguments by position and by keyword, so another order or default would break them. Additional parameters
+of ours come after the original's, or are keyword-only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from support import Forked, run_ranks
 
 ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
-#: Shorter spellings of what comes often.
+#: Abbreviations in the tables below for parameters that occur often.
 SHORT = {
     "PS": "process_set=gps",
     "FACTORS": "prescale_factor=1.0, postscale_factor=1.0",
@@ -278,7 +278,7 @@ BroadcastGlobalVariablesCallbackImpl MetricAverageCallbackImpl LearningRateSched
 
 
 def entries(text):
-    """Names, and their arguments if there are any to compare."""
+    """Yields each name in a table with its parameters, or with None where the table does not list them."""
     depth, start = 0, 0
     text = " ".join(text.split()) + " "
     for at, letter in enumerate(text):
@@ -297,7 +297,7 @@ def default(value):
 
 
 def arguments_of(function):
-    """As the tables spell them."""
+    """Returns a function's parameters in the tables' notation."""
     words = []
     for parameter in inspect.signature(function).parameters.values():
         star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
@@ -310,13 +310,13 @@ def differences(modules):
     found = []
     for module, text in modules.items():
         try:
-            there = importlib.import_module(module)
+            imported = importlib.import_module(module)
         except ImportError as error:
             found.append(f"{module}: {error}")
             continue
         for name, arguments in entries(text):
             try:
-                attribute = functools.reduce(getattr, name.split("."), there)
+                attribute = functools.reduce(getattr, name.split("."), imported)
             except AttributeError:
                 found.append(f"{module}.{name} is missing")
                 continue
@@ -327,7 +327,7 @@ def differences(modules):
             arguments = arguments.replace("op=Average", "op=0").replace("op=Sum", "op=1")
             expected = arguments.split(", ") if arguments else []
             own = arguments_of(attribute)
-            # What is ours comes last and has a default.
+            # Additional parameters of ours come last and have a default.
             if own[: len(expected)] != expected or not all("=" in more or "*" in more for more in own[len(expected) :]):
                 found.append(f"{module}.{name}({', '.join(own)}): expected ({', '.join(expected)})")
     return found

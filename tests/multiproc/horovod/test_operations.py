@@ -1,4 +1,4 @@
-"""A sample of the table of Horovod's operations beside numpy; ``tests/parity/horovod_operations.py`` runs all of it."""
+"""A sample of Horovod's operations, compared with numpy; ``tests/parity/horovod_operations.py`` runs all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_sample(framework, size):
     module = "torch" if framework == "torch" else "tensorflow"
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} is not installed")
-    # A prime, so that all choices occur.
+    # Every 17th or 41st case: the step is prime, so that the sample contains every choice.
     counts, failures = table.run(framework, size, 17 if framework == "torch" else 41, 130)
     assert failures == []
     equal, errors = (sum(count[at] for count in counts.values()) for at in (0, 1))
@@ -24,9 +24,9 @@ def test_a_sample(framework, size):
     assert errors > 15 * size
 
 
-def test_adasum_is_that_of_the_formula():
+def test_reference_adasum():
     numpy = pytest.importorskip("numpy")
     one, two = numpy.array([1.0, 0.0]), numpy.array([0.0, 2.0])
     assert table.adasum(numpy, [one, two]).tolist() == [1.0, 2.0], "orthogonal vectors are added"
-    assert table.adasum(numpy, [one, one, one, one]).tolist() == [1.0, 0.0], "equal ones are averaged"
+    assert table.adasum(numpy, [one, one, one, one]).tolist() == [1.0, 0.0], "equal vectors are averaged"
     assert table.adasum(numpy, [one, 0 * one]).tolist() == [1.0, 0.0]

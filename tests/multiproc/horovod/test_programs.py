@@ -1,6 +1,6 @@
-"""Random programs over `horovod.torch`: what is called follows from a seed, in another order on each rank.
+"""Random programs of `horovod.torch` collectives: a seed determines the calls; each rank makes them in another order.
 
-The long form: ``python tests/multiproc/horovod/test_programs.py 10000`` runs so many, on 2 to 4 ranks.
+``python tests/multiproc/horovod/test_programs.py 10000`` runs 10000 programs, on 2 to 4 ranks.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ KINDS = ("allreduce", "allreduce_", "grouped", "allgather", "broadcast", "alltoa
 
 
 class Program:
-    """The calls of one program: the same on all ranks, which then take them in orders of their own."""
+    """The calls of one program: the same on all ranks, each of which shuffles them."""
 
     def __init__(self, number, torch, hvd, sets):
         self.torch, self.hvd, self.sets = torch, hvd, sets
         self.random = random.Random(number)
         self.slow = self.random.randrange(hvd.size()) if self.random.random() < 0.2 else None
         self.calls = [self.call(f"p{number}.{at}") for at in range(self.random.randint(1, 8))]
-        # These say that they are done; the others go on for a while.
+        # These ranks join first; the others make three more calls before they join.
         early = [rank for rank in range(hvd.size()) if self.random.random() < 0.4]
         self.joined = early if self.random.random() < 0.3 and len(early) < hvd.size() else None
 
     def call(self, name):
-        """What every rank of a set sends: everything about it is drawn here."""
+        """Draws one call: collective, set, dtype, shape, splits, rows, root, and the rank that sends another shape."""
         draw = self.random
         kind = draw.choice(KINDS)
         process_set = draw.choice(self.sets)
@@ -53,20 +53,20 @@ class Program:
         return (self.torch.arange(height * width).reshape(height, width) % 97 + rank).to(dtype)
 
     def start(self, call):
-        """Submits this rank's part; returns the handle and what must come of it."""
+        """Submits this rank's part of a call; returns the handle and the expected result."""
         name, kind, process_set, dtype, (height, width), splits, rows, root, odd = call
         torch, hvd, rank, ranks = self.torch, self.hvd, self.hvd.rank(), process_set.ranks
         wide = width + (rank == odd)
         common = {"name": name, "process_set": process_set}
-        everybody = [self.value(other, height, width, dtype) for other in ranks]
+        inputs = [self.value(other, height, width, dtype) for other in ranks]
         mine = self.value(rank, height, wide, dtype)
         if kind == "allreduce":
-            return hvd.allreduce_async(mine, op=hvd.Sum, **common), sum(everybody)
+            return hvd.allreduce_async(mine, op=hvd.Sum, **common), sum(inputs)
         if kind == "allreduce_":
-            return hvd.allreduce_async_(mine, op=hvd.Max, **common), everybody[-1]
+            return hvd.allreduce_async_(mine, op=hvd.Max, **common), inputs[-1]
         if kind == "grouped":
             group = [mine, torch.full((3,), float(rank))]
-            return hvd.grouped_allreduce_async(group, op=hvd.Sum, **common), sum(everybody)
+            return hvd.grouped_allreduce_async(group, op=hvd.Sum, **common), sum(inputs)
         if kind == "allgather":
             gathered = torch.cat([self.value(other, rows[other], width, dtype) for other in ranks])
             return hvd.allgather_async(self.value(rank, rows[rank], wide, dtype), **common), gathered
@@ -83,16 +83,16 @@ class Program:
             return hvd.alltoall_async(mine, splits=splits[rank], **common), torch.cat(parts)
         heights = [height // len(ranks) + (at < height % len(ranks)) for at in range(len(ranks))]
         before = sum(heights[: ranks.index(rank)])
-        own = sum(everybody)[before : before + heights[ranks.index(rank)]]
-        return hvd.reducescatter_async(mine, op=hvd.Sum, **common), own
+        own_calls = sum(inputs)[before : before + heights[ranks.index(rank)]]
+        return hvd.reducescatter_async(mine, op=hvd.Sum, **common), own_calls
 
     def run(self):
         torch, hvd, rank = self.torch, self.hvd, self.hvd.rank()
-        own = [call for call in self.calls if rank in call[2].ranks]
-        random.Random(hash((rank, len(own)))).shuffle(own)
+        own_calls = [call for call in self.calls if rank in call[2].ranks]
+        random.Random(hash((rank, len(own_calls)))).shuffle(own_calls)
         if rank == self.slow:
             time.sleep(0.02)
-        for (handle, expected), call in [(self.start(call), call) for call in own]:
+        for (handle, expected), call in [(self.start(call), call) for call in own_calls]:
             odd = call[-1]
             if odd is None:
                 got = hvd.synchronize(handle)

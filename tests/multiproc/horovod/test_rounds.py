@@ -1,5 +1,8 @@
-"""What `horovod.torch.DistributedOptimizer` reduces by plan is what it reduces by name, to the bit: on real ranks, every
-gradient of every step, and every way in which a plan ceases to hold."""
+"""Rounds of `horovod.torch.DistributedOptimizer`: gradients reduced in planned buckets equal those reduced by name.
+
+Every gradient of every step is compared bitwise. Other tests invalidate the plan, kill or delay a rank in a round, and
+make votes fail.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reaso
 ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 
 
-# `horovod.torch.planned_reducer.PLANNED`, which only ranks can import.
+# The value of `horovod.torch.planned_reducer.PLANNED`, which only the ranks can import.
 PLANNED = 0
 
 
@@ -37,7 +40,7 @@ def make_net(torch):
 
 
 class Pair:
-    """A model with the optimizer, and one whose gradients are reduced by name."""
+    """A model with the distributed optimizer, and a twin whose gradients are reduced by name for comparison."""
 
     def __init__(self, torch, hvd, passes=1, compression=None, op=None, **kwargs):
         self.torch, self.hvd, self.passes = torch, hvd, passes
@@ -56,11 +59,11 @@ class Pair:
         self.count = 0
 
     def is_planned(self):
-        """Whether the last step was reduced by plan."""
+        """Returns whether the last step was reduced by plan."""
         return self.optimizer._planned_reducer.vote_result == PLANNED
 
     def plan(self, steps=3):
-        """Steps until a plan is made, and `steps` that are reduced by it."""
+        """Steps until the plan is ready (at most 500 steps), then `steps` times with it."""
         for _ in range(500):
             self.step()
             if self.is_planned():
@@ -79,7 +82,7 @@ class Pair:
                 net[layers](x).square().sum().backward()
 
     def compare(self, between=lambda: None):
-        """Ends the step, and compares every gradient. `between` is called before others have to compare theirs."""
+        """Ends the step and compares every gradient. Calls `between` after the reduction and before the comparison."""
         self.optimizer.synchronize()
         between()
         for (name, mine), other in zip(self.net.named_parameters(), self.twin.parameters(), strict=True):
@@ -100,7 +103,7 @@ class Pair:
         self.compare()
 
 
-def equal_to_names():
+def planned_equals_by_name():
     torch, hvd, rank, size = start()
     for compression in (hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16):
         for op, passes in ((hvd.Average, 1), (hvd.Sum, 3)):
@@ -108,35 +111,35 @@ def equal_to_names():
             pair.step()
             assert not pair.is_planned()
             pair.plan()
-    # Groups are a wish for what a plan does anyway; a factor of its own is left to names.
+    # `groups` asks for fusion, which a plan does anyway, so such an optimizer is planned too.
     Pair(torch, hvd, groups=2).plan()
-    # Some ranks do not use all layers, other ones in each step.
+    # In turn, one rank uses only the first layer.
     pair = Pair(torch, hvd)
     pair.plan()
     for step in range(6):
         pair.step(slice(0, 1) if step % size == rank else slice(None))
         assert pair.is_planned()
-    # A step with nothing at all before it.
+    # A step without a backward.
     pair.compare()
 
 
-def plans_that_cease_to_hold():
+def invalidated_plans():
     torch, hvd, rank, size = start()
     pair = Pair(torch, hvd)
     pair.plan()
-    # Frozen everywhere, and thawed again: other plans.
+    # A parameter is frozen and thawed on all ranks: each change needs a new plan.
     for is_thawed in (False, True):
         pair.net[2].weight.requires_grad_(is_thawed)
         pair.step()
         assert not pair.is_planned()
         pair.plan()
-    # Another type.
+    # The parameters get another dtype.
     for net in (pair.net, pair.twin):
         net.double()
     torch.set_default_dtype(torch.float64)
     pair.plan()
     torch.set_default_dtype(torch.float32)
-    # One rank makes a new optimizer: the others' plan is given up, and made again.
+    # One rank creates a new optimizer: all ranks drop their plan and make a new one.
     pair = Pair(torch, hvd)
     pair.plan()
     if rank == size - 1:
@@ -147,7 +150,7 @@ def plans_that_cease_to_hold():
     pair.step()
     assert not pair.is_planned()
     pair.plan()
-    # What a script may not do is refused as ever, and what it gives up ends.
+    # Misuse still raises, and `load_state_dict` ends the round that has begun.
     pair.backward()
     with pytest.raises(AssertionError, match=r"zero_grad\(\) was called after loss.backward"):
         pair.optimizer.zero_grad()
@@ -157,7 +160,7 @@ def plans_that_cease_to_hold():
     pair.optimizer.zero_grad()
     pair.twin.zero_grad()
     pair.step()
-    # A timeline shows gradients by their names.
+    # While a timeline is written, it shows gradients by their names.
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "timeline.json")
         hvd.start_timeline(path)
@@ -167,13 +170,13 @@ def plans_that_cease_to_hold():
             with open(path) as file:
                 assert "0.weight" in file.read()
     pair.plan()
-    # A part of the ranks.
+    # A process set of two ranks.
     if size > 2:
         part = hvd.add_process_set([0, size - 1])
         if part.included():
             Pair(torch, hvd, process_set=part).plan()
         hvd.barrier()
-    # Ranks run out of data one after the other: those that go on do it by name.
+    # Ranks run out of data one after the other: the remaining ranks reduce by name.
     net = make_net(torch)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), net.named_parameters())
     for step in range(20 + 2 * rank):
@@ -185,9 +188,9 @@ def plans_that_cease_to_hold():
     assert hvd.join() == size - 1
 
 
-def what_has_no_plan_goes_beside_it():
+def gradients_outside_the_plan():
     torch, hvd, rank, size = start()
-    # An embedding goes by name, also where it is in a group.
+    # Sparse gradients of an embedding are reduced by name, also if `groups` is set.
     for groups in (None, 1):
         table = torch.nn.Embedding(4, 6, sparse=True)
         net = torch.nn.Sequential(table, torch.nn.Linear(6, 1))
@@ -205,7 +208,7 @@ def what_has_no_plan_goes_beside_it():
             planned += optimizer._planned_reducer.vote_result == PLANNED
             assert torch.equal(table.weight.grad.to_dense()[:, 0], used)
             assert torch.equal(net[1].bias.grad, torch.full((1,), float(size)))
-    # A hook of the script's takes a gradient away, on one rank: it counts as zero there.
+    # A user's hook sets a gradient to None on one rank: it counts as zero there.
     pair = Pair(torch, hvd, op=hvd.Sum)
     pair.plan()
 
@@ -220,15 +223,18 @@ def what_has_no_plan_goes_beside_it():
     assert not torch.equal(pair.net[3].bias.grad, pair.net[3].bias.grad * 0)
 
 
-def ranks_meet_elsewhere():
-    """What ranks do besides, in another order on each, goes on in every round: no rank waits for another to make a plan."""
+def other_collectives_in_different_orders():
+    """Ranks call another collective before or after the optimizer's step, in different orders, without a deadlock.
+
+    This holds in every round, also while the plan is made.
+    """
     torch, hvd, rank, _ = start()
     pair = Pair(torch, hvd)
     planned = 0
     for step in range(500):
         pair.backward()
-        for then in ("look", "step") if rank == 1 else ("step", "look"):
-            if then == "look":
+        for action in ("allreduce", "step") if rank == 1 else ("step", "allreduce"):
+            if action == "allreduce":
                 hvd.allreduce(torch.ones(3), name=f"loss.{step}")
             else:
                 pair.optimizer.step()
@@ -237,12 +243,14 @@ def ranks_meet_elsewhere():
         if planned == 3:
             return
         time.sleep(0.01)
-    raise AssertionError("there was no plan")
+    raise AssertionError("no plan was made in 500 steps")
 
 
-def votes_end_while_ranks_are_elsewhere():
-    """A rank that votes for its plan before the others vote against it has no more gradients then, and waits for what the others do
-    only after their step."""
+def votes_complete_while_ranks_wait_elsewhere():
+    """Ranks vote for their plan, and rank 0 later votes against it, while ranks are in another collective.
+
+    The other ranks wait in an all-reduce that rank 0 calls only after its step. The vote has to complete nevertheless.
+    """
     torch, hvd, rank, _ = start()
 
     def meet_elsewhere():
@@ -253,7 +261,7 @@ def votes_end_while_ranks_are_elsewhere():
         for _ in range(3):
             pair.plan()
             if rank == 0:
-                # Its next vote is against a plan.
+                # Without a reducer, rank 0's next vote is against the plan.
                 pair.optimizer._planned_reducer._reducer = None
                 time.sleep(0.3)
             pair.backward()
@@ -265,24 +273,24 @@ def votes_end_while_ranks_are_elsewhere():
             assert not pair.is_planned()
 
 
-def everything():
-    """All in one job, since ranks take long to start."""
-    equal_to_names()
-    what_has_no_plan_goes_beside_it()
-    ranks_meet_elsewhere()
-    votes_end_while_ranks_are_elsewhere()
-    plans_that_cease_to_hold()
+def check_all():
+    """Runs all checks in one job, because ranks take long to start."""
+    planned_equals_by_name()
+    gradients_outside_the_plan()
+    other_collectives_in_different_orders()
+    votes_complete_while_ranks_wait_elsewhere()
+    invalidated_plans()
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("size", [2, 3])
 def test_rounds(size):
-    """Asserted on each rank, in `everything`."""
-    run_ranks(everything, size, launcher=Forked("torch"), env=ENV, timeout=100)
+    """Asserted on each rank, in `check_all`."""
+    run_ranks(check_all, size, launcher=Forked("torch"), env=ENV, timeout=100)
 
 
 def _large_net(torch):
-    """Of more than one bucket."""
+    """Returns a model whose gradients fill more than one bucket."""
     return torch.nn.Sequential(*(torch.nn.Linear(600, 600) for _ in range(3)))
 
 
@@ -295,11 +303,12 @@ def _planned_optimizer(torch, hvd, net):
     return optimizer
 
 
-def _dies_in_a_round():
+def _die_in_a_round():
     torch, hvd, rank, _ = start()
     net = _large_net(torch)
     optimizer = _planned_optimizer(torch, hvd, net)
-    # The others' last gradient comes when they know of the death: that is told by `step`, not by `backward`.
+    # The other ranks compute their last gradient after they have been told of the death. The error is raised by `step`,
+    # not by `backward`.
     net[0].weight.register_hook(lambda gradient: os._exit(9) if rank == 1 else time.sleep(1))
     net(torch.ones(1, 600)).sum().backward()
     try:
@@ -310,14 +319,14 @@ def _dies_in_a_round():
 
 
 @pytest.mark.timeout(90)
-def test_a_death_in_a_round_is_told():
-    with start_ranks(_dies_in_a_round, 3, launcher=Forked("torch"), env=ENV, timeout=60) as job:
+def test_a_dead_rank_in_a_round_is_named():
+    with start_ranks(_die_in_a_round, 3, launcher=Forked("torch"), env=ENV, timeout=60) as job:
         outcome = job.wait()
     for rank in (0, 2):
         assert "rank 1 died" in (outcome.ranks[rank].value or ""), outcome.describe()
 
 
-def _is_late_for_a_round():
+def _delay_a_round():
     torch, hvd, rank, _ = start()
     net = _large_net(torch)
     optimizer = _planned_optimizer(torch, hvd, net)
@@ -332,15 +341,15 @@ def _is_late_for_a_round():
 
 
 @pytest.mark.timeout(90)
-def test_a_round_that_stalls_ends():
+def test_a_stalled_round_times_out():
     env = ENV | {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
-    with start_ranks(_is_late_for_a_round, 2, launcher=Forked("torch"), env=env, timeout=60) as job:
+    with start_ranks(_delay_a_round, 2, launcher=Forked("torch"), env=env, timeout=60) as job:
         outcome = job.wait()
-    # The late one comes to it in the end: only by the limit has it failed before.
+    # Rank 1 is only late and enters the round in the end, so the error can come only from the stall timeout.
     assert "round.end" in (outcome.ranks[0].value or ""), outcome.describe()
 
 
-def _leaves_before_the_others_step():
+def _leave_before_the_others_step():
     torch, hvd, rank, _ = start()
     net = _large_net(torch)
     optimizer = _planned_optimizer(torch, hvd, net)
@@ -354,11 +363,11 @@ def _leaves_before_the_others_step():
 
 
 @pytest.mark.timeout(90)
-def test_who_has_all_gradients_needs_nobody_to_step():
-    assert run_ranks(_leaves_before_the_others_step, 2, launcher=Forked("torch"), env=ENV) == [PLANNED, PLANNED]
+def test_a_rank_with_all_gradients_steps_and_leaves_before_the_others():
+    assert run_ranks(_leave_before_the_others_step, 2, launcher=Forked("torch"), env=ENV) == [PLANNED, PLANNED]
 
 
-def _tunes():
+def _autotune():
     torch, hvd, _, _ = start()
     Pair(torch, hvd).plan(1)
 
@@ -374,12 +383,12 @@ def test_sizes_are_tried_before_gradients_go_by_plan(tmp_path):
         "AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "6",
     }
     env = ENV | {f"HOROVOD_{name}": value for name, value in tuning.items()}
-    run_ranks(_tunes, 2, launcher=Forked("torch"), env=env, timeout=80)
-    # Six sizes, the columns before them, and what stays after them.
+    run_ranks(_autotune, 2, launcher=Forked("torch"), env=env, timeout=80)
+    # A header line, six sampled sizes, and the size that is chosen.
     assert len(log.read_text().splitlines()) == 8
 
 
-def _cannot_have_a_reducer():
+def _fail_to_make_a_reducer():
     torch, hvd, rank, _ = start()
     pair = Pair(torch, hvd)
     pending_reducer = torch.classes.smd.PendingReducer
@@ -396,18 +405,18 @@ def _cannot_have_a_reducer():
 
     if rank == 1:
         torch.classes.smd.PendingReducer = Failing
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(40):
             pair.step()
             time.sleep(0.01)
     assert not pair.is_planned()
-    return [str(one.message) for one in said if "one by one instead of in buckets" in str(one.message)]
+    return [str(one.message) for one in caught if "one by one instead of in buckets" in str(one.message)]
 
 
 @pytest.mark.timeout(90)
-def test_a_reducer_that_cannot_be_made_is_told_once():
-    first, second = run_ranks(_cannot_have_a_reducer, 2, launcher=Forked("torch"), env=ENV)
+def test_a_failed_reducer_warns_once():
+    first, second = run_ranks(_fail_to_make_a_reducer, 2, launcher=Forked("torch"), env=ENV)
     assert first == []
     assert len(second) == 1
     assert "there is no memory" in second[0]

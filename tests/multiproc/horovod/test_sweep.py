@@ -1,7 +1,7 @@
-"""Every collective of Horovod's with every type, number of dimensions, operation and form, beside numpy.
+"""Horovod's collectives with every dtype, number of dimensions, reduction and form of call, compared with numpy.
 
-The suite runs a sample on 2 ranks. The long form, ``python tests/multiproc/horovod/test_sweep.py``, runs every case on 2, 3 and 4 ranks
-(or on as many as its arguments say): for PyTorch, and for TensorFlow eagerly and in a ``tf.function``.
+The test suite runs a sample on 2 ranks. ``python tests/multiproc/horovod/test_sweep.py`` runs every case on 2, 3 and 4
+ranks (or on the numbers of ranks in its arguments): for PyTorch, and for TensorFlow eagerly and in a ``tf.function``.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ FLOATS = ["float16", "bfloat16", "float32", "float64"]
 NUMBERS = INTEGERS + FLOATS
 OPERATIONS = ["Sum", "Average", "Min", "Max", "Product"]
 FORMS = ["plain", "async", "in place", "group"]
-#: Of these, what travels has the same shape on all ranks or none, in (prescale, postscale).
+#: Pairs of (prescale, postscale): none, and powers of two, by which floats are multiplied exactly.
 FACTORS = [(1.0, 1.0), (0.5, 4.0)]
 
 
 def cases():
-    """Collective, type, dimensions and what else there is to choose."""
+    """Yields (collective, dtype, dimensions, form, reduction, factors)."""
     dims = [0, 1, 2, 3]
     for case in itertools.product(NUMBERS, dims, FORMS, OPERATIONS, FACTORS):
         yield "allreduce", *case
@@ -48,7 +48,7 @@ def cases():
 
 
 class Torch:
-    """Calls of PyTorch's module."""
+    """Calls the collectives of `horovod.torch`."""
 
     def __init__(self):
         import torch
@@ -81,7 +81,7 @@ class Torch:
 
 
 class TensorFlow:
-    """As `Torch`, for TensorFlow's module, eagerly or in graphs."""
+    """Calls the collectives of `horovod.tensorflow`, eagerly or in graphs."""
 
     def __init__(self, in_graphs):
         import tensorflow as tf
@@ -126,21 +126,21 @@ class Sweep:
         self.rank, self.size = framework.hvd.rank(), framework.hvd.size()
 
     def drawn(self, seed, rank, shape, dtype):
-        """What a rank gives: small numbers, which every type holds, and their sums and products as well."""
+        """Returns a rank's input: small integers, so that inputs, sums and products are exact in every dtype."""
         low = {"uint8": 0, "bool": 0}.get(dtype, -3)
         return self.np.random.default_rng([seed, rank]).integers(low, 2 if dtype == "bool" else 3, shape)
 
-    def reduced(self, everybodys, dtype, op, factors):
+    def reduced(self, inputs, dtype, op, factors):
         np = self.np
         whole = dtype in INTEGERS
-        scaled = [np.trunc(one * factors[0]) if whole else one * factors[0] for one in everybodys]
+        scaled = [np.trunc(one * factors[0]) if whole else one * factors[0] for one in inputs]
         fold = {"Min": np.minimum.reduce, "Max": np.maximum.reduce, "Product": np.multiply.reduce}.get(
             op, np.add.reduce
         )
         result = fold(scaled) * (factors[1] / self.size if op == "Average" else factors[1])
         if not whole:
             return result
-        # The nearest double may be a little less than the quotient.
+        # The double may be slightly smaller than the exact quotient, so it is nudged before it is truncated.
         result = np.trunc(result + np.copysign(1e-9, result)).astype(np.int64)
         return result.astype(dtype).astype(np.int64)
 
@@ -151,9 +151,9 @@ class Sweep:
         shapes = [(2, 3, 2)[:dim], (4, 1, 3)[:dim], (3, 2, 2)[:dim]] if form == "group" else [(3, 2, 4)[:dim]]
         if collective == "reducescatter":
             shapes = [(2 * self.size + 1, *shape[1:]) for shape in shapes]
-        own_rows = collective in ("allgather", "alltoall")
+        has_uneven_rows = collective in ("allgather", "alltoall")
 
-        def given(rank):
+        def inputs_of(rank):
             rows = [(rank + 1, *shape[1:]) if collective == "allgather" else shape for shape in shapes]
             if collective == "alltoall":
                 rows = [(sum(sent(rank)), *shape[1:]) for shape in shapes]
@@ -162,7 +162,7 @@ class Sweep:
         def sent(rank):
             return [(rank + 2 * to) % 3 for to in range(self.size)]
 
-        everybodys = [given(rank) for rank in range(self.size)]
+        inputs = [inputs_of(rank) for rank in range(self.size)]
         if op is not None:
             options["op"] = getattr(framework.hvd, op)
             options["prescale_factor"], options["postscale_factor"] = factors
@@ -170,12 +170,12 @@ class Sweep:
             options["root_rank"] = number % self.size
         if collective == "alltoall":
             options["splits"] = sent(self.rank)
-        tensors = [framework.make(array, dtype) for array in everybodys[self.rank]]
+        tensors = [framework.make(array, dtype) for array in inputs[self.rank]]
         kind = tensors[0].dtype
         results = framework.call(collective, form, tensors, **options)
         assert len(results) == len(tensors)
         for at, result in enumerate(results):
-            arrays = [one[at] for one in everybodys]
+            arrays = [one[at] for one in inputs]
             if collective == "broadcast":
                 expected = arrays[options["root_rank"]]
             elif collective == "allgather":
@@ -195,16 +195,16 @@ class Sweep:
             got = framework.array(result)
             assert result.dtype == kind, (result.dtype, kind)
             assert got.shape == expected.shape, (got.shape, expected.shape)
-            # Averages of three do not end; everything else is exact.
+            # Averages over three ranks are inexact; everything else is exact.
             slack = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-6, "float64": 1e-14}.get(dtype, 0)
             slack *= op == "Average" and self.size == 3
             assert (abs(got - expected) <= slack * abs(expected)).all(), (got, expected)
-        if not own_rows and form != "in place":
+        if not has_uneven_rows and form != "in place":
             kept = framework.array(tensors[0])
-            assert (kept == everybodys[self.rank][0]).all(), "an input has changed"
+            assert (kept == inputs[self.rank][0]).all(), "the collective has changed its input"
 
     def run(self, every):
-        """Checks each `every`-th case; returns how many."""
+        """Checks every `every`-th case; returns how many were checked."""
         count = 0
         for number, case in enumerate(cases()):
             if number % every == 0 and self.framework.has(case[0], case[3]):
@@ -242,7 +242,7 @@ def run(job, size, every, timeout):
 def test_a_sample(job):
     if importlib.util.find_spec(job.partition(" ")[0]) is None:
         pytest.skip(f"{job} is not installed")
-    # A prime, so that all choices occur.
+    # Every 29th case: the step is prime, so that the sample contains every choice.
     run(job, 2, 29, 100)
 
 
@@ -250,4 +250,4 @@ if __name__ == "__main__":
     for job, size in itertools.product(JOBS, map(int, sys.argv[1:] or (2, 3, 4))):
         start = time.monotonic()
         count = run(job, size, 1, 600)
-        print(f"{job}, {size} ranks: {count} cases are right, {time.monotonic() - start:.0f} s", flush=True)
+        print(f"{job}, {size} ranks: {count} cases pass, {time.monotonic() - start:.0f} s", flush=True)

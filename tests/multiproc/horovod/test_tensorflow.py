@@ -1,7 +1,6 @@
-"""Collectives of `horovod.tensorflow` on real ranks: values, types, errors, gradients, nodes, names, joins, process sets and
-sparse tensors.
+"""Collectives of `horovod.tensorflow`: values, errors, gradients, graphs, names, joins, process sets, sparse tensors.
 
-The long form: ``python tests/multiproc/horovod/test_tensorflow.py`` runs it on 2, 3 and 4 ranks.
+``python tests/multiproc/horovod/test_tensorflow.py`` runs the checks on 2, 3 and 4 ranks.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ def moving():
 def graphs():
     tf, hvd, rank, size = start("tensorflow")
 
-    # Every rank builds them in an order of its own.
+    # Each rank adds the operations to its graph in a different order.
     @tf.function
     def shuffled(x):
         results = {}
@@ -146,16 +145,17 @@ def graphs():
     @tf.function
     def scoped(x):
         with tf.name_scope(f"scope_of_rank_{rank}"):
-            everybodys = hvd.allgather(x, name="gathered", ignore_name_scope=True)
+            gathered_ranks = hvd.allgather(x, name="gathered", ignore_name_scope=True)
             reduced = hvd.allreduce(x, op=hvd.Sum, name="reduced", ignore_name_scope=True)
-            return everybodys, reduced, hvd.broadcast(x, 0, name="sent", ignore_name_scope=True)
+            return gathered_ranks, reduced, hvd.broadcast(x, 0, name="sent", ignore_name_scope=True)
 
-    everybodys, reduced, sent = scoped(tf.constant([rank]))
-    assert everybodys.numpy().tolist() == list(range(size))
+    gathered_ranks, reduced, sent = scoped(tf.constant([rank]))
+    assert gathered_ranks.numpy().tolist() == list(range(size))
     assert reduced.numpy().tolist() == [sum(range(size))]
     assert sent.numpy().tolist() == [0]
 
-    # A result that nobody uses is a call nevertheless; constants are not computed beforehand; rows are known late.
+    # A collective whose result is unused still runs; one on a constant is not folded when the graph is optimized; the
+    # number of gathered rows is unknown in the graph.
     @tf.function
     def unused(x):
         if rank == 0:
@@ -206,7 +206,7 @@ def gradients():
             return tape.gradient(loss, x)
 
         eager = compute(x).numpy()
-        # To trace takes long.
+        # Only some cases are traced, because tracing is slow.
         assert not graph or (tf.function(compute)(x).numpy() == eager).all()
         return eager
 
@@ -219,13 +219,13 @@ def gradients():
     assert (scaled == 2 * size).all()
     grouped = gradient(lambda x: tf.add_n(hvd.grouped_allreduce([x, x], op=hvd.Sum, name="g.grouped")), x)
     assert (grouped == 2 * size).all()
-    # The average of the gradients, and of it this rank's rows.
+    # The gradient of an all-gather: this rank's rows of the averaged gradients.
     rows = tf.ones([rank + 1, 1])
-    everybody = tf.range(float(sum(range(1, size + 1))))[:, None]
+    upstream = tf.range(float(sum(range(1, size + 1))))[:, None]
     start_row = sum(range(1, rank + 1))
-    got = gradient(lambda x: hvd.allgather(x, name="g.gathered"), rows, everybody, graph=True)
+    got = gradient(lambda x: hvd.allgather(x, name="g.gathered"), rows, upstream, graph=True)
     assert got[:, 0].tolist() == [float(start_row + i) for i in range(rank + 1)]
-    got = gradient(lambda x: hvd.grouped_allgather([x, 2.0 * x], name="g.gathered2")[1], rows, everybody)
+    got = gradient(lambda x: hvd.grouped_allgather([x, 2.0 * x], name="g.gathered2")[1], rows, upstream)
     assert got[:, 0].tolist() == [2.0 * (start_row + i) for i in range(rank + 1)]
     got = gradient(lambda x: hvd.broadcast(x, 0, name="g.sent"), x, mine, graph=True)
     assert abs(got - (ranks / size if rank == 0 else 0.0)).max() < 1e-6
@@ -240,7 +240,7 @@ def gradients():
 
 
 def duplicates():
-    """Two threads call a name at once: one of them is refused, whichever comes second, and the other one's call goes on."""
+    """Two threads call the same name at once: the second call raises, and the first one completes."""
     tf, hvd, rank, size = start("tensorflow")
     if size == 1:
         return
@@ -263,7 +263,7 @@ def duplicates():
             for _ in range(2):
                 threading.Thread(target=attempt, daemon=True).start()
             assert "with the same name as another tensor that is currently being processed" in outcomes.get(timeout=60)
-            # The others answer from here on.
+            # The other ranks make their call only after this broadcast.
             hvd.broadcast(x, 0, name="answer")
         else:
             hvd.broadcast(x, 0, name="answer")
@@ -307,7 +307,7 @@ def mismatches():
         return hvd.allreduce(other if last else x, name="in_a_graph")
 
     raises(failed, "Mismatched ALLREDUCE tensor shapes", in_a_graph)
-    # The names are free again, and the world is usable.
+    # The names can be used again, and the session is usable.
     assert float(hvd.allreduce(tf.constant(1.0), op=hvd.Sum, name="same")) == size
 
 
@@ -360,7 +360,7 @@ def process_sets():
         raises(invalid, "Invalid process set id for this rank", lambda: hvd.reducescatter(x, process_set=own))
     assert int(hvd.process_set_included_op(own.process_set_id)) == int(rank != 1)
     assert int(hvd.size_op(own.process_set_id)) == size - 1
-    # A tape of a set leaves other ranks alone.
+    # On ranks outside the process set, a tape returns their own gradients.
     variable = tf.Variable([float(rank)])
     with hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum, process_set=own) as tape:
         y = tf.reduce_sum(variable * 2.0)
@@ -384,13 +384,13 @@ def joins():
             raises(failed, "Reducescatter is not supported with Join", lambda x=x: hvd.reducescatter(x))
             last = hvd.join()
         assert last.dtype == tf.int32
-        everybodys = hvd.allgather(tf.reshape(last, [1])).numpy().tolist()
-        assert len(set(everybodys)) == 1
-        assert size == 1 or everybodys[0] != first
+        gathered_ranks = hvd.allgather(tf.reshape(last, [1])).numpy().tolist()
+        assert len(set(gathered_ranks)) == 1
+        assert size == 1 or gathered_ranks[0] != first
 
 
 def kernels_for_gpus():
-    """What the core exchanges in the host's memory only is the host's on GPUs, too."""
+    """Tensors that the core exchanges in host memory only are host-memory arguments of the GPU kernels."""
     start("tensorflow")
     from tensorflow.python.framework import kernels
 
@@ -416,7 +416,7 @@ PARTS = (reductions, moving, graphs, gradients, duplicates, mismatches, sparse, 
 
 
 def all_parts():
-    """All in one job, since ranks take long to start."""
+    """Runs all parts in one job, because ranks take long to start."""
     for part in PARTS:
         part()
 
@@ -430,4 +430,4 @@ def test_collectives():
 if __name__ == "__main__":
     for ranks in (2, 3, 4):
         run_ranks(all_parts, ranks, env=ENV, timeout=400)
-        print(f"{ranks} ranks: all well")
+        print(f"{ranks} ranks: all checks pass")

@@ -1,6 +1,6 @@
-"""Training with `horovod.tensorflow` on real ranks: variables, objects, tapes, and the optimizers of TensorFlow 1.
+"""Training with `horovod.tensorflow`: variables, objects, tapes, batch normalization, and optimizers of TensorFlow 1.
 
-The long form: ``python tests/multiproc/horovod/test_tensorflow_training.py`` runs it on 2, 3 and 4 ranks.
+``python tests/multiproc/horovod/test_tensorflow_training.py`` runs the checks on 2, 3 and 4 ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def variables_and_objects():
     kept = big[0].read_value()
     values = hvd.broadcast_(big, size - 1)
     assert float(values[0][0]) == float(big[0][0]) == size - 1
-    # Who has read it before keeps what was read.
+    # A value that was read before the broadcast does not change.
     assert float(kept[0]) == rank
     big[1].assign(tf.fill([3], rank + size - 1))
     hvd.broadcast_variables(big, 0, inplace=True)
@@ -99,10 +99,10 @@ def tapes():
     y = loss(tape)
     assert tape.gradient(y, variables[0], use_generic_names=True).numpy().tolist() == [average * size] * 2
     tape.register_local_source(variables[1])
-    local, everybodys = tape.get_local_and_global_gradients(y, variables[:2])
+    local, reduced_pairs = tape.get_local_and_global_gradients(y, variables[:2])
     assert local[0][0] is variables[1]
     assert abs(local[0][1] - (rank + 1) / size).numpy().max() < 1e-6
-    assert everybodys[0][1].numpy().tolist() == [average * size] * 2
+    assert reduced_pairs[0][1].numpy().tolist() == [average * size] * 2
     if size > 1:
         with pytest.warns(DeprecationWarning, match="groups"):
             hvd.DistributedGradientTape(tf.GradientTape(), num_groups=2)
@@ -196,7 +196,7 @@ def optimizers_of_tensorflow1():
     if size & (size - 1) == 0:
         for graph in (True, False):
             with tf.Graph().as_default() if graph else tf.init_scope():
-                # Orthogonal steps add up.
+                # Adasum sums orthogonal steps.
                 variable = (
                     v1.get_variable(f"adasum{graph}", initializer=[0.0] * size, use_resource=True)
                     if graph
@@ -227,7 +227,7 @@ def batch_normalization():
     plain = tf.keras.layers.BatchNormalization(axis=-1, momentum=0.5)
     assert layer.name.startswith("sync_batch_normalization")
     assert isinstance(layer, tf.keras.layers.BatchNormalization)
-    # Several in one model.
+    # Two layers in one model.
     inputs = tf.keras.Input((4,))
     model = tf.keras.Model(inputs, hvd.SyncBatchNormalization()(hvd.SyncBatchNormalization()(inputs)))
     model(mine, training=True)
@@ -253,7 +253,7 @@ def batch_normalization():
 
 
 def late_gradients():
-    """A gradient that is not there in the first pass is in the sum from when it first comes."""
+    """With local aggregation, a gradient that is None in the first pass is summed from the pass that has it."""
     tf, *_ = start("tensorflow")
     from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
 
@@ -262,7 +262,7 @@ def late_gradients():
     helper = LocalGradientAggregationHelper(2, lambda gradients, variables: gradients)
     assert [value is None for value in helper.compute_gradients([one, None], variables)] == [False, True]
     assert [value.numpy().tolist() for value in helper.compute_gradients([one, one], variables)] == [[2.0], [1.0]]
-    # What is traced stays as it is.
+    # A traced function cannot add a gradient later.
     helper = LocalGradientAggregationHelper(2, lambda gradients, variables: gradients)
     call = tf.function(helper.compute_gradients)
     call([one, None], variables)
@@ -270,7 +270,7 @@ def late_gradients():
 
 
 def other_gradients():
-    """Of ranks whose steps lack a gradient, or all, all ranks are told, by name and at once."""
+    """One rank lacks one gradient, or all: all ranks raise, and the error names the rank and the variable."""
     tf, hvd, rank, size = start("tensorflow")
     if size == 1:
         return
@@ -298,7 +298,7 @@ PARTS = (variables_and_objects, tapes, optimizers_of_tensorflow1, batch_normaliz
 
 
 def all_parts():
-    """All in one job, since ranks take long to start."""
+    """Runs all parts in one job, because ranks take long to start."""
     for part in PARTS:
         part()
 
@@ -312,4 +312,4 @@ def test_training():
 if __name__ == "__main__":
     for ranks in (2, 3, 4):
         run_ranks(all_parts, ranks, env=ENV, timeout=400)
-        print(f"{ranks} ranks: all well")
+        print(f"{ranks} ranks: all checks pass")

@@ -1,4 +1,4 @@
-"""Collectives of `horovod.torch` on real ranks: values, types, errors, gradients, handles, names and joins."""
+"""Collectives of `horovod.torch`: values, dtypes, errors, gradients, handles, names and joins."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def reductions():
             assert torch.equal(average, expected), (dtype, average, expected)
             assert hvd.allreduce_(x, op=hvd.Sum) is x
             assert torch.equal(x, got)
-    # Factors: floats in their own type, integers in float64, truncated toward zero once.
+    # Scale factors: floats are scaled in their dtype; integers in float64, truncated toward zero once.
     x = torch.arange(6.0) + rank
     sums = sum(torch.arange(6.0) + other for other in range(size))
     assert torch.allclose(hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0), sums * 1.5)
@@ -54,13 +54,13 @@ def reductions():
         int(7 * total * (3.0 / size)),
         -int(7 * total * (3.0 / size)),
     ]
-    # What is not contiguous, and complex values.
+    # Non-contiguous tensors and complex values.
     matrix = (torch.arange(6.0).reshape(2, 3) + rank).t()
     assert torch.equal(hvd.allreduce(matrix, op=hvd.Sum), sums.reshape(2, 3).t())
     hvd.allreduce_(matrix, op=hvd.Sum)
     assert torch.equal(matrix, sums.reshape(2, 3).t())
     assert hvd.allreduce(torch.tensor([1 + 2j]), op=hvd.Sum).tolist() == [(1 + 2j) * size]
-    # Groups: all or nothing, of different types and shapes.
+    # Groups of tensors with different dtypes and shapes.
     group = [torch.full((3,), rank + 1.0), torch.tensor(rank + 1), torch.ones(0), torch.full((2, 2), rank + 1).half()]
     got = hvd.grouped_allreduce(group, op=hvd.Sum)
     assert isinstance(got, list)
@@ -71,7 +71,7 @@ def reductions():
     assert hvd.grouped_allreduce_(group, op=hvd.Sum)[0] is group[0]
     # Compression.
     assert hvd.allreduce(torch.ones(3), compression=hvd.Compression.fp16).dtype == torch.float32
-    # The old argument.
+    # The deprecated argument `average`.
     with pytest.warns(DeprecationWarning, match="average"):
         assert hvd.allreduce(torch.ones(1), average=False).item() == size
     raises(ValueError, "supersedes average", lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum))
@@ -115,10 +115,10 @@ def moving():
     x = torch.full((3,), float(rank))
     assert hvd.broadcast_(x, 0) is x
     assert x.tolist() == [0.0] * 3
-    # Scalars have no rows.
+    # Scalars have no first dimension.
     raises(ValueError, "rank-zero tensor", lambda: hvd.allgather(torch.tensor(1.0)))
     raises(ValueError, "does not support scalar inputs", lambda: hvd.reducescatter(torch.tensor(1.0)))
-    # All-to-all: equal parts, splits, rows that go nowhere.
+    # All-to-all: equal parts, explicit splits, and a last row that no split covers.
     mine = torch.arange(2 * size) + 100 * rank
     assert hvd.alltoall(mine).tolist() == [100 * other + 2 * rank + at for other in range(size) for at in range(2)]
     splits = [other + 1 for other in range(size)]
@@ -139,11 +139,11 @@ def moving():
     raises(ValueError, "does not equal number of workers", lambda: hvd.alltoall(torch.ones(9), splits=[1] * (size + 1)))
     raises(ValueError, "32-bit integer", lambda: hvd.alltoall(torch.ones(9), splits=torch.ones(size)))
     raises(ValueError, "1D splits", lambda: hvd.alltoall(torch.ones(9), splits=torch.ones(1, size, dtype=torch.int32)))
-    # A rank that is refused does not use up a name.
+    # A call that fails its argument check on rank 0 alone does not advance the counter of automatic names.
     if rank == 0:
         raises(ValueError, "number of workers", lambda: hvd.alltoall(torch.ones(9), splits=[1] * (size + 1)))
     hvd.alltoall(torch.ones(size))
-    # Reduce-scatter: the first ranks get the rest.
+    # Reduce-scatter: the first ranks get one of the remaining rows each.
     for height in [0, 1, size, 2 * size + 1]:
         mine = torch.arange(height * 3.0).reshape(height, 3) + rank
         rows = [height // size + (other < height % size) for other in range(size)]
@@ -164,7 +164,7 @@ def moving():
 
 def handles_and_names():
     torch, hvd, rank, size = start("torch")
-    # In any order; results follow the names.
+    # Named calls in a different order on each rank; results are matched by name.
     names = [f"t{at}" for at in range(40)]
     random.Random(rank).shuffle(names)
     handles = {name: hvd.allreduce_async(torch.tensor([float(name[1:])]), op=hvd.Sum, name=name) for name in names}
@@ -172,7 +172,7 @@ def handles_and_names():
         assert hvd.synchronize(handle).item() == float(name[1:]) * size
     assert hvd.synchronize(handles["t0"]) is None
     raises(ValueError, "was not created or has been cleared", lambda: hvd.poll(handles["t0"]))
-    # The same name while it is under way.
+    # A second call with a name whose first call is still pending.
     for call in [
         lambda: hvd.allreduce_async(torch.ones(2), name="twice"),
         lambda: hvd.allgather_async(torch.ones(2), name="twice"),
@@ -191,14 +191,14 @@ def handles_and_names():
             hvd.barrier()
             handle = call()
         hvd.synchronize(handle)
-    # A handle that nobody waits for.
+    # A handle that is never synchronized.
     hvd.allreduce_async(torch.ones(3), name="dropped")
     hvd.mpi_ops._handle_map.clear()
     handle = hvd.allreduce_async(torch.ones(1), name="poll")
     while not hvd.poll(handle):
         time.sleep(0.001)
     hvd.synchronize(handle)
-    # Mismatches: on every rank, with who sent what; the name is free again.
+    # Mismatches raise on every rank and name the ranks; afterwards the name can be used again.
     odd = rank == size - 1 and size > 1
     for text, call in [
         (
@@ -264,7 +264,7 @@ def gradients():
 def joins():
     torch, hvd, rank, size = start("torch")
     for first in range(size):
-        # Unnamed calls, fewer of them on the rank that joins first.
+        # Calls without names; the rank that joins first makes none of them.
         if rank != first:
             for _ in range(3):
                 assert torch.allclose(hvd.allreduce(torch.full((4,), 2.0)), torch.full((4,), 2.0 * (size - 1) / size))
@@ -283,7 +283,7 @@ def joins():
         last = hvd.join()
         assert hvd.allgather(torch.tensor([last])).tolist() == [last] * size
         assert last != first or size == 1
-    # The current device, which may be nobody's choice, is told apart from one that the script has named.
+    # `join` submits whether its device is the current one (the default) or one that the script has passed.
     from horovod.torch import mpi_ops
 
     with (
@@ -294,7 +294,7 @@ def joins():
         hvd.join()
         hvd.join(1)
     assert [call.args[1:] for call in submit.call_args_list] == [(-1, 0), (1, 0)]
-    # All is as before.
+    # Collectives work as before.
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
     hvd.barrier()
 
@@ -303,7 +303,7 @@ PARTS = (reductions, moving, handles_and_names, gradients, joins)  # fmt: skip
 
 
 def all_parts():
-    """All in one job, since ranks take long to start."""
+    """Runs all parts in one job, because ranks take long to start."""
     for part in PARTS:
         part()
 

@@ -1,4 +1,4 @@
-"""`horovod.torch.DistributedOptimizer` on real ranks, and steps in which ranks have different gradients."""
+"""`horovod.torch.DistributedOptimizer` compared with one process, and steps in which ranks have different gradients."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def optimizers():
             optimizer, net.named_parameters(), gradient_predivide_factor=float(size)
         )
     )
-    # Passes that are summed.
+    # Gradients are summed over two backward passes.
     net = model()
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters(), backward_passes_per_step=2
@@ -80,7 +80,7 @@ def optimizers():
         (alone(torch.ones(1, 4) * (other + 1)).sum() * 2 / size).backward()
     assert torch.allclose(net[0].bias.grad, alone[0].bias.grad)
     assert torch.allclose(net[0].weight.grad, alone[0].weight.grad)
-    # Parameters that come later, and frozen ones in a group.
+    # A parameter group that is added later, and a frozen parameter in a group.
     net = model()
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD([net[0].weight, net[0].bias], lr=1.0, weight_decay=0.1), groups=1
@@ -113,7 +113,7 @@ def optimizers():
         ("groups should be a non-negative integer", {"groups": -1}),
     ]:
         raises(ValueError, text, lambda kwargs=kwargs: hvd.DistributedOptimizer(sgd, **kwargs))
-    # Adasum of the same step on all ranks is that step.
+    # Adasum of equal steps on all ranks equals that step.
     if size & (size - 1) == 0:
         net, alone = model(), model()
         optimizer = hvd.DistributedOptimizer(
@@ -124,7 +124,7 @@ def optimizers():
             module(torch.ones(2, 4)).sum().backward()
             one.step()
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(net.parameters(), alone.parameters(), strict=True))
-        # Steps in orthogonal directions add up, which takes the other ranks.
+        # Steps in orthogonal directions are summed, so the result contains the steps of all ranks.
         weight = torch.nn.Parameter(torch.zeros(size))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.5), [("orthogonal", weight)], op=hvd.Adasum)
         (weight[rank] * (rank + 1.0)).backward()
@@ -141,7 +141,7 @@ def optimizers():
             table(torch.tensor([1, 3])).sum().backward()
         optimizer.step()
         assert torch.allclose(table.weight[:, 0], torch.tensor([0.0, -1.0, 0.0, -1.0]) / size)
-    # State.
+    # Broadcast of optimizer state.
     for make in [torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad]:
         net = model(rank)
         optimizer = make(net.parameters(), lr=0.1 * (rank + 1))
@@ -160,7 +160,7 @@ def optimizers():
         lambda: hvd.broadcast_optimizer_state(torch.optim.LBFGS(net.parameters()), 0),
     )
     raises(ValueError, "invalid params of type", lambda: hvd.broadcast_parameters(3, 0))
-    # Batch normalisation over batches of different sizes.
+    # SyncBatchNorm over batches of different sizes.
     heights = [other + 2 for other in range(size)]
     whole = torch.randn(sum(heights), 3, 2, generator=torch.Generator().manual_seed(1))
     mine = whole[sum(heights[:rank]) : sum(heights[: rank + 1])].clone().requires_grad_()
@@ -176,12 +176,12 @@ def optimizers():
 
 
 def other_gradients():
-    """Of a rank that has frozen another parameter all ranks are told, by name and at once."""
+    """One rank has frozen a parameter that the others have not: all ranks raise, and the error names both."""
     torch, hvd, rank, size = start("torch")
     if size == 1:
         return
     others = "rank 0 has" if size == 2 else f"ranks {'0, 1' if size == 3 else '0-2'} have"
-    # By plan, and by name.
+    # Reduced by plan, and (with a predivide factor) by name.
     for number, factor in enumerate((1.0, 2.0)):
         net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
         named = [(f"{number}.{name}", parameter) for name, parameter in net.named_parameters()]
@@ -199,7 +199,7 @@ def other_gradients():
         raises(
             hvd.HorovodInternalError,
             rf"ranks disagree: rank {size - 1} has no gradient of `{number}.1.bias`, {others} one",
-            # Who has all gradients takes its step, and hears of it at the next one.
+            # A rank with all gradients may complete its step, and raises in the next one.
             lambda step=step: [step() for _ in range(2)],
         )
         net[1].bias.requires_grad_(True)
@@ -210,7 +210,7 @@ PARTS = (optimizers, other_gradients)  # fmt: skip
 
 
 def all_parts():
-    """All in one job, since ranks take long to start."""
+    """Runs all parts in one job, because ranks take long to start."""
     for part in PARTS:
         part()
 

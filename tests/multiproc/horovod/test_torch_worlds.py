@@ -1,4 +1,4 @@
-"""Worlds of `horovod.torch` on real ranks: process sets, `init` and `shutdown`, and settings that a world begins with."""
+"""Sessions of `horovod.torch`: process sets, `init` and `shutdown`, autotuning, fusion and stall checks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def process_sets():
         return
     even = hvd.add_process_set(range(0, size, 2))
     members = [0, 1] if size > 2 else [1]
-    pair = hvd.add_process_set(hvd.ProcessSet(members[::-1]))  # overlaps
+    pair = hvd.add_process_set(hvd.ProcessSet(members[::-1]))  # overlaps with `even` if there are more than two ranks
     assert (even.process_set_id, pair.process_set_id) == (1, 2)
     raises(ValueError, "rank 0 adds.*rank 1 adds", lambda: hvd.add_process_set([0] if rank == 0 else [1]))
     for one in [even, pair]:
@@ -60,7 +60,7 @@ def process_sets():
                 lambda one=one: hvd.allreduce(torch.ones(1), process_set=one),
             )
             raises(ValueError, "not part of provided process set", one.rank)
-    # Names that the engine gives stay in step although some ranks made fewer calls.
+    # Automatic names on all ranks still match, although some ranks made fewer calls.
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
     assert hvd.remove_process_set(even)
     assert even.process_set_id is None
@@ -68,7 +68,7 @@ def process_sets():
     again = hvd.add_process_set([size - 1] if size > 2 else [0])
     assert again.process_set_id == 1
     assert hvd.mpi_ops._basics._get_process_set_ids_and_ranks() == {0: list(range(size)), 1: again.ranks, 2: members}
-    # The world ends, and another begins.
+    # After shutdown a new session starts.
     hvd.shutdown()
     raises(ValueError, "has not been initialized; use hvd.init", hvd.rank)
     raises(hvd.HorovodInternalError, "has not been initialized; use hvd.init", lambda: hvd.allreduce(torch.ones(1)))
@@ -87,7 +87,7 @@ def process_sets():
 
 
 def life():
-    """Without a session, and worlds of some ranks."""
+    """Errors without a session, and sessions of a part of the ranks."""
     torch, hvd, rank, size = start("torch")
     if size > 1:
         raises(ValueError, "received invalid root rank", lambda: hvd.broadcast(torch.ones(1), size))
@@ -106,7 +106,7 @@ def life():
     for ask in (hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size, hvd.is_homogeneous):
         raises(ValueError, text, ask)
     raises(ValueError, "Invalid type of argument comm", lambda: hvd.init(comm="everybody"))
-    # A part of the job, in an order of its own; the others are alone.
+    # A session of some ranks in reverse order; the remaining rank has a session of its own.
     part = list(range(size))[: max(size - 1, 1)][::-1]
     hvd.init(comm=part)
     assert hvd.size() == (len(part) if rank in part else 1)
@@ -120,7 +120,7 @@ def life():
 
 
 def tuning():
-    """Sizes are tried, and the log has the original's columns."""
+    """Autotuning samples fusion thresholds and logs them with the original's columns."""
     torch, hvd, rank, _ = start("torch")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.csv"
@@ -144,7 +144,10 @@ def tuning():
 
 
 def fusion():
-    """Small tensors that are ready together run together; where that is switched off, only those of one call do."""
+    """Small tensors that are ready at the same time are fused.
+
+    With `HOROVOD_DISABLE_GROUP_FUSION` only the tensors of one grouped call are fused.
+    """
     torch, hvd, rank, size = start("torch")
     if size == 1:
         return
@@ -155,7 +158,7 @@ def fusion():
         ):
             path = Path(folder) / "timeline.json"
             hvd.start_timeline(str(path))
-            # The last rank's calls make all of them ready.
+            # The last rank calls later, so that all tensors become ready at once.
             time.sleep(0.1 if rank == size - 1 else 0)
             ones = [hvd.allreduce_async(torch.full((8,), float(at)), name=f"one{at}", op=hvd.Sum) for at in range(40)]
             pairs = [
@@ -178,21 +181,21 @@ def fusion():
 
 
 def stalls():
-    """A rank is late for longer than the limit: rank 0 says who, and everything that waits ends."""
+    """A rank is late for longer than the stall timeout: rank 0 reports it, and all pending operations fail."""
     torch, hvd, rank, size = start("torch")
     if size == 1:
         return
-    # An end before the first warning is none.
-    with standard_error() as said, another_world(hvd, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="1"):
+    # A shutdown time below the warning time is ignored with a warning.
+    with standard_error() as stderr, another_world(hvd, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="1"):
         if rank == 0:
             time.sleep(2)
         hvd.allreduce(torch.ones(2), name="later")
-        assert "`SMD_STALL_SHUTDOWN_SECONDS` is 1, less than `SMD_STALL_WARNING_SECONDS`" in said()
+        assert "`SMD_STALL_SHUTDOWN_SECONDS` is 1, less than `SMD_STALL_WARNING_SECONDS`" in stderr()
     limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
     ended = Path(hvd.broadcast_object(tempfile.mktemp()))
-    with another_world(hvd, **limits), standard_error() as said:
+    with another_world(hvd, **limits), standard_error() as stderr:
         if rank == size - 1:
-            # As late as it can be: until the others have been told.
+            # Stays away until the others' operations have failed.
             deadline = time.monotonic() + 60
             while not ended.exists() and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -205,7 +208,7 @@ def stalls():
         if rank == 0:
             ended.touch()
             late = ", ".join(f"allreduce.late{at}" for at in range(6)) + " ..."
-            text = said()
+            text = stderr()
             assert "more than 1 seconds" in text, text
             assert f"Missing ranks:\n{size - 1}: [{late}]" in text, text
             assert "Will shutdown.\n" in text, text
@@ -218,7 +221,7 @@ PARTS = (process_sets, life, tuning, fusion, stalls)  # fmt: skip
 
 
 def all_parts():
-    """All in one job, since ranks take long to start."""
+    """Runs all parts in one job, because ranks take long to start."""
     for part in PARTS:
         part()
 

@@ -1,4 +1,7 @@
-"""Saves and restores of TensorFlow's side: names stay in their folder, and whatever fails on one rank is the same error on all of them, soon."""
+"""Failing saves and restores: the same error on all ranks within seconds, and the existing checkpoints stay unchanged.
+
+Checkpoint names that lead outside the folder are rejected.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
     pytest.mark.timeout(240),
 ]
-#: How long a rank may wait before it knows of another one's failure.
+#: Within this time all ranks must raise the error of a failing rank.
 _SOON_SECONDS = 10.0
 _UNITS = 192
 
@@ -47,7 +50,7 @@ def _job():
 
 
 def _error(smp, call, kind=None):
-    """The text of what a call raises, which is the same on all ranks, and comes soon."""
+    """Returns the text of the error that `call` raises; asserts that it is prompt and equal on all ranks."""
     from smdistributed.modelparallel.exceptions import SMPCheckpointError
 
     start = time.monotonic()
@@ -60,7 +63,7 @@ def _error(smp, call, kind=None):
     return texts[0]
 
 
-def _picture(folder):
+def _contents(folder):
     return {
         str(path.relative_to(folder)): path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()
     }
@@ -82,28 +85,29 @@ def _safety(folder):
         manager = smp.CheckpointManager(checkpoint, str(root), format=form)
         older = manager.save(checkpoint_number=1)
         smp.barrier()
-        before = _picture(root)
+        before = _contents(root)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         for victim in range(2):
             if smp.rank() == victim:
+                # Writes beyond 16 KiB fail, as on a full disk.
                 resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, limits[1]))
             text = _error(smp, lambda manager=manager: manager.save(checkpoint_number=1))
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             assert f"rank {victim}: " in text, text
-            assert _picture(root) == before, f"{form}: something was changed, or is left"
+            assert _contents(root) == before, f"{form}: the failed save has changed or left files"
             assert not list(root.glob(".*")), os.listdir(root)
             smp.barrier()
-        # With room, it is saved, and is the latest; then a file of the second rank is damaged.
+        # Without the limit the save succeeds. Then a file that rank 1 reads is damaged.
         path = manager.save(checkpoint_number=2)
         smp.barrier()
         if smp.rank() == 0:
-            _harm(root, form)
+            _corrupt(root, form)
         smp.barrier()
         text = _error(smp, lambda manager=manager, path=path: manager.restore(path))
         assert "rank 1: " in text, text
         assert manager.restore(older) == older
         smp.barrier()
-    # A folder of the user's has the name of a checkpoint.
+    # A folder with a user's file has the name of a checkpoint.
     if smp.rank() == 0:
         Path(folder, "sharded/ckpt-7").mkdir()
         Path(folder, "sharded/ckpt-7/photo").write_text("mine")
@@ -114,8 +118,8 @@ def _safety(folder):
     return sorted(os.listdir(folder))
 
 
-def _harm(root, form):
-    """Damages what only rank 1 reads."""
+def _corrupt(root, form):
+    """Flips a bit in a file that only rank 1 reads."""
     if form == "sharded":
         file = max(root.glob("ckpt-2/rank-00001-*.safetensors"), key=lambda each: each.stat().st_size)
     else:

@@ -1,4 +1,4 @@
-"""`fit`, `evaluate` and `predict` of a model on several partitions do what they do in one process."""
+"""`fit`, `evaluate` and `predict` with a model on two partitions give the results of one process."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ pytestmark = [
 ]
 
 
-def _everything(folder, names):
+def _compare_fits(folder, names):
     import tensorflow as tf
 
     from support import keras_fits
 
     tf.keras.backend.set_floatx("float64")
-    _fed()
+    _check_inputs()
     return [keras_fits.compare(name, Path(folder)) for name in names]
 
 
 def _line(base):
-    """A class of models of two layers that give what they get."""
+    """Returns a model class of two `Dense(1)` layers that start as the identity."""
     import tensorflow as tf
 
     class Line(base):
@@ -60,8 +60,11 @@ def _rows():
     return np.linspace(-1, 1, 20)[:, None]
 
 
-def _fed():
-    """Arrays that each rank shuffles in an order of its own, and generators that differ; also without graphs of Keras'."""
+def _check_inputs():
+    """`fit` with arrays that each rank shuffles differently, and with different generators: rank 0's batches are used.
+
+    The second `fit` runs eagerly.
+    """
     import numpy as np
     import tensorflow as tf
 
@@ -76,7 +79,7 @@ def _fed():
 
     def batches():
         for _ in range(40):
-            # What the second rank has is of no use.
+            # Rank 1's batches are zeros and must be ignored.
             yield x[:10] * (1 - smp.rank()), 5 * x[:10] * (1 - smp.rank())
 
     model.compile(tf.keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
@@ -84,8 +87,8 @@ def _fed():
     np.testing.assert_allclose(model.predict(x, verbose=0), 5 * x, atol=0.2)
 
 
-def _refused():
-    """What errors say; and a `train_step` of one's own."""
+def _errors():
+    """Collects the errors of invalid calls; also trains with a custom `train_step`."""
     import numpy as np
     import tensorflow as tf
 
@@ -153,7 +156,7 @@ def _refused():
 
 
 def _adds_epsilon():
-    """Before 3.13, Keras adds 1e-7 to the number of unmasked elements that a loss is divided by."""
+    """Returns whether Keras adds 1e-7 to the number of unmasked elements that a loss is divided by (before 3.13)."""
     version = importlib.metadata.version("keras").split(".")
     return tuple(map(int, version[:2])) < (3, 13)
 
@@ -169,7 +172,7 @@ def _adds_epsilon():
 def test_models_learn_as_in_one_process(keras, names, tmp_path):
     older = keras == "tf_keras"
     env, launcher = ({**ENV, "TF_USE_LEGACY_KERAS": "1"}, "smdrun") if older else (ENV, Forked("tensorflow"))
-    for differences in run_ranks(_everything, 2, str(tmp_path), names, launcher=launcher, env=env, timeout=280):
+    for differences in run_ranks(_compare_fits, 2, str(tmp_path), names, launcher=launcher, env=env, timeout=280):
         for name, difference in zip(names, differences, strict=True):
             assert difference < (1e-7 if name == "words" and not older and _adds_epsilon() else 1e-12), name
 
@@ -187,22 +190,22 @@ def _shortest(folder):
 
 @pytest.mark.parametrize("keras", [more("keras"), "tf_keras"])
 def test_the_shortest_training(keras, tmp_path):
-    """A step and `fit`: for `make matrix`, which tries many versions."""
+    """One step and one `fit`, short enough for `make matrix`, which runs it with many versions."""
     env = {**ENV, "TF_USE_LEGACY_KERAS": str(int(keras == "tf_keras"))}
     for differences in run_ranks(_shortest, 2, str(tmp_path), launcher="smdrun", env=env, timeout=200):
         assert max(differences) < 1e-10, differences
 
 
-def test_what_is_wrong_is_an_error_on_every_rank():
-    first, second = run_ranks(_refused, 2, launcher=Forked("tensorflow"), env=ENV, timeout=280)
-    says = {
+def test_invalid_calls_raise_on_every_rank():
+    first, second = run_ranks(_errors, 2, launcher=Forked("tensorflow"), env=ENV, timeout=280)
+    expected = {
         "lengths": ("SMPMismatchError", "partition 0 batch 2 of `fit` is", "partition 1 `fit` has ended"),
         "calls": ("SMPMismatchError", "partition 0 batch 1 of `fit` is", "partition 1 batch 1 of `evaluate` is"),
         "no step": ("SMPUsageError", "in the body of a `smp.step` function only, also in a `train_step`"),
         "reduction": ("SMPUnsupportedError", "take a `reduction` other than None"),
         "masks": ("SMPUnsupportedError", "there are other losses beside it"),
     }
-    for name, (kind, *texts) in says.items():
+    for name, (kind, *texts) in expected.items():
         for found in (first, second):
             assert found[name][0] == kind, (name, found[name])
             assert all(text in found[name][1] for text in texts), (name, found[name])

@@ -1,7 +1,7 @@
-"""The TensorFlow scripts of the original's guide to model parallelism run as they stand, and learn as one process does.
+"""The TensorFlow scripts of the original's guide to model parallelism run unchanged, and train as one process does.
 
-The guide leaves out the layers and what `call` does with them. The test puts them in and changes nothing else; MNIST is
-scikit-learn's digits.
+The guide leaves out the layers and the body of `call`. The test fills them in and changes nothing else. scikit-learn's
+digits replace MNIST.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CALL = """
 
 
 def digits():
-    """In the form of MNIST."""
+    """Returns scikit-learn's digits in the format of `mnist.load_data`."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -46,7 +46,7 @@ def digits():
 
 
 def layers():
-    """Two halves with the same weights on every rank, as in one process."""
+    """Returns the two halves of the model, with the same initial weights on every rank and in one process."""
     import tensorflow as tf
 
     keras = tf.keras
@@ -66,9 +66,9 @@ def layers():
 
 
 def filled(name, text):
-    """The script with its gaps closed."""
+    """Returns the script with its gaps filled."""
     if name == "manual":
-        # Keras wants the base's constructor first; the guide's script leaves that to the gap.
+        # Keras needs `super().__init__()` before layers are assigned; in this script the gap has to contain it.
         gap = "         # define layers\n"
         assert gap in text
         return text.replace(gap, "         super().__init__()\n         self.layer0, self.layer1 = layers()\n")
@@ -79,7 +79,8 @@ def filled(name, text):
 
 
 def expected(replicas):
-    """The losses at the end of each epoch of plain TensorFlow in one process, for each replica's batches."""
+    """Returns the losses of plain TensorFlow in one process at the end of each epoch, one for each replica's
+    batches."""
     import tensorflow as tf
 
     (images, labels), _ = digits()
@@ -112,12 +113,13 @@ def expected(replicas):
 
 
 def guide(name, folder, replicas):
-    """Runs the script; returns the losses at the ends of its epochs, what it was, and what is expected."""
+    """Runs the script; returns its losses at the end of each epoch, Keras' name, accuracy, replica, number of
+    variables, and on rank 0 the losses of one process."""
     import tensorflow as tf
 
     import smdistributed.modelparallel.tensorflow as smp
 
-    # A file, since TensorFlow reads the source of a tf.function.
+    # A file, because TensorFlow reads the source of a tf.function.
     script = Path(folder) / f"{name}.py"
     tf.keras.datasets.mnist.load_data = lambda path: digits()
     losses = []
@@ -142,7 +144,7 @@ def guide(name, folder, replicas):
 
 
 _BY_HAND = {"auto_partition": False, "default_partition": 0}
-#: By script and number of processes.
+#: Parameters of `smp.init` by script and number of processes.
 PARAMETERS = {
     ("automatic", 2): {"partitions": 2},
     ("automatic", 4): {"partitions": 2, "ddp": True},
@@ -151,7 +153,7 @@ PARAMETERS = {
     ("hybrid", 2): {"partitions": 1, "horovod": True},
     ("hybrid", 4): {"partitions": 2, "horovod": True},
 }
-#: Script, processes, launcher and Keras; all of them are in `tests/e2e/modelparallel_tensorflow_guides.py`.
+#: Script, processes, launcher and Keras; `tests/e2e/modelparallel_tensorflow_guides.py` runs all combinations.
 CASES = [
     ("manual", 4, Forked("tensorflow"), "keras"),
     ("hybrid", 2, Forked("tensorflow"), "keras"),
@@ -171,7 +173,7 @@ def test_the_guides_scripts(name, size, launcher, keras, tmp_path):
 
 
 def check(name, size, launcher, keras, folder):
-    """One script under one launcher."""
+    """Runs one script under one launcher, and compares its losses with those of one process."""
     import numpy as np
 
     parameters = PARAMETERS[name, size]
@@ -193,18 +195,18 @@ def check(name, size, launcher, keras, folder):
         assert kind == keras
         assert accuracy > 0.5
         np.testing.assert_allclose(losses, plain[:, dp_rank], rtol=0, atol=1e-4)
-    # Each partition has some of the six.
+    # The partitions of each replica share the six variables, and each has at least one.
     by_replica = [sum(rank[4] for rank in ranks if rank[3] == replica) for replica in range(replicas)]
     assert by_replica == [6] * replicas
     assert all(rank[4] > 0 for rank in ranks)
 
 
 def document():
-    """The guide itself, where it lies beside the checkout."""
+    """Returns the path of the guide's document, if it is next to the checkout."""
     return sorted((Path(__file__).parents[4] / "shared" / "seeds").glob("000_*.txt"))
 
 
-@pytest.mark.skipif(not document(), reason="the guide is not here")
+@pytest.mark.skipif(not document(), reason="the guide is not next to the checkout")
 def test_the_scripts_are_those_of_the_guide():
     blocks = re.findall(r"^```\n(.*?)^```", document()[0].read_text(), re.DOTALL | re.MULTILINE)
     names = ("automatic", "hybrid", "manual")

@@ -1,4 +1,4 @@
-"""Memory of Keras models on partitions: what ranks hold, and when variables get their values."""
+"""Memory of Keras models on partitions, and delayed initialization of their variables."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 _BENCHES = Path(__file__).parents[3] / "benches" / "modelparallel"
-#: Of the model whose memory is measured; each layer has 1 MiB.
+#: The model whose memory is measured has 32 layers of 1 MiB each.
 _LAYERS, _WIDTH = 32, 512
-#: TensorFlow counts the bytes of tensors on CPUs in the allocator of oneDNN only, which it uses by itself on some processors. The size of the
-#: process says less: it also grows with the graph, which has each microbatch in it.
+#: On CPUs, TensorFlow counts the bytes of tensors only in oneDNN's allocator, which is the default on some processors
+#: only. The resident size of the process is no substitute: it also grows with the graph, which contains every
+#: microbatch.
 _COUNTED = {**ENV, "TF_ENABLE_ONEDNN_OPTS": "1"}
 
 
@@ -34,9 +35,9 @@ def _peak(microbatches):
 
 
 def _few_microbatches():
-    # Nothing else has taken memory before.
+    # Measured first, so that no earlier test has allocated memory.
     peak = _peak(2)
-    _beginnings()
+    _check_delayed_initialization()
     return peak
 
 
@@ -45,8 +46,9 @@ def few():
     return run_ranks(_few_microbatches, 2, launcher=Forked("tensorflow"), env=_COUNTED, timeout=280)
 
 
-def _beginnings():
-    """A variable waits until it has its value: whatever goes wrong, whoever asks, and whatever is only said about it."""
+def _check_delayed_initialization():
+    """A delayed variable is initialized at its first read: not when it is only recorded, again after a failure, and
+    once for concurrent reads."""
     import tensorflow as tf
 
     from smdistributed.modelparallel.tensorflow.partitioning.delayed_initialization import DelayedVariable
@@ -73,26 +75,32 @@ def _beginnings():
     assert len(made) == 2
 
 
-def test_each_rank_has_its_part(few):
+def test_each_rank_has_a_part_of_the_variables(few):
     parts = [part for part, *_ in few]
     assert sum(parts) == 1
     assert max(parts) < 0.6
 
 
-def test_gradients_of_more_microbatches_take_no_more_memory(few):
+def test_more_microbatches_need_no_more_memory(few):
     many = run_ranks(_peak, 2, 16, launcher=Forked("tensorflow"), env=_COUNTED, timeout=280)
     for (part, _, tensors), (_, _, tensors_more) in zip(few, many, strict=True):
         if tensors is None:
             pytest.skip("TensorFlow's build for this processor does not count the bytes of tensors")
         assert tensors_more <= 1.2 * tensors, (few, many)
-        # The variables, the sums of their gradients, and those that are not added yet: not one of each.
+        # Held are the variables, their accumulated gradients, and a few gradients not yet added, but no gradient per
+        # microbatch.
         variables = part * _LAYERS * _WIDTH**2 * 4
         assert all(2 * variables < each < 2.5 * variables for each in (tensors, tensors_more)), (few, many)
 
 
-def _born():
-    """What this rank of four held at most, in parts of the whole, while models were built, by themselves and in a step, and divided; and whether
-    first values are those of one process, also of what is read before."""
+def _build_peaks():
+    """Returns the peak memory of this rank (of four) while a model is built and partitioned, relative to the model's
+    size.
+
+    Two kinds of model are measured: one whose layers are built in the first step, and a functional one that is built in
+    its constructor, with an optimizer. Also asserts that initial values equal those of one process, even for a variable
+    that is read before the model is partitioned.
+    """
     import gc
 
     import numpy as np
@@ -155,7 +163,8 @@ def _born():
 
     smp.shutdown()
     smp.init({"partitions": 4})
-    # Keras describes a layer that has functions, which are run later.
+    # A layer whose `call` is a tf.function. Its bias keeps the value that the initializer's buffer had in `build`,
+    # although the buffer changes before the variable is initialized.
     inputs = keras.Input([4])
     outputs = Calling()(inputs)
     np.testing.assert_array_equal(
@@ -183,7 +192,7 @@ def _born():
         smp.shutdown()
         gc.collect()
         base = keras_steps.resident("VmRSS")
-        # The kernel counts the most anew.
+        # Resets the kernel's peak of the resident size (VmHWM).
         Path("/proc/self/clear_refs").write_text("5")
         model, step, optimizer = divided(functional, width)
         step(tf.ones([1, width]))
@@ -196,8 +205,8 @@ def _born():
 def test_no_rank_has_the_whole_model_while_it_is_built(keras):
     older = keras == "tf_keras"
     env, launcher = ({**ENV, "TF_USE_LEGACY_KERAS": "1"}, "smdrun") if older else (ENV, Forked("tensorflow"))
-    for plain, with_optimizer in run_ranks(_born, 4, launcher=launcher, env=env, timeout=280):
-        # A quarter, and of what has the size of a layer a few; the optimizer has twice as much again, partly in memory that was free, as
-        # that of the model before is.
+    for plain, with_optimizer in run_ranks(_build_peaks, 4, launcher=launcher, env=env, timeout=280):
+        # A rank holds a quarter of the model, and temporaries of the size of some layers. Adam's slots take twice as
+        # much again, partly in memory that the previous model has freed.
         assert 0.25 <= plain < 0.5, plain
         assert 0.4 <= with_optimizer < 1.1, with_optimizer

@@ -1,4 +1,5 @@
-"""Keras models on partitions: what may be in them, and whose weights they take."""
+"""Keras models on partitions: nested partitions, XLA-compiled layers, structured inputs, and weights of a plain
+model."""
 
 from __future__ import annotations
 
@@ -16,19 +17,20 @@ pytestmark = [
 ]
 
 
-def _everything(folder):
-    return _forms(folder), _weights(folder)
+def _run_checks(folder):
+    return _structured_model(folder), _weights(folder)
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """All of it in one job, by rank."""
+    """Results of all checks by rank, from one job."""
     folder = str(tmp_path_factory.mktemp("models"))
-    return run_ranks(_everything, 2, folder, launcher=Forked("tensorflow"), env=ENV, timeout=280)
+    return run_ranks(_run_checks, 2, folder, launcher=Forked("tensorflow"), env=ENV, timeout=280)
 
 
-def _forms(folder):
-    """What is in models or around them; compared with plain Keras where it is made."""
+def _structured_model(folder):
+    """A model with structured inputs and outputs and a compiled layer; compares losses and gradients with plain
+    Keras."""
     import numpy as np
     import tensorflow as tf
 
@@ -38,7 +40,7 @@ def _forms(folder):
     found = {}
 
     class Compiled(keras.layers.Layer):
-        """A layer that XLA compiles, with a branch of its own."""
+        """A layer with a function that XLA compiles, called in a `tf.cond`."""
 
         def build(self, shape):
             self.scale = self.add_weight(shape=(shape[-1],), initializer="ones", name="scale")
@@ -90,9 +92,9 @@ def _forms(folder):
     here = [id(each) for each in model.trainable_variables]
     with model._smp_all_variables():
         mine = [id(each) in here for each in model.trainable_variables]
-    there = tape.gradient(whole, plain.trainable_variables)
-    there = [each for each, own in zip(there, mine, strict=True) if own]
-    for ours, theirs in zip(gradients, there, strict=True):
+    expected_gradients = tape.gradient(whole, plain.trainable_variables)
+    expected_gradients = [each for each, own in zip(expected_gradients, mine, strict=True) if own]
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
         np.testing.assert_allclose(ours.accumulate(), theirs, atol=1e-6)
     assert sorted(smp.allgather(len(gradients))) == [3, 4]
     model.save_model(f"{folder}/saved")
@@ -103,7 +105,7 @@ def _forms(folder):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
     found["served"] = [name for name, _ in results]
 
-    # The three methods, and a variable that is given, with what is not divided evenly as an error.
+    # All methods of `accumulate`, and one with a given variable; an unknown method raises.
     for gradient in gradients:
         mean = gradient.reduce_mean()
         for options in ({"method": "add_n"}, {"method": "accumulate_n"}, {}, {"var": tf.Variable(tf.zeros_like(mean))}):
@@ -119,7 +121,7 @@ def _forms(folder):
     return found
 
 
-def test_models_may_have_these_in_them(found):
+def test_structured_model_with_compiled_layer(found):
     expected = {"method": ("SMPValidationError", "'sum'")}
     for forms, _ in found:
         assert forms.pop("served") == ["output_0", "output_1"]
@@ -130,7 +132,7 @@ def test_models_may_have_these_in_them(found):
 
 
 def _weights(folder):
-    """Those of a plain Keras model, when the model has been divided; with numbers of two sizes, too."""
+    """Sets weights of a plain Keras model after partitioning, in float32 and in mixed_bfloat16."""
     import numpy as np
     import tensorflow as tf
 
@@ -139,7 +141,7 @@ def _weights(folder):
     keras = tf.keras
     x = tf.constant(np.random.default_rng(0).normal(size=(8, 3)), tf.float32)
     found = {}
-    for policy, off in (("float32", 1e-6), ("mixed_bfloat16", 2e-2)):
+    for policy, tolerance in (("float32", 1e-6), ("mixed_bfloat16", 2e-2)):
         keras.mixed_precision.set_global_policy(policy)
         keras.utils.set_random_seed(7)
         smp.shutdown()
@@ -164,10 +166,12 @@ def _weights(folder):
                 model.load_weights(file)
             gradients, outputs = step(x)
             theirs = tape.gradient(loss, source.trainable_variables)[2 * smp.rank() :][:2]
-            np.testing.assert_allclose(tf.cast(outputs.merge(), tf.float32), tf.cast(expected, tf.float32), atol=off)
+            np.testing.assert_allclose(
+                tf.cast(outputs.merge(), tf.float32), tf.cast(expected, tf.float32), atol=tolerance
+            )
             for one, gradient in zip(gradients, theirs, strict=True):
                 assert one[0].dtype == tf.float32
-                np.testing.assert_allclose(one.reduce_mean(), gradient, atol=off)
+                np.testing.assert_allclose(one.reduce_mean(), gradient, atol=tolerance)
             found[policy] += [
                 [int(tf.size(_held(variable))) for variable in model._smp_remote_variables()],
                 len(model.get_weights()),
@@ -183,6 +187,6 @@ def _held(variable):
     return tf.raw_ops.ReadVariableOp(resource=inner.handle, dtype=inner.dtype)
 
 
-def test_weights_of_a_plain_model_are_taken_by_the_divided_one(found):
+def test_partitioned_model_loads_weights_of_a_plain_one(found):
     for _, held in found:
         assert held == {policy: [[0, 0], 2, [0, 0], 2] for policy in ("float32", "mixed_bfloat16")}

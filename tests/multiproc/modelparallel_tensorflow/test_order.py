@@ -1,4 +1,4 @@
-"""The order of what steps on partitions do: effects, messages, and steps of one function."""
+"""Order of execution in steps on partitions: side effects, failed assertions, messages, several steps in a function."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ pytestmark = [
 ]
 
 
-def _everything(folder):
+def _run_checks(folder):
     return _orders(folder), _assertions(), _several()
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """All of it in one job, by rank."""
+    """Results of all checks by rank, from one job."""
     folder = str(tmp_path_factory.mktemp("order"))
-    return run_ranks(_everything, 2, folder, launcher=Forked("tensorflow"), env=ENV, timeout=280)
+    return run_ranks(_run_checks, 2, folder, launcher=Forked("tensorflow"), env=ENV, timeout=280)
 
 
 def _orders(folder):
-    """Layers and a body with effects that nobody's operands tell of; what plain Keras finds, microbatch after microbatch."""
+    """Layers and a step with side effects that no data dependency orders; results equal those of plain Keras.
+
+    Plain Keras runs the microbatches one after the other. Returns the names that the layers have written to a file.
+    """
     import time
 
     import numpy as np
@@ -40,7 +43,7 @@ def _orders(folder):
     keras = tf.keras
 
     class Noting(keras.layers.Layer):
-        """Scales by a counter, and appends its name to a file, slowly or not."""
+        """Multiplies by a counter, and appends its name to a file after `seconds`."""
 
         def __init__(self, name, seconds, file):
             super().__init__(name=name)
@@ -101,7 +104,10 @@ def test_effects_keep_the_order_of_the_script(found):
 
 
 def _assertions():
-    """What a variable is when an assertion that its change waits for has failed; both ranks have the whole model."""
+    """Returns the values of a variable whose assignment depends on an assertion, after the assertion has failed.
+
+    With one partition each rank has the whole model.
+    """
     import tensorflow as tf
 
     import smdistributed.modelparallel.tensorflow as smp
@@ -118,7 +124,7 @@ def _assertions():
 
     step(tf.ones([4, 3]), tf.constant(10.0))
     found = [float(largest)]
-    # TensorFlow may see the other microbatch first, whose call it has cancelled for that.
+    # TensorFlow cancels the other microbatch, and may report that one's error first.
     refusals = tf.errors.InvalidArgumentError, tf.errors.CancelledError
     for _ in range(5):
         with pytest.raises(refusals):
@@ -127,13 +133,13 @@ def _assertions():
     return found
 
 
-def test_what_waits_for_an_assertion_does_not_happen_when_it_fails(found):
+def test_an_assignment_does_not_run_after_its_assertion_fails(found):
     for _, values, _ in found:
         assert values == [1.0] * 6
 
 
 def _several():
-    """What steps return that one function calls, the first of which take longer to send than the others."""
+    """Returns the outputs of several steps that one function calls; the first ones send their tensors late."""
     import time
 
     import numpy as np
@@ -187,7 +193,7 @@ def _several():
 
 
 def test_steps_of_one_function_run_one_after_the_other(found):
-    """Their messages have the same tags."""
+    """The steps' messages have the same tags, so steps that overlapped would receive wrong tensors."""
     for *_, outputs in found:
         three = [[1.0] * 4, [11.0] * 4, [100.0] * 4]
         assert outputs == [three, three, [[11.0 * factor + 1.0] * 4 for factor in range(1, 9)]]
@@ -203,8 +209,8 @@ def _in_channels():
     return difference, sorted(smp.state.groups.channels)
 
 
-def test_tensors_in_channels_come_in_the_order_in_which_they_are_made():
-    """As between GPUs, on CPUs: what a device needs of the order, messages between hosts do not."""
+def test_tensors_in_channels_arrive_in_order():
+    """Runs on CPUs the channels that connect GPUs. They match tensors by order; messages between hosts do not."""
     for difference, channels in run_ranks(_in_channels, 2, launcher=Forked("tensorflow"), env=ENV, timeout=280):
         assert difference < 1e-10
         assert channels == [(0, 1), (1, 0)]

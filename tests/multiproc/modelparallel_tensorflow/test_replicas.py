@@ -1,4 +1,5 @@
-"""Replicas of Keras models on partitions learn as one process does, and reduce gradients while they compute the rest."""
+"""Data-parallel replicas of Keras models on partitions: training equals one process; reduction overlaps the
+backward."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-#: Model, partitions, microbatches, schedule, way to gradients; with 4 processes, and as many cases.
+#: Model, partitions, microbatches, schedule, and how gradients are computed; on 4 processes. As many cases as
+#: processes.
 CASES = [
     ("mlp", 2, 2, "interleaved", "tape"),
     ("words", 2, 2, "simple", "get"),
@@ -26,22 +28,25 @@ CASES = [
 _STEPS = 4
 
 
-def _everything():
+def _run_checks():
     import smdistributed.modelparallel.tensorflow as smp
     from support.keras_models import alone, compare
 
     smp.init({"partitions": 2})
-    # Each rank computes one of them in one process.
+    # Each rank computes the single-process reference of one case.
     name, partitions, microbatches, *_ = CASES[smp.rank()]
     plain = smp.allgather(alone(name, "float64", 4 // partitions * microbatches))
     differences = [
         compare(name, "float64", *case, plain[number], 4 // case[0])[0] for number, (name, *case) in enumerate(CASES)
     ]
-    return differences, _ways_to_sum(), _other_forms(), _different_steps()
+    return differences, _step_output_methods(), _other_forms(), _different_steps()
 
 
-def _ways_to_sum():
-    """What a `StepOutput` of gradients gives, of a variable whose gradients have few rows among others, called from eager code."""
+def _step_output_methods():
+    """Returns the largest error of the means that a `StepOutput` of gradients gives in eager code, by all its methods.
+
+    One of the gradients is sparse, that of an embedding.
+    """
     import numpy as np
     import tensorflow as tf
 
@@ -71,7 +76,7 @@ def _ways_to_sum():
 
     x = np.array([[0], [1], [1], [4], [2], [2], [3], [1]], np.int32)
     gradients, _ = step(x[4 * smp.dp_rank() :][:4])
-    # By hand: a row's outputs are two times 3, so it counts 2 * 3 / (2 rows * 2 numbers) * 2 outputs in its microbatch.
+    # By hand: a row has two outputs, each 3; in its microbatch of 2 rows it counts 2 * 3 / (2 rows * 2 outputs) * 2.
     rows = np.zeros((5, 3))
     np.add.at(rows, x[:, 0], 6.0 / 8)
     expected = [rows] if smp.pp_rank() == 0 else [np.full((3, 2), 3.0), np.full(2, 3.0)]
@@ -81,13 +86,14 @@ def _ways_to_sum():
         worst = max(worst, *(np.max(np.abs(tf.convert_to_tensor(each) - mean)) for each in given))
         own = smp.allgather(tf.convert_to_tensor(gradient.outputs[0]).numpy(), smp.CommGroup.DP_GROUP)
         if smp.pp_rank() == 0:
-            # What a microbatch has made is that replica's.
+            # The outputs of a single microbatch are not reduced over replicas.
             assert not np.array_equal(*own), own
     return float(worst)
 
 
 def _other_forms():
-    """Gradients that a body casts, returns in part or by name, or changes otherwise."""
+    """Steps that return gradients cast to another dtype, some of them, in a dict, or in a form that is not
+    supported."""
     import tensorflow as tf
 
     import smdistributed.modelparallel.tensorflow as smp
@@ -122,7 +128,7 @@ def _other_forms():
 
     x = tf.fill([4, 3], 1.0 + smp.dp_rank())
     exact = [each.accumulate() for each in made(list)(x)[0]]
-    # Those of all variables; what is of some is on all ranks.
+    # A list of the gradients of all variables has this partition's ones; other outputs are on all ranks.
     row = made(lambda found: [small(each) for each in found])(x)[0]
     (some,) = made(lambda found: [small(found[1])])(x)[0]
     named = made(lambda found: {"last": small(2 * found[2]), "norm": tf.norm(found[0])})(x)[0]
@@ -131,7 +137,7 @@ def _other_forms():
             tf.norm(found[0], axis=1),
             tf.reduce_max(found[0][:, :1], 1),
             tf.cast(found[1] > 0, tf.int32),
-            # Beside a gradient, and none of it.
+            # An output of the same operation as a gradient, but no gradient.
             tf.identity_n([found[0], tf.range(5.0)])[1],
         ]
     )(x)
@@ -139,9 +145,9 @@ def _other_forms():
     means = [*(each.accumulate() for each in row), some.accumulate(), named["last"].accumulate()]
     assert all(each.dtype == tf.bfloat16 for each in means)
     by_rank = smp.allgather([tf.cast(each, tf.float32).numpy().tolist() for each in means[-2:]])
-    alike = all(each == by_rank[0] for each in by_rank)
+    is_equal = all(each == by_rank[0] for each in by_rank)
     for one, other in zip(row, exact, strict=True):
-        alike &= bool(tf.reduce_all(abs(tf.cast(one.accumulate(), other.dtype) / other - 1) < 0.02))
+        is_equal &= bool(tf.reduce_all(abs(tf.cast(one.accumulate(), other.dtype) / other - 1) < 0.02))
     own = smp.allgather(float(named["norm"].reduce_mean()), smp.CommGroup.DP_GROUP)
     found = {}
     for name, form in (
@@ -153,11 +159,11 @@ def _other_forms():
             made(form)(x)
         except Exception as error:
             found[name] = type(error).__name__, str(error)
-    return alike, own[0] != own[1], found
+    return is_equal, own[0] != own[1], found
 
 
 def _different_steps():
-    """One replica has no gradient of a variable, in a step that comes after others which are alike."""
+    """After equal steps on all replicas, one replica has no gradient for a variable; returns the error."""
     import tensorflow as tf
 
     import smdistributed.modelparallel.tensorflow as smp
@@ -200,8 +206,8 @@ def _different_steps():
 
 @pytest.fixture(scope="module")
 def ranks():
-    """All of it in one job."""
-    return run_ranks(_everything, 4, launcher=Forked("tensorflow"), env=ENV, timeout=280)
+    """Results of all checks by rank, from one job."""
+    return run_ranks(_run_checks, 4, launcher=Forked("tensorflow"), env=ENV, timeout=280)
 
 
 def test_replicas_learn_as_one_process(ranks):
@@ -210,9 +216,9 @@ def test_replicas_learn_as_one_process(ranks):
             assert difference < 1e-10, (case, [found for found, *_ in ranks])
 
 
-def test_gradients_in_other_forms_are_averaged_or_refused(ranks):
-    for *_, (alike, own, found), _ in ranks:
-        assert alike
+def test_transformed_gradients_are_averaged_or_rejected(ranks):
+    for *_, (is_equal, own, found), _ in ranks:
+        assert is_equal
         assert own
         for name, layers in {"flat": (0, 1), "part": (2,), "whole numbers": (0,)}.items():
             kind, text = found[name]
@@ -221,21 +227,21 @@ def test_gradients_in_other_forms_are_averaged_or_refused(ranks):
             assert all(f"layer{layer}/kernel" in text for layer in layers), found
 
 
-def test_every_way_to_sum_gives_the_mean_over_replicas(ranks):
+def test_every_step_output_method_gives_the_mean_over_replicas(ranks):
     assert all(worst < 1e-6 for _, worst, *_ in ranks), [worst for _, worst, *_ in ranks]
 
 
-def test_replicas_whose_gradients_differ_are_told(ranks):
-    for *_, told in ranks:
-        assert told is not None, ranks
-        kind, text = told
-        assert kind == "SMPMismatchError", told
-        assert "has `a gradient" in text, told
-        assert "has `no gradient of" in text, told
+def test_replicas_with_different_gradients_raise(ranks):
+    for *_, error in ranks:
+        assert error is not None, ranks
+        kind, text = error
+        assert kind == "SMPMismatchError", error
+        assert "has `a gradient" in text, error
+        assert "has `no gradient of" in text, error
 
 
 def _parts():
-    """Gradients in other places than a list of all; and a replica that returns none of those that it computes."""
+    """Gradients in a dict or a tuple, clipped gradients, and a replica that returns none of its gradients."""
     import numpy as np
     import tensorflow as tf
 
@@ -296,7 +302,7 @@ def _parts():
     assert len(set(smp.allgather(float(norm.reduce_mean())))) == 2
     with pytest.raises(SMPUsageError, match=r"Reshape.*whether it is the gradient of .*part0.* or .*part1"):
         flat(x)
-    # Who computes none need not run it.
+    # A step without gradients may run on one replica only.
     if smp.rank() == 0:
         smp.step(lambda x: model(x))(x)
     step = smp.step(lambda x: computed(x)[smp.rank()])
@@ -307,15 +313,16 @@ def _parts():
     return None
 
 
-def test_gradients_are_known_wherever_they_are():
-    for told in run_ranks(_parts, 2, launcher=Forked("tensorflow"), env=ENV, timeout=170):
-        assert told is not None
-        assert told[0] == "SMPMismatchError", told
-        assert "where rank 1 has `nothing`" in told[1], told
+def test_gradients_are_found_in_any_structure():
+    for error in run_ranks(_parts, 2, launcher=Forked("tensorflow"), env=ENV, timeout=170):
+        assert error is not None
+        assert error[0] == "SMPMismatchError", error
+        assert "where rank 1 has `nothing`" in error[1], error
 
 
-def _held_back():
-    """For each step of this rank, whether a gradient was reduced while the rest of the last backward waited for that."""
+def _reduced_during_backward():
+    """Returns for each step whether a gradient was reduced before the last backward, which waits for that, has
+    ended."""
     import threading
 
     import tensorflow as tf
@@ -336,7 +343,7 @@ def _held_back():
         return gradient
 
     def through(function, x):
-        # Without effects, to TensorFlow: what has some is called as a whole.
+        # Declared stateless, because TensorFlow would call a segment with side effects as a whole.
         return tf.ensure_shape(tf.numpy_function(function, [x], x.dtype, stateful=False), x.shape)
 
     @tf.custom_gradient
@@ -380,6 +387,6 @@ def _held_back():
 
 
 def test_gradients_are_reduced_while_the_rest_of_backward_runs():
-    """Each partition has two layers; the backward of the first one waits until the gradient of the second one has been reduced."""
-    for found in run_ranks(_held_back, 4, launcher=Forked("tensorflow"), env=ENV, timeout=280):
+    """Each partition has two layers. The backward of the first one waits until the second one's gradient is reduced."""
+    for found in run_ranks(_reduced_during_backward, 4, launcher=Forked("tensorflow"), env=ENV, timeout=280):
         assert found == [True] * _STEPS

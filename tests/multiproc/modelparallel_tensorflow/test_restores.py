@@ -1,4 +1,4 @@
-"""What a job of two partitions goes on with: checkpoints that are read before the first step, steps that failed, and other sessions."""
+"""Continuing a job of two partitions: checkpoints restored before the first step, failed hooks, and new sessions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ pytestmark = [
 
 
 def _job(**options):
-    """A model in a new session, what it is saved with, and a step of a training."""
+    """Starts a session with a model; returns its checkpoint, a training step on the next rows, and the update
+    function."""
     import tensorflow as tf
 
     import smdistributed.modelparallel.tensorflow as smp
@@ -72,7 +73,7 @@ def _check_restores(folder):
 
     for form in ("tensorflow", "sharded"):
         saved, train, _ = _job()
-        # Shards hold variables alone.
+        # The sharded format stores variables only, so no iterator.
         if form == "sharded":
             saved = tf.train.Checkpoint(model=saved.model, optimizer=saved.optimizer, steps=saved.steps)
         options = {"format": form, "step_counter": saved.steps, "checkpoint_interval": 2}
@@ -90,7 +91,7 @@ def _check_restores(folder):
         options["step_counter"] = saved.steps
         manager = smp.CheckpointManager(saved, f"{folder}/{form}", **options)
         manager.restore(pathlib.Path(manager.latest_checkpoint))
-        # What is not of the model is there before the first step, and stays as the script changes it.
+        # Variables outside the model are restored before the first step.
         assert (int(saved.steps), int(saved.save_counter)) == (4, 2), form
         assert manager.save() is None
         if form == "sharded":
@@ -98,7 +99,7 @@ def _check_restores(folder):
         assert train() == after
         assert int(saved.steps) == 5
 
-    # A hook that fails once, and TensorFlow's own way to read.
+    # `tf.train.Checkpoint.restore` before the first step, and a hook that fails in its first call.
     saved, _, update = _job()
     with pytest.raises(tf.errors.NotFoundError):
         saved.restore(f"{folder}/none-1")
@@ -117,7 +118,7 @@ def _check_restores(folder):
     losses = [float(whole(tf.ones([4, 4]))) for _ in range(3)]
     assert losses[0] > losses[1] > losses[2]
 
-    # What each partition has otherwise would be lost, but numbers may be drawn on each rank for itself.
+    # A variable outside the model is saved once, so different values on the ranks raise. Random generators may differ.
     draws, outside = tf.random.Generator.from_seed(smp.rank()), tf.keras.layers.Dropout(0.1, seed=smp.rank())
     tf.train.Checkpoint(model=saved.model, draws=draws, outside=outside).save(f"{folder}/draws")
     averages = [tf.Variable(each) for each in saved.model.trainable_variables]
@@ -125,12 +126,12 @@ def _check_restores(folder):
         tf.train.Checkpoint(model=saved.model, averages=averages).save(f"{folder}/averages")
 
 
-def test_what_is_restored_before_the_first_step(tmp_path):
+def test_restoring_before_the_first_step(tmp_path):
     run_ranks(_check_restores, 2, str(tmp_path), launcher=Forked("tensorflow"), env=ENV, timeout=170)
 
 
 def _check_deletions(folder):
-    """Ranks that think otherwise of the age of checkpoints keep the same."""
+    """Ranks whose clocks disagree about the age of checkpoints keep the same checkpoints."""
     import os
     import time
 
@@ -142,7 +143,7 @@ def _check_deletions(folder):
     train()
     manager = tf.train.CheckpointManager(saved, folder, 1, keep_checkpoint_every_n_hours=1e-9)
     if smp.rank() == 1:
-        # By its clock, none is old enough to be kept.
+        # By rank 1's clock, no checkpoint is old enough to be kept.
         manager._last_preserved_timestamp = time.time() + 3600
     for _ in range(6):
         manager.save()
@@ -151,7 +152,7 @@ def _check_deletions(folder):
     assert len(kept) == 6, kept
     assert [os.path.basename(each) for each in manager.checkpoints] == ["ckpt-6"]
 
-    # What serves does not train, whatever the script passed or left out.
+    # The served model runs with `training=False`, although `call` has the default True: no dropout.
     saved.model.save_model(f"{folder}/served")
     smp.barrier()
     serve = tf.saved_model.load(f"{folder}/served").signatures["serving_default"]
@@ -161,7 +162,7 @@ def _check_deletions(folder):
     assert (one != 0).all()
 
 
-def test_files_are_deleted_by_one_rank(tmp_path):
+def test_ranks_keep_the_same_checkpoints(tmp_path):
     run_ranks(_check_deletions, 2, str(tmp_path), launcher=Forked("tensorflow"), env=ENV, timeout=170)
 
 
@@ -184,17 +185,17 @@ def _check_values():
     found = several(tf.concat([tf.zeros([2, 4]), tf.ones([2, 4])], 0))
     assert type(found) is collections.OrderedDict
     assert list(found) == ["two", "one"]
-    # As TensorFlow's.
+    # Integer means are rounded as in TensorFlow's reduce_mean.
     assert [int(each) for each in found["two"].outputs] == [-2, -1]
     assert int(found["two"].reduce_mean()) == int(tf.reduce_mean(found["two"].stack())) == -1
 
-    # An optimizer of a part, which is all that one of the ranks has.
+    # An optimizer of one layer, which only one of the ranks holds.
     of_part = tf.keras.optimizers.SGD(0.1, momentum=0.9)
     of_part.build(saved.model.two.trainable_variables)
-    # The number of updates, the rate and two slots.
+    # Iterations, learning rate and two slots.
     assert smp.allgather(len(of_part.variables)) == [4, 4]
 
-    # Horovod's world of another layout would mix partitions.
+    # A Horovod session over all ranks would average gradients of different partitions.
     import horovod.tensorflow as hvd
 
     hvd.init()
@@ -203,5 +204,5 @@ def _check_values():
     smp.shutdown()
 
 
-def test_values_of_steps_and_worlds_of_horovod():
+def test_step_outputs_and_horovod_sessions():
     run_ranks(_check_values, 2, launcher=Forked("tensorflow"), env=ENV, timeout=170)

@@ -1,4 +1,4 @@
-"""Checkpoints of two partitions with two replicas: nothing is lost, named too early, or waited for in vain."""
+"""Checkpoints of two partitions and two replicas: complete before they are published; failures raise on all ranks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _saves(folder):
     optimizer.apply_gradients(zip([each.accumulate() for each in found], model.trainable_variables, strict=True))
     both = tf.train.Checkpoint(model=model, optimizer=optimizer)
 
-    # Parts of what is divided are whole in checkpoints without the model, too.
+    # A checkpoint of an optimizer or a layer without the model contains the values of all partitions.
     def values(path):
         read = {name: tf.train.load_variable(path, name) for name, _ in tf.train.list_variables(path)}
         held = {name: value for name, value in read.items() if not name.startswith(("_CHECKPOINTABLE", "save_counter"))}
@@ -65,7 +65,8 @@ def _saves(folder):
         assert of_layer < whole
         assert {shape for shape, _ in of_layer} == {(rows, 4), (4,)}
 
-    # What is elsewhere is not read, and takes no memory of the device while all of it is written.
+    # A restore reads only this rank's variables. While all variables are written to one file, other ranks' variables
+    # take no device memory.
     plain_restore, names = io_ops.restore_v2, []
 
     def noting(prefix, tensor_names, *args):
@@ -98,7 +99,8 @@ def _saves(folder):
     with pytest.raises(ValueError, match="shape"):
         tf.train.Checkpoint(one=model.one, two=model.two).read(f"{folder}/other")
 
-    # What is named, and what takes an older one's place, is complete, however slow the replica is that writes.
+    # A checkpoint is complete before its callback is called and before an older one is deleted, however slow the
+    # replica is that writes it.
     plain_part, writes = saving._write_part, smp.dp_rank() == 0
 
     def slow(*args):
@@ -116,7 +118,7 @@ def _saves(folder):
     assert [os.path.exists(f"{path}.index") for path in kept] == [False, True]
     assert tf.train.latest_checkpoint(f"{folder}/plain") == kept[1]
 
-    # A rank that cannot write, or cannot name, is an error on all.
+    # A failing write and a failing callback on one rank raise on all ranks.
     def failing(*_):
         raise OSError(28, "no space is left")
 
@@ -132,7 +134,7 @@ def _saves(folder):
     callbacks = [failing] if smp.rank() == 3 else []
     options = tf.train.CheckpointOptions(experimental_write_callbacks=callbacks)
     refusals.append(refused(lambda: both.save(f"{folder}/unnamed/ckpt", options=options)))
-    # One partition alone would have had to write this.
+    # The sharded format cannot store an iterator.
     iterator = tf.train.Checkpoint(model=model, optimizer=optimizer, rows=iter(tf.data.Dataset.range(3)))
     sharded = smp.CheckpointManager(iterator, f"{folder}/sharded", format="sharded")
     refusals.append(refused(sharded.save))
@@ -153,7 +155,11 @@ def test_saves_of_replicas_and_parts(tmp_path):
 
 
 def _optimizers(folder):
-    """States of optimizers after some updates, however they are built; those of one process, name by name."""
+    """Saves optimizer states after three updates, and compares them by name with those of one process.
+
+    The cases differ in how the optimizer is built and applied. Returns the largest differences, and errors of
+    optimizers that are not supported.
+    """
     import numpy as np
     import tensorflow as tf
 
@@ -164,7 +170,7 @@ def _optimizers(folder):
     x = tf.constant(np.linspace(-1, 1, 12).reshape(4, 3), tf.float32)
 
     class Own(keras.optimizers.Optimizer):
-        """With a state that is nobody's."""
+        """An optimizer with a state variable that belongs to no model variable."""
 
         def build(self, variables):
             super().build(variables)
@@ -193,7 +199,7 @@ def _optimizers(folder):
         kept = [name for name in names if not name.startswith(("_CHECKPOINTABLE", "save_counter"))]
         return {name: tf.train.load_variable(path, name) for name in kept}
 
-    def trained(way, base, make, path):
+    def trained(case, base, make, path):
         model, optimizer = made(base), make()
         if base is not keras.Model:
 
@@ -212,25 +218,25 @@ def _optimizers(folder):
                     loss = tf.reduce_mean(tf.square(model(x)))
                 return tape.gradient(loss, model.trainable_variables)
 
-        if way == "built before":
+        if case == "built before":
             model.one.build((4, 3)), model.two.build((4, 4))
             optimizer.build(model.trainable_variables)
             if base is not keras.Model and hasattr(optimizer, "apply"):
-                # Nobody writes what another rank writes, in files of a model that is not divided yet either.
+                # All ranks must pass the same path, also before the model is partitioned.
                 with pytest.raises(SMPUsageError, match="must pass the same path"):
                     model.save_weights(f"{folder}/{smp.rank()}.weights.h5")
                 model.built = True
                 model.save_weights(f"{folder}/before.weights.h5")
                 model.load_weights(f"{folder}/before.weights.h5")
         for step in range(3):
-            # One partition may have no gradient.
-            model.stops = way == "averaged alone" and step > 0
+            # With `stops`, the first partition has no gradients.
+            model.stops = case == "averaged alone" and step > 0
             gradients_here = found()
-            if way == "built after" and step == 0:
+            if case == "built after" and step == 0:
                 optimizer.build(model.trainable_variables)
-            if way == "apply":
+            if case == "apply":
                 optimizer.apply(gradients_here, model.trainable_variables)
-            elif way == "apply to its own":
+            elif case == "apply to its own":
                 if step == 0:
                     optimizer.build(model.trainable_variables)
                 optimizer.apply(gradients_here)
@@ -242,7 +248,7 @@ def _optimizers(folder):
     if hasattr(keras.optimizers.Adam, "apply"):
         cases |= {"apply": keras.optimizers.Adam, "apply to its own": keras.optimizers.Adam}
         cases["in lists"] = lambda: keras.optimizers.Adafactor(0.1)
-        # The last of the steps is one of two.
+        # Three steps: the last one is the first of two that are accumulated.
         cases["accumulated"] = lambda: keras.optimizers.Adam(gradient_accumulation_steps=2, weight_decay=0.1)
     else:
         cases["legacy"] = keras.optimizers.legacy.Adam
@@ -250,17 +256,17 @@ def _optimizers(folder):
         averages = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": overwrite}
         cases[f"averaged {overwrite}"] = functools.partial(keras.optimizers.Adam, 0.1, **averages)
     cases["averaged alone"] = cases["averaged 2"]
-    off = {}
-    for way, make in cases.items():
+    differences = {}
+    for case, make in cases.items():
         smp.shutdown()
         smp.init({"partitions": 2, "microbatches": 2})
-        path = trained(way, smp.DistributedModel, make, f"{folder}/{way}")
+        path = trained(case, smp.DistributedModel, make, f"{folder}/{case}")
         smp.barrier()
-        ours, plain = values(path), values(trained(way, keras.Model, make, f"{folder}/plain-{smp.rank()}-{way}"))
-        assert list(ours) == list(plain), way
-        off[way] = max(float(np.max(np.abs(ours[name] - value))) for name, value in plain.items())
+        ours, plain = values(path), values(trained(case, keras.Model, make, f"{folder}/plain-{smp.rank()}-{case}"))
+        assert list(ours) == list(plain), case
+        differences[case] = max(float(np.max(np.abs(ours[name] - value))) for name, value in plain.items())
 
-    # The whole model in Keras' files, which all ranks ask for and one writes.
+    # The whole model in Keras' file formats: all ranks call the save, one writes.
     model, ours = smp.state.model, values(path)
 
     def check(other):
@@ -302,25 +308,25 @@ def _optimizers(folder):
     if hasattr(keras.optimizers.Adam, "apply"):
         refusals.append(refused(lambda: Own(0.1)))
         refusals.append(refused(lambda: keras.optimizers.SGD(gradient_accumulation_steps=2, global_clipnorm=1.0)))
-        # What one rank has alone, nobody would read.
+        # A variable that exists on one rank only is an error.
         lonely = tf.train.Checkpoint(model=smp.state.model, **{f"of_{smp.rank()}": tf.Variable(1.0)})
         with pytest.raises(SMPCheckpointError, match=r"`of_0/.*is there on rank 0 and not on rank 1"):
             lonely.save(f"{folder}/lonely")
-    return off, refusals
+    return differences, refusals
 
 
-def _check_optimizers(ranks, ways, refusals):
-    for off, refused in ranks:
-        assert set(off) == ways
-        assert all(each < 1e-5 for each in off.values()), off
-        for (kind, text), (found, said) in zip(refusals, refused, strict=True):
+def _check_optimizers(ranks, expected_cases, refusals):
+    for differences, refused in ranks:
+        assert set(differences) == expected_cases
+        assert all(each < 1e-5 for each in differences.values()), differences
+        for (kind, text), (found, error) in zip(refusals, refused, strict=True):
             assert kind == found, refused
-            assert text in said, refused
+            assert text in error, refused
 
 
 @pytest.mark.more
 def test_states_of_optimizers_are_whole(tmp_path):
-    ways = {
+    expected_cases = {
         "built after",
         "built before",
         "apply",
@@ -336,7 +342,9 @@ def test_states_of_optimizers_are_whole(tmp_path):
         ("SMPUnsupportedError", "accumulat"),
     ]
     _check_optimizers(
-        run_ranks(_optimizers, 2, str(tmp_path), launcher=Forked("tensorflow"), env=ENV, timeout=170), ways, refusals
+        run_ranks(_optimizers, 2, str(tmp_path), launcher=Forked("tensorflow"), env=ENV, timeout=170),
+        expected_cases,
+        refusals,
     )
 
 
@@ -349,9 +357,9 @@ def _keras_2(folder):
 
 @pytest.mark.more
 def test_keras_2(tmp_path):
-    """States of its optimizers, and models of the table, which learn as in one process."""
+    """tf_keras: optimizer states, and two of the models of `support.keras_models`, compared with one process."""
     ranks = run_ranks(_keras_2, 2, str(tmp_path), env={**ENV, "TF_USE_LEGACY_KERAS": "1"}, timeout=170)
-    ways = {"built after", "built before", "legacy", "averaged None", "averaged 2", "averaged alone"}
-    _check_optimizers([found for found, _ in ranks], ways, [])
+    expected_cases = {"built after", "built before", "legacy", "averaged None", "averaged 2", "averaged alone"}
+    _check_optimizers([found for found, _ in ranks], expected_cases, [])
     for _, models in ranks:
         assert all(difference < 1e-10 and variables > 0 for difference, variables in models), models

@@ -1,4 +1,4 @@
-"""Steps on partitions: their arguments, their random numbers, how often they are traced, and their timeline."""
+"""Steps on partitions: sliced arguments, random numbers, retracing, leftover graphs, and the timeline."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ pytestmark = [
 ]
 
 
-def _everything():
+def _run_checks():
     _train()
-    return _draws(), _slices(), _arguments(), _left()
+    return _random_numbers(), _slices(), _arguments(), _conversions_and_graphs()
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """All of it in one job, with its timeline."""
+    """The timeline's path, and the results of all checks by rank, from one job."""
     trace = tmp_path_factory.mktemp("steps") / "trace.json"
     env = {**ENV, "SMD_TIMELINE": str(trace)}
-    return trace, run_ranks(_everything, 2, launcher=Forked("tensorflow"), env=env, timeout=280)
+    return trace, run_ranks(_run_checks, 2, launcher=Forked("tensorflow"), env=env, timeout=280)
 
 
 def _train():
@@ -42,7 +42,7 @@ def _train():
     smp.init({"partitions": 2, "microbatches": 2})
     model, optimizer = two_layers(smp.DistributedModel), tf.keras.optimizers.SGD(0.1)
     step = smp.step(lambda x: optimizer.get_gradients(tf.reduce_mean(model(x)), model.trainable_variables))
-    # A step of the timeline ends where the next one does something again.
+    # In the timeline a step ends when the next one starts, so two steps are needed.
     for _ in range(2):
         step(tf.ones([8, 3]))
 
@@ -53,7 +53,7 @@ def test_the_timeline_shows_each_partition_at_work(ranks):
     for rank in range(2):
         names = {event["name"] for event in events if event["ph"] == "X" and event["pid"] == rank}
         assert {"forward", "backward", "send", "receive", "wait"} <= names, (rank, names)
-    # Of `_train`; one stage on each rank.
+    # Step 0 is that of `_train`, with one stage on each rank.
     command = [sys.executable, "-m", "smdistributed", "report", str(ranks[0]), "--step", "0"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert shown.returncode == 0, shown.stderr
@@ -61,7 +61,8 @@ def test_the_timeline_shows_each_partition_at_work(ranks):
 
 
 def _slices():
-    """What a step finds in arguments that slice themselves; what differs in more than tensors."""
+    """Arguments with their own `smp_slice`. Slices that differ in more than tensors raise, and so do differing
+    steps."""
     import numpy as np
     import tensorflow as tf
 
@@ -72,7 +73,7 @@ def _slices():
     smp.init({"partitions": 2, "microbatches": 2})
 
     class Ragged:
-        """Rows in an attribute of an attribute, and in a call."""
+        """An argument with a tensor in a nested attribute and in the closure of a callable attribute."""
 
         def __init__(self, rows, number=1.0):
             self.parts, self.rows, self.number = {"some": [rows]}, lambda: rows, number
@@ -104,7 +105,7 @@ def _slices():
     np.testing.assert_allclose(outputs.merge(), expected, atol=1e-6)
     np.testing.assert_allclose(sums.merge(), tf.reduce_sum(x, 1) + tf.reduce_sum(expected + y, 1), atol=1e-5)
 
-    # Pieces that were there before, small ones, also in a branch.
+    # Slices that exist before the step, also used inside a `tf.cond`.
     class Ready(Ragged):
         def __init__(self, pieces):
             self.pieces = pieces
@@ -134,16 +135,16 @@ def _slices():
         return type(error).__name__, str(error)
 
 
-def test_what_slices_itself_gives_each_microbatch_its_own(ranks):
-    """And ranks whose steps differ in a number are told."""
+def test_smp_slice_and_mismatched_steps(ranks):
+    """Each microbatch gets its own slice. Ranks whose steps differ in a constant raise an error with both constants."""
     for _, found, *_ in ranks[1]:
         assert found[0] == "SMPMismatchError", found
         assert "Const[0.25]" in found[1], found
         assert "Const[0.5]" in found[1], found
 
 
-def _draws():
-    """Random numbers: those of one process if they have a seed, and the same wherever they are used."""
+def _random_numbers():
+    """Random numbers with a seed equal those of one process; without one, all partitions use the same numbers."""
     import numpy as np
     import tensorflow as tf
 
@@ -214,7 +215,7 @@ def _draws():
     np.testing.assert_allclose(one, x + two, atol=1e-5)
     np.testing.assert_array_equal(*smp.allgather(noise.numpy()))
 
-    # Also what the body draws, for the model and for what is compared with its results.
+    # The same for numbers drawn in the step function, which both the model and the loss use.
     def once(x):
         return x + tf.random.normal(tf.shape(x))
 
@@ -243,7 +244,7 @@ def test_random_numbers_are_drawn_once(ranks):
 
 
 def _arguments():
-    """How often a step is traced, by the arguments that it has from `tf.function`."""
+    """Returns the batch sizes of the traces of a step, for each of the arguments that it shares with `tf.function`."""
     import tensorflow as tf
 
     import smdistributed.modelparallel.tensorflow as smp
@@ -252,7 +253,7 @@ def _arguments():
     smp.init({"partitions": 2, "microbatches": 2})
     model, x = two_layers(smp.DistributedModel), tf.ones([8, 3])
     smp.step(lambda x: model(x))(x)
-    # What TensorFlow does not try to compute when it optimizes the graph.
+    # Segments are stateful calls, which TensorFlow does not fold when it optimizes the graph.
     drawing = smp.step(lambda x: [model(x), tf.random.normal([2])]).get_concrete_function(x).graph
     kinds = {op.type for op in drawing.get_operations() if op.type.endswith("PartitionedCall")}
     assert kinds == {"StatefulPartitionedCall"}, kinds
@@ -290,7 +291,7 @@ def _arguments():
     return found
 
 
-def test_a_step_is_traced_as_a_function_of_tensorflow_is(ranks):
+def test_a_step_is_retraced_as_a_tf_function_is(ranks):
     for *_, found, _ in ranks[1]:
         assert found == {
             "shapes": [1, 2, 3, 4],
@@ -302,8 +303,9 @@ def test_a_step_is_traced_as_a_function_of_tensorflow_is(ranks):
         }
 
 
-def _left():
-    """Whether AutoGraph converts nothing but the script in a step's first calls, else what; and how many graphs of traces are left."""
+def _conversions_and_graphs():
+    """Returns whether AutoGraph converts only this module while a step is traced (otherwise the modules that it
+    converts), and how many trace graphs are left."""
     import tensorflow as tf
     from tensorflow.python.autograph.impl import api
 
@@ -335,9 +337,9 @@ def _left():
         for rows in (4, 8):
             train(tf.ones([rows, 3]))
     converted = {call.args[0].__module__ for call in converting.call_args_list}
-    return converted == {_left.__module__} or converted, len(graphs()) - len(before)
+    return converted == {_conversions_and_graphs.__module__} or converted, len(graphs()) - len(before)
 
 
-def test_a_trace_converts_the_scripts_code_alone_and_is_gone_afterwards(ranks):
+def test_a_trace_converts_only_the_script_and_leaves_no_graph(ranks):
     for *_, found in ranks[1]:
         assert found == (True, 0)

@@ -1,4 +1,4 @@
-"""Keras models on several partitions learn as in one process; what is wrong is an error on every rank."""
+"""Keras models on two partitions: training equals one process, errors are raised on every rank, checkpoints restore."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.timeout(500),
 ]
 
-#: A sample of the table of `tests/e2e/modelparallel_tensorflow.py`: model, microbatches, schedule, way to gradients.
+#: A sample of the cases of `tests/e2e/modelparallel_tensorflow.py`: model, microbatches, schedule, gradient method.
 SAMPLE = [("two_outputs", 4, "interleaved", "get")]
 OTHERS = [
     ("attention", 2, "zero_bubble", "tape"),
@@ -32,7 +32,7 @@ def _models(cases):
     return [compare(name, "float64", 2, *case) for name, *case in cases]
 
 
-def _everything(folder):
+def _run_checks(folder):
     import smdistributed.modelparallel.tensorflow as smp
 
     errors = _errors()
@@ -44,9 +44,10 @@ def _everything(folder):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """All of it in one job: TensorFlow takes its time to start."""
+    """The checkpoint folder, and the results of all checks by rank, from one job, because TensorFlow is slow to
+    import."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    return folder, run_ranks(_everything, 2, str(folder), launcher=Forked("tensorflow"), env=ENV, timeout=490)
+    return folder, run_ranks(_run_checks, 2, str(folder), launcher=Forked("tensorflow"), env=ENV, timeout=490)
 
 
 def test_models_learn_as_in_one_process(ranks):
@@ -88,7 +89,7 @@ def _errors():
         def call(self, x):
             return self.two(self.one(x))
 
-    # What a loop costs is what its body does, as often as it may.
+    # The cost model counts a loop as its body's cost times `maximum_iterations`.
     def looped(x):
         return tf.while_loop(lambda i, x: i < 5, lambda i, x: (i + 1, x @ x), (0, x), maximum_iterations=5)
 
@@ -119,7 +120,7 @@ def _errors():
     refused("independent", lambda: independent(x))
     plain = forward(x).merge().numpy()
     refused("differing", lambda: differing(x))
-    # The job goes on.
+    # The job stays usable after errors.
     assert (forward(x).merge().numpy() == plain).all()
 
     @smp.step
@@ -161,7 +162,7 @@ def _errors():
     refused("each", lambda: optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True)))
     refused("partition", lambda: smp.partition(2).__enter__())
     refused("groups", smp.get_mp_process_group)
-    # What is elsewhere takes no memory.
+    # Variables of the other partition take no memory on this rank.
     sizes = []
     with model._smp_all_variables():
         for variable in model.weights:
@@ -173,7 +174,7 @@ def _errors():
     return found, sizes, smp.mp_rank()
 
 
-def test_what_is_wrong_is_an_error_on_every_rank(ranks):
+def test_errors_are_raised_on_every_rank(ranks):
     expected = {
         "before init": ("SMPNotInitializedError", "smp.init()"),
         "outside": ("SMPUsageError", "smp.step"),
@@ -245,7 +246,7 @@ def _checkpoints(folder):
     for _ in range(3):
         train()
         path = manager.save()
-    # TensorFlow's own calls, and the core's form, of the same state.
+    # The same state, saved with TensorFlow's own call and in the sharded format.
     direct = checkpoint.save(f"{folder}.direct/ckpt")
     sharded = smp.CheckpointManager(checkpoint, f"{folder}.sharded", max_to_keep=2, format="sharded")
     assert sharded.restore() is None
@@ -256,17 +257,17 @@ def _checkpoints(folder):
     assert sharded.latest_checkpoint == saved[-1]
     expected = [float(train()) for _ in range(3)]
 
-    def restored(checkpoint, how):
-        if how == "manager":
+    def restored(checkpoint, source):
+        if source == "manager":
             assert smp.CheckpointManager(checkpoint, folder, checkpoint_name="mine").restore() == path
-        elif how == "sharded":
+        elif source == "sharded":
             assert smp.CheckpointManager(checkpoint, folder).restore(saved[0].removesuffix("-7") + "-8") == saved[1]
         else:
             checkpoint.restore(direct).assert_existing_objects_matched()
 
-    # After a step and before one, each in a job of its own; one with replicas of the whole, too.
+    # Restored after the first step and before it, each in a new session; also with one partition.
     found = {}
-    for when, how, partitions in (
+    for when, source, partitions in (
         ("after", "manager", 2),
         ("before", "manager", 2),
         ("after", "direct", 2),
@@ -280,8 +281,8 @@ def _checkpoints(folder):
         checkpoint, train = started()
         if when == "after":
             train()
-        restored(checkpoint, how)
-        found[when, how, partitions] = [float(train()) for _ in range(3)]
+        restored(checkpoint, source)
+        found[when, source, partitions] = [float(train()) for _ in range(3)]
     # Plain TensorFlow, in one process.
     model, optimizer = made(keras.Model)
     model(x)
@@ -298,13 +299,13 @@ def _checkpoints(folder):
     return expected, found, plain, path, manager.checkpoints
 
 
-def test_a_checkpoint_is_that_of_one_process(ranks):
+def test_checkpoints_restore_as_in_one_process(ranks):
     folder, found_by_rank = ranks
     for _, (expected, found, plain, path, kept), *_ in found_by_rank:
         assert path == str(folder / "mine-3")
         assert kept == [str(folder / "mine-2"), path]
-        for how, losses in found.items():
-            assert losses == pytest.approx(expected, abs=0 if how[2] == 2 else 1e-6), how
+        for source, losses in found.items():
+            assert losses == pytest.approx(expected, abs=0 if source[2] == 2 else 1e-6), source
         assert plain == pytest.approx(expected, abs=1e-6)
     assert sorted(each.name for each in folder.iterdir() if each.suffix == ".index") == [
         "mine-2.index",
@@ -313,7 +314,8 @@ def test_a_checkpoint_is_that_of_one_process(ranks):
 
 
 def _calls(folder):
-    """Calls that scripts make around steps; what they give is compared where they are made."""
+    """Other calls of scripts around steps: clipping, metrics, saving, partition files, hooks, Horovod, object
+    messages."""
     import numpy as np
     import tensorflow as tf
 
@@ -338,14 +340,14 @@ def _calls(folder):
 
         return Model()
 
-    def of(outputs):
+    def loss_of(outputs):
         return tf.reduce_mean(tf.square(outputs - y))
 
     def plain(optimizer, clip, frozen=False):
         model, losses = made(keras.Model, frozen=frozen), []
         for _ in range(3):
             with tf.GradientTape() as tape:
-                loss = of(model(x))
+                loss = loss_of(model(x))
             gradients = tape.gradient(loss, model.trainable_variables)
             gradients = tf.clip_by_global_norm(gradients, clip)[0] if clip else gradients
             optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
@@ -380,7 +382,7 @@ def _calls(folder):
     def check(train, expected):
         np.testing.assert_allclose([float(train(x, y)) for _ in range(3)], expected, rtol=0, atol=1e-5)
 
-    # Norms over all partitions, of gradients with few rows among others; what becomes of the model.
+    # Clipping by the norm over all partitions, with a sparse gradient; evaluation and a saved model.
     file = f"{folder}.json"
     model, train = started(sgd(), 0.05, partition_file=file)
     clipped = plain(sgd(), 0.05)
@@ -394,12 +396,12 @@ def _calls(folder):
         return outputs
 
     outputs = evaluate(x, y).merge()
-    assert float(metric.result()) == pytest.approx(float(of(outputs)), abs=1e-6)
+    assert float(metric.result()) == pytest.approx(float(loss_of(outputs)), abs=1e-6)
     model.save_model(f"{folder}.saved")
     served = tf.saved_model.load(f"{folder}.saved").signatures["serving_default"](inputs=x)
     np.testing.assert_allclose(*served.values(), outputs, rtol=0, atol=1e-6)
 
-    # The other way round, as a file says.
+    # A partition file that swaps the two partitions.
     rank, swapped = smp.rank(), f"{folder}.{smp.rank()}.json"
     smp.barrier()
     with open(file) as text, open(swapped, "w") as other:
@@ -410,7 +412,7 @@ def _calls(folder):
     check(train, clipped)
     assert {before, len(model.trainable_variables)} == {1, 2}
 
-    # What the script chose is kept as well; a method is a step, and may be traced alone.
+    # The partition file also records manual partitions. A step may be a method, and `get_concrete_function` traces it.
     smp.shutdown()
     smp.init(
         {"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 1, "partition_file": file}
@@ -434,7 +436,8 @@ def _calls(folder):
         def forward(self, x):
             return self.model(x)
 
-    # What fails after the division is done again; what comes after it is not left out.
+    # A post-partition hook that fails runs again in the next call. The hooks after it still run, each of them only
+    # once.
     steps, called, given = Steps(ByHand()), [], {}
     smp.register_post_partition_hook(lambda: called.append("one") if rank == 0 else given["one"])
     smp.register_post_partition_hook(lambda: called.append("two"))
@@ -447,7 +450,7 @@ def _calls(folder):
     np.testing.assert_allclose(concrete(y).merge(), steps.forward(y).merge())
     assert called == ["one", "two"][rank:]
 
-    # Nothing to train, on any partition.
+    # The loss depends on no variable, so no partition has gradients.
     optimizer = sgd()
 
     @smp.step
@@ -466,7 +469,7 @@ def _calls(folder):
     smp.StepOutput([rows, rows]).accumulate(var=kept)
     assert kept.numpy().sum(axis=1).tolist() == [0.0, 8.0, 0.0, 8.0, 0.0]
 
-    # A partition with nothing to train; its rank counts the updates that the checkpoint tells of.
+    # A partition without trainable variables: its optimizer still counts the iterations that are saved.
     optimizer = sgd(momentum=0.9)
     model, train = started(optimizer, 0.05, frozen=True)
     check(train, plain(sgd(momentum=0.9), 0.05, frozen=True))
@@ -476,7 +479,7 @@ def _calls(folder):
     counted = [tf.train.load_variable(path, name) for name, shape in tf.train.list_variables(path) if "iter" in name]
     assert counted == [3]
 
-    # Replicas that start with different weights.
+    # Replicas with different initial weights get equal ones.
     tf.random.set_seed(rank)
     model, train = started(sgd(), seeded=False, partitions=1, ddp=True)
     rows = slice(4 * rank, 4 * rank + 4)
@@ -484,7 +487,7 @@ def _calls(folder):
     one, other = smp.allgather([tf.convert_to_tensor(each).numpy() for each in model.trainable_variables])
     assert all(np.array_equal(*pair) for pair in zip(one, other, strict=True))
 
-    # Gradients in a dictionary, too; and what only looks like them is not.
+    # Gradients in a dict are averaged over replicas; a gradient with respect to outputs is not.
     smp.shutdown()
     smp.init({"partitions": 1, "microbatches": 2, "ddp": True})
     model = made(smp.DistributedModel)
@@ -521,7 +524,7 @@ def _calls(folder):
     outputs = smp.step(lambda x: [model(x), 2.0 * model(x)])(y)
     assert [each.merge().shape for each in outputs] == [[8, 4], [8, 4]]
 
-    # Horovod's optimizer reduces gradients when they are applied, not in the step.
+    # Horovod's optimizer reduces gradients when it applies them, not in the step.
     from horovod.tensorflow import keras as hvd
 
     optimizer = hvd.DistributedOptimizer(sgd())
@@ -529,7 +532,7 @@ def _calls(folder):
     train(x[rows], y[rows])
     expected = made(keras.Model)
     with tf.GradientTape() as tape:
-        loss = of(expected(x))
+        loss = loss_of(expected(x))
     plainly = sgd()
     plainly.apply_gradients(
         zip(tape.gradient(loss, expected.trainable_variables), expected.trainable_variables, strict=True)
@@ -537,7 +540,7 @@ def _calls(folder):
     for ours, theirs in zip(model.trainable_variables, expected.trainable_variables, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
-    # Objects.
+    # Messages with Python objects.
     if rank == 0:
         smp.send({"tensor": tf.constant([1, 2])}, 1, smp.RankType.DP_RANK)
         assert smp.recv_from(1) == "back"
@@ -549,8 +552,11 @@ def _calls(folder):
 
 
 def _parts():
-    """What plain Keras and a divided model learn whose parts have optimizers of their own, and what is said of a gradient of another
-    variable. All partitions have the variable `shift`, which no layer has."""
+    """Trains plain Keras and a partitioned model whose layers have optimizers of their own; returns both results.
+
+    All partitions hold the variable `shift`, which belongs to no layer. Also returns the error of applying a gradient
+    to another variable.
+    """
     import numpy as np
     import tensorflow as tf
 
@@ -583,8 +589,8 @@ def _parts():
                 outputs = model(x)
                 loss = tf.reduce_mean(tf.square(outputs - outside))
             parts = model.one.trainable_variables, [model.shift, *model.two.trainable_variables]
-            everything = [*model.trainable_variables, outside]
-            return *(tape.gradient(loss, part) for part in (*parts, everything)), tf.RaggedTensor.from_tensor(outputs)
+            variables = [*model.trainable_variables, outside]
+            return *(tape.gradient(loss, part) for part in (*parts, variables)), tf.RaggedTensor.from_tensor(outputs)
 
         if base is keras.Model:
 
@@ -613,9 +619,9 @@ def _parts():
 
         body(x[:2]) if base is keras.Model else over_microbatches(x)
         found = [tf.nest.map_structure(lambda each: each.numpy(), train(x)) for _ in range(3)]
-        everything = [*model.one.variables, model.shift, *model.two.variables, outside]
+        variables = [*model.one.variables, model.shift, *model.two.variables, outside]
         here = {id(each) for each in (*model.variables, outside)}
-        values = {place: each.numpy() for place, each in enumerate(everything) if id(each) in here}
+        values = {place: each.numpy() for place, each in enumerate(variables) if id(each) in here}
         counts = [len(optimizer.variables) for optimizer in (near, far, whole)]
         return model, whole, found, values, counts
 
@@ -626,28 +632,28 @@ def _parts():
         return [each for each in model.trainable_variables if len(each.shape) == 2]
 
     gradients = smp.step(lambda x: whole.get_gradients(tf.reduce_sum(model(x)), kernels()))(x)
-    said = ""
+    message = ""
     try:
-        # Those of all partitions, and variables of this one.
+        # Gradients of all partitions are paired with variables of this one.
         whole.apply_gradients(zip([each.accumulate() for each in gradients], kernels()))  # noqa: B905
     except smp.exceptions.SMPUsageError as error:
-        said = str(error)
+        message = str(error)
     smp.barrier()
-    return plain, ours, said, smp.rank()
+    return plain, ours, message, smp.rank()
 
 
-def test_parts_of_a_model_have_optimizers_of_their_own(ranks):
+def test_layers_with_separate_optimizers(ranks):
     import numpy as np
 
     places = []
-    for *_, ((expected, values, counts), (found, here, here_counts), said, rank) in ranks[1]:
+    for *_, ((expected, values, counts), (found, here, here_counts), message, rank) in ranks[1]:
         for (norms, outputs), (our_norms, our_outputs) in zip(expected, found, strict=True):
             np.testing.assert_allclose(our_norms, norms, rtol=1e-7)
             np.testing.assert_allclose(our_outputs, outputs, atol=1e-7)
         for place, value in here.items():
             np.testing.assert_allclose(value, values[place], atol=1e-7)
-        # As in one process, whatever is where.
+        # Each optimizer has as many variables as in one process.
         assert here_counts == counts
         places.append(sorted(here))
-        assert ("would be applied to `" in said) == (rank == 1), said
+        assert ("would be applied to `" in message) == (rank == 1), message
     assert places == [[0, 1, 2, 5], [2, 3, 4, 5]]

@@ -1,4 +1,4 @@
-"""Updates of Keras models on partitions with scaled losses."""
+"""Loss scaling with Keras models on partitions: after an overflow all partitions skip the update."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ pytestmark = [
 
 
 def _scaled():
-    """Losses, scales and counts of updates with gradients that are not finite on one partition in one step, there and in plain Keras."""
+    """Trains with a loss-scale optimizer and infinite gradients on one partition in one step; compares with plain
+    Keras.
+
+    Losses, scales and iteration counts are compared. Returns the scales of all steps.
+    """
     import numpy as np
     import tensorflow as tf
 

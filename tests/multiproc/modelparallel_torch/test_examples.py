@@ -1,4 +1,4 @@
-"""The examples of pipelines learn, and a benchmark's model lies on its ranks in equal parts."""
+"""The model-parallel examples learn, and a benchmark's model is distributed evenly over the ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def _examples_body(root):
-    """Every example as a script would run it, one after the other in the same processes."""
+    """Runs every pipeline example as a script, one after the other in the same processes."""
     import math
     import runpy
     import sys
@@ -30,9 +30,9 @@ def _examples_body(root):
         name, *words = line.split()
         script = f"{root}/examples/modelparallel_{name}.py"
         sys.argv = [script, *words]
-        left = runpy.run_path(script, run_name="__main__")
-        found.append((float(left["loss"]), int(left.get("right", 0))))
-        del left
+        script_globals = runpy.run_path(script, run_name="__main__")
+        found.append((float(script_globals["loss"]), int(script_globals.get("right", 0))))
+        del script_globals
         smp.shutdown()
     assert all(math.isfinite(loss) for loss, _ in found), found
     return found
@@ -43,15 +43,15 @@ def _examples_body(root):
 def test_the_examples_run():
     pytest.importorskip("sklearn")
     found = run_ranks(_examples_body, 4, str(ROOT), launcher=Forked("torch"), timeout=290)
-    # Ranks of a pipeline see one loss, and replicas the same test.
+    # All ranks of a pipeline return the same loss.
     assert found[0] == found[1], found
     automatic, manual, _, gpt = found[0]
-    assert min(automatic[1], manual[1]) > 128, "of 256 digits"
-    assert gpt[0] < 5.5, "nats for each of 256 bytes, of which not all are as frequent"
+    assert min(automatic[1], manual[1]) > 128, "expected more than half of 256 digits to be right"
+    assert gpt[0] < 5.5, "expected a loss below that of a uniform guess of a byte, ln(256) = 5.5 nats"
 
 
 def _tensor_parallel_body(root):
-    """The example with a pipeline and without."""
+    """Runs the example with a pipeline and without."""
     import runpy
     import sys
 
@@ -60,9 +60,9 @@ def _tensor_parallel_body(root):
     found = []
     for line in ("--partitions 2", "--optimize speed --prescaled"):
         sys.argv = ["", *line.split(), "--layers", "2", "--width", "32", "--length", "32", "--steps", "30"]
-        left = runpy.run_path(f"{root}/examples/tensor_parallel_gpt.py", run_name="__main__")
-        found.append((float(left["mean"]), left["held"] / left["whole"]))
-        del left
+        script_globals = runpy.run_path(f"{root}/examples/tensor_parallel_gpt.py", run_name="__main__")
+        found.append((float(script_globals["mean"]), script_globals["held"] / script_globals["whole"]))
+        del script_globals
         smp.shutdown()
     return found
 
@@ -72,8 +72,8 @@ def _tensor_parallel_body(root):
 def test_the_example_of_tensor_parallelism_learns():
     for both in run_ranks(_tensor_parallel_body, 4, str(ROOT), timeout=190):
         (first, _), (second, share) = both
-        assert max(first, second) < 4.6, "nats, of 5.5 in the beginning"
-        assert share < 0.55, "of the parameters, at degree 2"
+        assert max(first, second) < 4.6, "expected a loss well below the initial 5.5 nats"
+        assert share < 0.55, "expected each rank to hold about half of the parameters at degree 2"
 
 
 def _sharded_body(root, words):
@@ -83,9 +83,9 @@ def _sharded_body(root, words):
     import smdistributed.modelparallel.torch as smp
 
     sys.argv = [f"{root}/examples/sharded_llama.py", *words.split()]
-    left = runpy.run_path(sys.argv[0], run_name="__main__")
+    script_globals = runpy.run_path(sys.argv[0], run_name="__main__")
     smp.shutdown()
-    return float(left["loss"]), left["own"], left["whole"]
+    return float(script_globals["loss"]), script_globals["own"], script_globals["whole"]
 
 
 @pytest.mark.timeout(200)
@@ -94,7 +94,7 @@ def test_a_sharded_llama_learns(precision):
     pytest.importorskip("transformers")
     words = f"--degree 2 --layers 2 --width 64 --length 32 --steps 30 --precision {precision}"
     for loss, own, whole in run_ranks(_sharded_body, 2, str(ROOT), words, launcher=Forked("transformers"), timeout=190):
-        assert loss < 4.0, "nats for each of 256 bytes, which begin at 5.5"
+        assert loss < 4.0, "expected a loss well below the initial ln(256) = 5.5 nats"
         assert own <= 0.54 * whole
 
 

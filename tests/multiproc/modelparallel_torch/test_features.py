@@ -1,4 +1,4 @@
-"""What a script of model parallelism may do, on real ranks: one launch makes many checks."""
+"""The model-parallel API on several ranks: groups, objects, steps, optimizers, mismatches, timeline."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _api_body():
     assert smp.get_mp_group() == [rank // 2 * 2, rank // 2 * 2 + 1]
     assert smp.get_dp_group() == [rank % 2, rank % 2 + 2]
 
-    # Process groups of torch's own.
+    # Collectives of torch on the library's process groups.
     for name, expected in (
         ("world", 6.0),
         ("dp", rank % 2 * 2.0 + 2),
@@ -62,12 +62,12 @@ def _api_body():
         torch.distributed.all_reduce(tensor, group=getattr(smp, f"get_{name}_process_group")())
         assert tensor == expected, name
 
-    # Objects.
+    # Collectives and messages with Python objects.
     thing = {"rank": rank, "tensor": torch.arange(rank + 1), "half": torch.ones(2, 2).bfloat16()}
-    everybody = smp.allgather(thing, smp.WORLD)
-    assert [each["rank"] for each in everybody] == [0, 1, 2, 3]
-    assert [len(each["tensor"]) for each in everybody] == [1, 2, 3, 4]
-    assert everybody[3]["half"].dtype == torch.bfloat16
+    gathered = smp.allgather(thing, smp.WORLD)
+    assert [each["rank"] for each in gathered] == [0, 1, 2, 3]
+    assert [len(each["tensor"]) for each in gathered] == [1, 2, 3, 4]
+    assert gathered[3]["half"].dtype == torch.bfloat16
     assert smp.allgather(rank, smp.DP_GROUP) == [rank % 2, rank % 2 + 2]
     if smp.mp_rank() == 0:
         frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
@@ -107,7 +107,7 @@ def _keys_body(port):
     import smdistributed.modelparallel.torch as smp
 
     smp.init({"ddp": True, "ddp_port": port, "ddp_dist_backend": "nccl", "delayed_parameter_initialization": True})
-    # Without a GPU.
+    # `ddp_dist_backend: nccl` falls back to gloo without a GPU.
     assert torch.distributed.get_backend() == "gloo"
     store = torch.distributed.distributed_c10d._get_default_store()
     while isinstance(store, torch.distributed.PrefixStore):
@@ -132,14 +132,14 @@ def _keys_body(port):
 
 
 @pytest.mark.timeout(120)
-def test_keys_of_process_groups_and_of_delayed_parameters():
+def test_process_group_and_delayed_parameter_settings():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     assert run_ranks(_keys_body, 2, port, launcher=Forked("torch"), timeout=110) == [2.0, 2.0]
 
 
 def _replicas_body(pipeline):
-    """Two replicas of two partitions against one process with the whole batch."""
+    """Two replicas of two partitions, compared with one process on the whole batch."""
     import functools
 
     import torch
@@ -174,7 +174,7 @@ def _replicas_body(pipeline):
             batch = torch.randn(16, 6, generator=torch.Generator().manual_seed(number))
             mine = batch.chunk(2)[smp.dp_rank()]
             if alone is None:
-                # Replicas begin alike, as the first one is.
+                # All replicas start with the parameters of replica 0.
                 torch.manual_seed(0)
                 alone = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(4)))
                 reference = torch.optim.SGD(alone.parameters(), lr=0.05)
@@ -230,7 +230,7 @@ def _features_body():
     functional = nn.functional
     config = {"partitions": 2, "microbatches": 4, **MANUAL}
 
-    # Arguments and results.
+    # Arguments and outputs of a step.
     smp.init(config)
     model = smp.DistributedModel(_chain(torch, smp, 2))
     calls = []
@@ -264,7 +264,7 @@ def _features_body():
     with pytest.raises(ValueError, match="non_split_inputs"):
         look(model, torch.tensor(1.0), x.T, torch.zeros(3), 0, more={"deep": [x]})
 
-    # Without gradients, and outside of steps.
+    # Steps under no_grad, and calls outside a step.
     with torch.no_grad():
         output, _ = look(model, x, x.T.contiguous(), torch.zeros(3), 0, more={"deep": [x]})
     assert torch.equal(output["output"].concat(), found["output"].concat())
@@ -286,7 +286,7 @@ def _features_body():
     with pytest.raises(exceptions.SMPUsageError, match="there is a"):
         smp.DistributedModel(nn.Linear(2, 2))
 
-    # What is here and what is not.
+    # Parameters of this partition, and of the other one.
     own = dict(model.local_named_parameters())
     assert set(own) == (
         {"0.weight", "0.bias", "1.weight", "1.bias"}
@@ -318,7 +318,8 @@ def _features_body():
     assert math.isclose(math.sqrt(sum(smp.allgather(squares, smp.PP_GROUP))), 0.5 * expected, rel_tol=1e-5)
     largest = max(smp.allgather(max(float(p.grad.abs().max()) for p in model.local_parameters()), smp.PP_GROUP))
     assert math.isclose(smp.clip_grad_norm_(model.parameters(), 1e9, math.inf), largest)
-    # PyTorch's own function counts the gradients of all partitions, too, and refuses a part of them.
+    # PyTorch's clip_grad_norm_ also counts the gradients of all partitions. A subset together with other parameters
+    # raises.
     norm = smp.clip_grad_norm_(model.parameters(), 1e9)
     assert math.isclose(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9), norm, rel_tol=1e-6)
     assert math.isclose(torch.nn.utils.clip_grad_norm_(list(model.local_parameters()), 0.5 * norm), norm, rel_tol=1e-6)
@@ -360,7 +361,7 @@ def _features_body():
     assert seen == [(model, optimizer)]
     smp.shutdown()
 
-    # Automatic division, hooks before it, an optimizer from before it, activation checkpointing.
+    # Automatic partitioning, with hooks and an optimizer from before it, and activation checkpointing.
     smp.init({"partitions": 2, "microbatches": 2})
     torch.manual_seed(3)
     plain = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)))
@@ -413,7 +414,7 @@ def _features_body():
         assert torch.equal(output.concat(), expected)
         smp.shutdown()
 
-    # Numbers that the body asks for now and then, and random numbers of the body beside.
+    # A step that reads a loss value in some calls only, and draws random numbers.
     smp.init(config)
     torch.manual_seed(3)
     model = smp.DistributedModel(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 1)))
@@ -437,7 +438,7 @@ def _features_body():
     assert all(torch.equal(*pair) for pair in zip(*smp.allgather(drawn), strict=True))
     smp.shutdown()
 
-    # A backward in some steps only, and of other tensors, with operations after it; a parameter that comes later.
+    # A backward in some steps only, from different losses, with operations after it; a parameter that is added later.
     smp.init({**config, "microbatches": 2})
     torch.manual_seed(3)
     model = smp.DistributedModel(_chain(torch, smp, 2))
@@ -483,14 +484,14 @@ def _features_body():
     assert (layer.factor.grad is None) == (smp.pp_rank() == 1)
     smp.shutdown()
 
-    # A bound that one microbatch exceeds.
+    # `activation_memory_bytes` below the size of one microbatch.
     smp.init({**config, "activation_memory_bytes": 100})
     model = smp.DistributedModel(_chain(torch, smp, 2))
     with pytest.raises(ValueError, match="bytes of activations on rank 0, and the bound is 100"):
         train(model, x, -x)
     smp.shutdown()
 
-    # A model that never exists as a whole.
+    # Delayed initialization: no rank ever holds the whole model.
     smp.init({**config, "microbatches": 2})
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with smp.model_creation(dtype=torch.float32):
@@ -550,7 +551,7 @@ def _mismatch_body():
             step(model, torch.ones(4, 6))
         texts.append(str(error.value))
 
-    # The pipeline goes on.
+    # The pipeline is usable after the errors.
     @smp.step
     def right(model, x):
         output = model(x).square().mean()
@@ -571,7 +572,7 @@ def test_different_steps_show_the_first_task_that_differs():
 
 
 def _timeline_body(decision):
-    """The second layer takes values of two stages: of the one before and of one further back."""
+    """Runs two steps of a model with skip connections: stage 2 has inputs from stages 0 and 1."""
     import torch
     from torch import nn
 
@@ -614,7 +615,7 @@ def test_the_timeline_shows_what_ranks_do_for_each_microbatch(tmp_path):
     spans = Counter((e["pid"], e["name"], e["args"]["microbatch"]) for e in events if "microbatch" in e.get("args", {}))
     kinds = ("forward", "backward", "send", "receive", "wait")
     assert spans.keys() == {(rank, kind, index) for rank in range(2) for kind in kinds for index in range(3)}
-    # Two stages a rank, two steps.
+    # Each rank runs two stages in each of two steps.
     assert {count for (_, kind, _), count in spans.items() if kind in kinds[:2]} == {4}
     stages = {e["tid"]: int(e["args"]["name"].split()[1]) for e in events if "of the pipeline" in str(e.get("args"))}
     takes = {(stages[e["tid"]], e["args"]["stage"]) for e in events if e["name"] == "takes"}
@@ -625,5 +626,5 @@ def test_the_timeline_shows_what_ranks_do_for_each_microbatch(tmp_path):
     assert done.stdout.startswith("step 1 of 2, ranks [0, 1]\nmeasured: "), (done.stdout, done.stderr)
     assert "simulated from mean times: " in done.stdout
     assert picture.read_text().count("<title>") == 2 * 2 * 2 * 2 * 3, (
-        "stages, ranks, forward and backward, both pictures"
+        "expected 2 stages x 2 ranks x forward and backward x 2 pictures x 3 microbatches"
     )

@@ -20,7 +20,7 @@ RESNET = {
     "ddp": True,
 }
 
-#: Text, parameters, and how many steps a rank trains without replicas and with two.
+#: Script, parameters, and the number of steps that a rank trains with one replica and with two.
 SCRIPTS = {
     "guide, automatic": (GUIDE.replace("{layers}", AUTOMATIC), {"partitions": 2, "microbatches": 4}, (84, 42)),
     "guide, manual": (GUIDE.replace("{layers}", MANUAL), HAND, (84, 42)),
@@ -44,7 +44,8 @@ def test_scripts_run_as_they_are(name, ranks, launcher, tmp_path):
 
 
 def check(name, ranks, launcher, folder):
-    """Runs a script in ``folder``; each rank trains the steps that it should, and the script says itself that its loss falls."""
+    """Runs a script in ``folder``; asserts the number of steps on each rank. The script itself asserts that its loss
+    falls."""
     text, parameters, steps = SCRIPTS[name]
     replicas = ranks // parameters["partitions"]
     script = folder / "script.py"
@@ -53,6 +54,6 @@ def check(name, ranks, launcher, folder):
     with start_ranks(script, ranks, launcher=launcher, env=env, timeout=290) as job:
         outcome = job.wait()
     assert outcome.exit_code == 0, outcome.describe()
-    # Files, as launchers may tear lines of several ranks apart.
+    # Results are in files, because a launcher may mix the output of several ranks.
     found = [path.read_text() for path in folder.glob("trained.*")]
     assert found == [str(steps[replicas - 1])] * ranks, outcome.describe()

@@ -1,5 +1,8 @@
-"""Hugging Face's models with defaults untouched, on partitions beside one process, none of their calls leaving the pipeline: a part of
-the table that `tests/parity/huggingface_models.py` runs as a whole."""
+"""Hugging Face's models with default options on partitions, compared with one process.
+
+With `SMD_STRICT_PIPELINE` a call that the pipeline cannot run is an error. This is a sample of the cases that
+`tests/parity/huggingface_models.py` runs.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import pytest
 from support import Forked, run_ranks
 
 STRICT = {"SMD_STRICT_PIPELINE": "1"}
-#: Caches, grouped-query attention, tied weights, sliding windows, experts, encoders, sound, losses of mixed types.
+#: Caches, grouped-query attention, tied weights, sliding windows, experts, encoders, audio, losses of mixed dtypes.
 FAMILIES = [
     "llama",
     "llama-tied",
@@ -58,13 +61,13 @@ def test_grouped_products_of_experts():
 def _unwritten_body():
     import torch
 
-    # Memory that nothing has been written to is NaN.
+    # In this mode torch fills uninitialized memory with NaN.
     torch.use_deterministic_algorithms(True, warn_only=True)
     return _families_body(["longformer"], "float64", 2)
 
 
 @pytest.mark.timeout(200)
-def test_no_result_is_of_memory_that_nothing_was_written_to():
+def test_results_do_not_depend_on_uninitialized_memory():
     pytest.importorskip("transformers")
     for found in run_ranks(_unwritten_body, 2, launcher=Forked("transformers"), env=STRICT, timeout=190):
         _check(found, 1e-10, 2)
@@ -80,7 +83,7 @@ def _options_body():
     torch.set_default_dtype(torch.float64)
 
     class Captured(nn.Module):
-        """Hidden states and attentions are in the loss."""
+        """A model whose loss depends on hidden states and attentions."""
 
         def __init__(self):
             super().__init__()
@@ -126,7 +129,7 @@ def _cache_body():
     torch.manual_seed(7)
 
     class Cached(torch.nn.Module):
-        """The caller asks for a cache, and the loss depends on it."""
+        """A model that asks for a cache, on which its loss depends."""
 
         def __init__(self):
             super().__init__()

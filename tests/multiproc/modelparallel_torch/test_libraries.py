@@ -1,4 +1,4 @@
-"""Models of timm and adapters of PEFT, with defaults untouched, on partitions beside one process."""
+"""Models of timm and adapters of PEFT, with default options, on partitions compared with one process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from support import Forked, run_ranks
 
 STRICT = {"SMD_STRICT_PIPELINE": "1"}
-#: Small sizes of some architectures. Random choices are off, since partitions draw numbers of their own.
+#: Small sizes of some architectures. Dropout of paths is off, because partitions draw their own random numbers.
 TIMM = {
     "vit_tiny_patch16_224": {"img_size": 32, "embed_dim": 32, "depth": 4, "num_heads": 4, "patch_size": 8},
     "swinv2_tiny_window8_256": {
@@ -19,10 +19,10 @@ TIMM = {
         "num_heads": (2, 4),
     },
     "convnext_atto": {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)},
-    # It writes in place to what a module without parameters returned.
+    # It writes in place to the output of a module without parameters.
     "mobilenetv3_small_050": {},
 }
-#: By the name of a configuration of PEFT: its arguments.
+#: Arguments of PEFT's configurations by name.
 PEFT = {
     "LoraConfig": {"r": 4, "target_modules": "all-linear", "init_lora_weights": False},
     "IA3Config": {
@@ -96,7 +96,7 @@ def _peft_body(partitions):
             model, lambda step: huggingface.batch("llama", step), "interleaved", partitions, skip_tracing=True
         )
         here = dict(model.named_parameters())
-        # Parameters of the other partition have no numbers here.
+        # Parameters of the other partition have no values on this rank.
         kept = [path for path in frozen if type(here[path]) is torch.nn.Parameter]
         row["is frozen"] = bool(kept) and all(torch.equal(here[path], frozen[path]) for path in kept)
         return row

@@ -1,5 +1,7 @@
-"""Pipelines of real ranks against one process: a part of the table that `tests/parity/pipelines.py` runs as a whole. Two steps, since
-the second one repeats the first one's recordings, and follows its momentum."""
+"""Pipelines compared with one process: a sample of the cases that `tests/parity/pipelines.py` runs.
+
+Two steps each, because the second one replays the recordings of the first one and uses its momentum.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Activations of checkpointed modules that wait elsewhere: the same gradients, and nothing of them stays. What stands for the device
-and its host here are copies on CPUs; `tests/gpu/test_modelparallel.py` has the real ones."""
+"""Offloaded activations of checkpointed modules: gradients equal one process, and the originals are freed.
+
+A fake host copies tensors on the CPU; `tests/gpu/test_modelparallel.py` tests real devices.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ def _check_offloading():
     from smdistributed.modelparallel.torch.runtime import offloading
 
     class Host:
-        """Copies, counts, and notes which memory must be gone when a copy comes back."""
+        """A fake offloader that copies tensors, counts them, and counts originals that are still alive at the
+        prefetch."""
 
         def __init__(self):
             self.left, self.came, self.stayed = 0, 0, 0
@@ -50,7 +53,7 @@ def _check_offloading():
     for a, b in zip(x.chunk(microbatches), y.chunk(microbatches), strict=True):
         (nn.functional.mse_loss(alone(a), b) / microbatches).backward()
 
-    def run(partitions, horizon, asks=False, **config):
+    def run(partitions, horizon, reads_loss=False, **config):
         manual = {"auto_partition": False, "default_partition": 0, "offload_activations": True}
         smp.init(
             {
@@ -70,7 +73,7 @@ def _check_offloading():
         @smp.step
         def step(model, x, y):
             loss = nn.functional.mse_loss(model(x), y)
-            if asks:
+            if reads_loss:
                 assert loss.item() > 0
             model.backward(loss)
             return loss
@@ -78,25 +81,25 @@ def _check_offloading():
         step(model, x, y)
         for name, parameter in model.local_named_parameters():
             torch.testing.assert_close(parameter.grad, alone.get_parameter(name).grad, rtol=1e-12, atol=1e-18)
-        # What goes away comes back once. The batch itself is the script's, and stays. Stages that run before the body ends take a
-        # copy of it, which the body cannot change: that goes.
+        # Each offloaded tensor is prefetched once. The first partition's input is the script's batch, which stays
+        # alive. Stages that run before the step function has ended get a copy of the batch, which is freed.
         assert host.came == host.left
-        is_kept = host.left and smp.pp_rank() == 0 and not asks
+        is_kept = host.left and smp.pp_rank() == 0 and not reads_loss
         assert host.stayed == (microbatches if is_kept else 0), host.stayed
         place = smp.pp_rank()
         smp.shutdown()
         return SimpleNamespace(left=host.left, place=place)
 
-    # All forwards first: everything waits elsewhere, but with a horizon beyond the program.
+    # The simple schedule runs all forwards first, so activations are offloaded unless the horizon exceeds the program.
     each = layers // 2 * microbatches
     assert run(2, 1, pipeline="simple").left >= each - layers
     assert run(2, 1000, pipeline="simple").left == 0
-    # The last partition does every backward at once; the first one has a forward between.
+    # The last partition runs each backward right after its forward, so only the first one offloads.
     for pipeline in ("interleaved", "zero_bubble"):
         found = run(2, 1, pipeline=pipeline)
         assert (found.left > 0) == (found.place == 0), (pipeline, found)
-    # Stages that run while the step is recorded, and no pipeline at all.
-    assert run(2, 1, asks=True).left == each
+    # Stages that run while the step is recorded, and a single partition.
+    assert run(2, 1, reads_loss=True).left == each
     assert run(1, 2).left == layers * microbatches
 
     smp.init({"offload_activations": True})
@@ -106,5 +109,5 @@ def _check_offloading():
 
 
 @pytest.mark.timeout(120)
-def test_activations_wait_elsewhere():
+def test_offloaded_activations_are_freed_and_prefetched():
     run_ranks(_check_offloading, 2, launcher=Forked("torch"), timeout=110)

@@ -1,4 +1,4 @@
-"""Sharded optimizer states beside one process; what they keep in memory, and their checkpoints."""
+"""Sharded optimizer states: training compared with one process, memory, and checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ CONFIG = {
 
 
 def _model(torch):
-    """A frozen parameter, one that no batch uses, and one without elements to spare."""
+    """Returns a model with a frozen parameter, an unused one, and sizes that are not divisible by the number of
+    ranks."""
     torch.manual_seed(3)
 
     class Model(torch.nn.Module):
@@ -106,7 +107,7 @@ def _equality(torch, smp, config, passes, clip, keep):
 
 
 def _check_memory(torch, smp, model, optimizer):
-    """A rank keeps its share of the states, but for the padding of rows."""
+    """Asserts that a rank keeps only its share of the states, up to padding, and that virtual parameters are views."""
     states = [value for content in optimizer.state.values() for value in content.values() if value.dim()]
     elems = sum(value.numel() for value in states)
     whole = sum(parameter.numel() for parameter in model.local_parameters() if parameter.requires_grad)
@@ -126,7 +127,7 @@ def _check_equality(ranks):
         _equality(torch, smp, {}, 1, 0.01, False)
         if ranks == 4:
             _equality(torch, smp, {"partitions": 2}, 2, 0.0, False)
-        # Gradients that the script keeps are added to, as in one process.
+        # Without zero_grad, gradients accumulate as in one process.
         _equality(torch, smp, {}, 1, 0.0, True)
 
 
@@ -137,7 +138,7 @@ def test_sharded_states_train_as_one_process(ranks):
 
 
 def _half(torch, smp, config, numbers, load=None):
-    """16-bit parameters, with a gradient that overflows on one rank in two steps."""
+    """Trains with 16-bit parameters; in steps 1 and 4 a gradient overflows on rank 1."""
     scales = {"dynamic_loss_scale": True, "init_scale": 256.0, "scale_window": 2}
     started = model, optimizer, step = _start(torch, smp, config, **scales)
     if load is not None:
@@ -189,7 +190,7 @@ def _check_resume(folder):
     smp.shutdown()
     for other in found[:3]:
         _same(torch, other, found[3])
-    # One partition and four replicas instead: other shards of the same state, without rounding in between.
+    # Loaded with one partition and four replicas: other shards of bitwise the same state.
     _start(torch, smp, {"fp16": True}, dynamic_loss_scale=True)
     from_files()
     after = smp.state.optimizer.state_dict()
@@ -245,12 +246,12 @@ def _check_refusals():
     torch.distributed.destroy_process_group()
 
 
-def test_what_does_not_go_with_sharded_states_is_refused():
+def test_unsupported_combinations_with_sharded_states_raise():
     run_ranks(_check_refusals, 2, launcher=Forked("torch"), timeout=50)
 
 
 def _check_gathered(folder, settings, precision):
-    """States gathered on the first replica, saved there alone, and loaded by all ranks."""
+    """Optimizer states are gathered on the first replica, saved there, and loaded by all ranks."""
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -335,6 +336,6 @@ def _buffers_body():
 @pytest.mark.timeout(60)
 def test_broadcast_buffers():
     first, second = run_ranks(_buffers_body, 2, launcher=Forked("torch"), timeout=50)
-    # Rank 1 begins the second step with the buffers of rank 0, or with its own.
+    # Rank 1 starts the second step with rank 0's buffers (`broadcast_buffers=True`), or with its own.
     assert first == [[pytest.approx(0.1)] * 2] * 2
     assert second == [[pytest.approx(0.2)] * 2, [pytest.approx(0.29)] * 2]

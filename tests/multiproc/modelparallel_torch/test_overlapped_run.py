@@ -1,4 +1,4 @@
-"""Forwards that run while later microbatches are recorded: as in one process, whatever the body does."""
+"""Forwards overlap with the recording of later microbatches; results equal one process, even if microbatches differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FORKED = Forked("torch")
 
 
 def _check_training(partitions, schedule, ends_alike):
-    """Five steps; with ``ends_alike`` false, a microbatch of the fourth step calls a layer twice."""
+    """Trains five steps; unless ``ends_alike``, microbatch 2 of step 3 calls a layer twice."""
     import torch
     from torch import nn
 
@@ -84,21 +84,22 @@ def _check_training(partitions, schedule, ends_alike):
     for name, parameter in model.local_named_parameters():
         torch.testing.assert_close(parameter, alone.get_parameter(name), rtol=1e-12, atol=1e-12)
     counts = [count for count, _ in overlapped]
-    # The first step tells what to expect, and so does the one after the fourth.
+    # Microbatches per overlapped step: step 0 does not overlap. Unless `ends_alike`, step 3 overlaps only up to the
+    # differing microbatch, and step 4 does not overlap.
     assert counts == ([4] * 4 if ends_alike else [4, 4, 2]), overlapped
     if smp.rank() == 0:
-        assert all(begun > 0 for _, begun in overlapped), "nothing ran beside the recording"
+        assert all(begun > 0 for _, begun in overlapped), "no task ran while microbatches were recorded"
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("partitions", [2, 4])
 @pytest.mark.parametrize("schedule", ["interleaved", "simple", "zero_bubble"])
-def test_microbatches_run_beside_the_recording_as_in_one_process(partitions, schedule):
+def test_overlapped_microbatches_equal_one_process(partitions, schedule):
     run_ranks(_check_training, partitions, partitions, schedule, True, launcher=FORKED)
 
 
 @pytest.mark.timeout(120)
-def test_a_microbatch_that_is_not_as_expected_runs_as_in_one_process():
+def test_a_differing_microbatch_equals_one_process():
     run_ranks(_check_training, 2, 2, "interleaved", False, launcher=FORKED)
 
 
@@ -132,5 +133,5 @@ def _check_failure():
 
 
 @pytest.mark.timeout(120)
-def test_a_body_that_raises_leaves_a_pipeline_that_works():
+def test_the_pipeline_works_after_a_step_raised():
     run_ranks(_check_failure, 2, launcher=FORKED)

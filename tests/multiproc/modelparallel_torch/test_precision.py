@@ -1,5 +1,4 @@
-"""16-bit training with master weights: beside the same training written in plain PyTorch, with overflows on one rank only,
-and resumed."""
+"""16-bit training with master weights, compared with plain PyTorch: overflows on one rank, and resuming."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ def _check_equality():
     compare(
         [
             ({"fp16": True, "partitions": 2, "ddp": True}, 3, 0.0),
-            # Two ranks without parameters take part in the decision.
+            # With four partitions two ranks have no parameters, but take part in the decision to skip a step.
             ({"fp16": True, "partitions": 4, "pipeline": "zero_bubble"}, 1, 0.5),
             ({"fp16": True, "partitions": 1, "ddp": True}, 2, 0.5),
             ({"bf16": True, "partitions": 2, "ddp": True}, 3, 0.5),
@@ -22,12 +21,12 @@ def _check_equality():
     )
 
 
-def test_overflows_on_one_rank_are_skipped_by_all_and_the_training_is_that_of_one_process():
+def test_all_ranks_skip_overflows_and_training_equals_one_process():
     run_ranks(_check_equality, 4, launcher=Forked("torch"), timeout=100)
 
 
 def _check_exact():
-    """One rank, so nothing is rounded in another order: bit for bit."""
+    """On one rank, sums have the same order as in plain PyTorch, so results are bitwise equal."""
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -44,7 +43,7 @@ def _check_exact():
         assert all(torch.equal(masters[name], each.detach()) for name, each in wanted[3].items())
         smp.shutdown()
 
-    # What does not go together is told.
+    # Calls that are invalid with master weights or loss scaling.
     model, optimizer, _step = start({"fp16": True}, static_loss_scale=8.0)
     x, y = batch_of(0)
     loss_of(model(x), y).backward()
@@ -71,7 +70,7 @@ def _check_exact():
     smp.shutdown()
 
 
-def test_one_rank_trains_as_plain_pytorch_bit_for_bit():
+def test_one_rank_is_bitwise_equal_to_plain_pytorch():
     run_ranks(_check_exact, 1, launcher=Forked("torch"), timeout=60)
 
 
@@ -111,12 +110,13 @@ def _check_resume(folder):
         smp.state.optimizer.load_state_dict(whole[1])
 
     def from_parts():
-        # In the other order: masters are not lost by what is loaded after them.
+        # The optimizer first: loading the model afterwards must not overwrite the master weights.
         smp.state.optimizer.load_state_dict(saved[1])
         smp.state.model.load_state_dict(saved[0])
 
     def after_a_step():
-        # As the Trainer of transformers does: the first gradients were computed with the scale of a new optimizer.
+        # As the Trainer of transformers does: the optimizer is loaded after the first step, whose gradients were
+        # computed with the initial loss scale.
         smp.state.model.load_state_dict(saved[0])
         smp.state.model.register_post_step_hook(lambda model, optimizer: optimizer.load_state_dict(saved[1]))
 

@@ -1,5 +1,7 @@
-"""Replicas with different numbers of batches, with a communication hook, and what comes after training; bodies whose
-microbatches differ. One launch makes all checks."""
+"""Data-parallel replicas: join, communication hooks, `model.cpu()`; also microbatches that differ, and ZB-V placement.
+
+One job runs all checks.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def _batch(torch, number, replica):
 
 
 def _join_body(torch, smp, passes, counts):
-    """The second replica has more batches; every one divides by the number of all."""
+    """The second replica has more batches than the first; gradients are always divided by the number of replicas."""
     import copy
 
     smp.init(CONFIG)
@@ -62,7 +64,7 @@ def _join_body(torch, smp, passes, counts):
     for name, parameter in model.local_named_parameters():
         assert torch.allclose(parameter, reference[name], rtol=1e-12, atol=1e-14), name
 
-    # Who stands by may be in another mode than those that go on.
+    # A joined replica may be in training mode while the other one evaluates.
     @smp.step
     def evaluate(model, x):
         return model(x)
@@ -73,7 +75,7 @@ def _join_body(torch, smp, passes, counts):
             evaluate(model, _batch(torch, number, 0))
     model.eval()
 
-    # The model as a whole, where nobody needs the others any more.
+    # `cpu()` returns the whole model on every rank; no more steps are possible.
     assert model.cpu() is model
     for name, parameter in model.module.named_parameters():
         assert type(parameter) is torch.nn.Parameter
@@ -87,7 +89,7 @@ def _join_body(torch, smp, passes, counts):
 
 
 def _hook_body(torch, smp):
-    """Gradients through a hook are the library's own."""
+    """A hook that averages gives the same gradients as the library's own reduction."""
     found = []
     for hooked in (False, True):
         smp.init(CONFIG)
@@ -123,7 +125,7 @@ def _hook_body(torch, smp):
 
 
 def _differing_body(torch, smp):
-    """Microbatches take other ways and other numbers than those before them."""
+    """Microbatches skip layers and use other constants than the microbatches before them."""
     import copy
 
     smp.init({**CONFIG, "microbatches": 4, "partitions": 4})
@@ -176,8 +178,8 @@ def _differing_body(torch, smp):
     smp.shutdown()
 
 
-def _there_and_back_body(torch, smp):
-    """ZB-V: the first and the last layers are on the first partition."""
+def _zb_v_body(torch, smp):
+    """ZB-V placement: the first and the last layer are on the first partition."""
     import copy
 
     smp.init({**CONFIG, "microbatches": 8, "partitions": 4, "pipeline": "zero_bubble"})
@@ -217,7 +219,7 @@ def _check_models():
     _join_body(torch, smp, 2, (3, 6))
     _hook_body(torch, smp)
     _differing_body(torch, smp)
-    _there_and_back_body(torch, smp)
+    _zb_v_body(torch, smp)
 
 
 @pytest.mark.timeout(200)

@@ -1,4 +1,4 @@
-"""What published scripts do around and inside of a step, on two ranks. One launch makes all checks."""
+"""Calls of published scripts around and inside a step: Trainer, backward calls, warnings, activation checkpointing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ WORDS = 32
 
 
 def _shared_embedding(torch):
-    """One embedding under three parents and tied to the head, as T5's is in older versions of Hugging Face."""
+    """Returns a model with one embedding in three modules and tied to the head, as T5 in older versions of
+    transformers."""
     from torch import nn
 
     class Stack(nn.Module):
@@ -45,7 +46,7 @@ def _shared_embedding(torch):
 
 
 def _trainer_body(torch, smp, folder):
-    """The calls that the SageMaker branch of Hugging Face's Trainer makes to train, to save and to resume."""
+    """Makes the calls of the SageMaker branch of Hugging Face's Trainer: training, saving and resuming."""
     import safetensors.torch
 
     @smp.step()
@@ -75,7 +76,7 @@ def _trainer_body(torch, smp, folder):
     train(model, optimizer, range(3))
     state_dict = model.state_dict()
     if smp.rank() == 0:
-        # It saves a tensor under one of its names.
+        # The Trainer saves a shared tensor under one of its names.
         assert state_dict["head.weight"] is not None
         kept = {name: value for name, value in state_dict.items() if "tokens" not in name and name != "head.weight"}
         for to_theirs, _ in smp.state.module_manager.translate_functions:
@@ -105,7 +106,7 @@ def _trainer_body(torch, smp, folder):
 
 
 def _backward_body(torch, smp):
-    """Gradients that a body makes by any call are the averages over replicas."""
+    """Gradients are averaged over replicas, by whichever call the step function computes them."""
     smp.init({"microbatches": 2, "ddp": True})
     torch.manual_seed(2)
     module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
@@ -120,7 +121,7 @@ def _backward_body(torch, smp):
         for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
-    ways = {
+    backward_calls = {
         "tensor": (lambda model, loss: loss.backward(), 1),
         "function": (lambda model, loss: torch.autograd.backward([loss]), 1),
         "scaler": (lambda model, loss: scaler.scale(loss).backward(), 8),
@@ -134,7 +135,7 @@ def _backward_body(torch, smp):
         "model": (lambda model, loss: model.backward(loss), 0.5),
         "scaled model": (lambda model, loss: model.backward(scaler.scale(loss)), 4),
     }
-    for name, (backward, factor) in ways.items():
+    for name, (backward, factor) in backward_calls.items():
 
         @smp.step
         def train(model, x, backward=backward):
@@ -142,18 +143,18 @@ def _backward_body(torch, smp):
             backward(model, loss)
             return loss
 
-        # What there was before a step counts, too: `x.grad` accumulates.
+        # In the second round gradients accumulate to those of the first one; replicas have to stay equal.
         for accumulated in (1, 2):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 train(model, batches[smp.rank()])
-            everybody = smp.allgather([parameter.grad for parameter in model.parameters()], smp.WORLD)
-            assert all(torch.equal(a, b) for a, b in zip(*everybody, strict=True)), name
+            gradients_of_ranks = smp.allgather([parameter.grad for parameter in model.parameters()], smp.WORLD)
+            assert all(torch.equal(a, b) for a, b in zip(*gradients_of_ranks, strict=True)), name
             if factor is None or accumulated == 2:
                 continue
             losses = [reference(part).square().mean() for batch in batches for part in batch.chunk(2)]
             expected = torch.autograd.grad(sum(losses) * factor / 2, list(reference.parameters()))
-            for ours, theirs in zip(everybody[0], expected, strict=True):
+            for ours, theirs in zip(gradients_of_ranks[0], expected, strict=True):
                 assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-12), name
         model.zero_grad()
 
@@ -161,7 +162,7 @@ def _backward_body(torch, smp):
     def evaluate(model, x):
         return model(x)
 
-    # No rank waits for a reduction of the other one.
+    # A step without a backward may run on one replica only, because it reduces nothing.
     if smp.rank() == 0:
         evaluate(model, batches[0])
     with pytest.raises(smp.exceptions.SMPUsageError, match=r"inside of `smp\.step` functions"):
@@ -184,14 +185,14 @@ def _backward_body(torch, smp):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         late(model, attached(model, batches[smp.rank()]).concat())
-    everybody = smp.allgather([parameter.grad for parameter in model.parameters()], smp.WORLD)
-    assert all(torch.equal(a, b) for a, b in zip(*everybody, strict=True))
+    gradients_of_ranks = smp.allgather([parameter.grad for parameter in model.parameters()], smp.WORLD)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients_of_ranks, strict=True))
     torch.distributed.destroy_process_group()
     smp.shutdown()
 
 
 def _warning_body(torch, smp):
-    """That gradients are sums is told once."""
+    """The warning that gradients are sums over microbatches appears once."""
     from smdistributed.modelparallel.torch.runtime.gradients import warn_of_sums
 
     smp.init({"microbatches": 2, "ddp": True})
@@ -213,7 +214,7 @@ def _warning_body(torch, smp):
 
 
 def _spread_body(torch, smp):
-    """Of a checkpointed module that is spread, the modules in it are computed again."""
+    """Activation checkpointing of a module that is spread over partitions: the modules in it are recomputed."""
     from torch import nn
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -266,14 +267,14 @@ def _spread_body(torch, smp):
             with warnings.catch_warnings(record=True) as found:
                 warnings.simplefilter("always")
                 losses = train(model, x)
-            told = [each for each in found if "is checkpointed and spread over partitions" in str(each.message)]
-            assert len(told) == (kind == "module" and number == 0)
+            warned = [each for each in found if "is checkpointed and spread over partitions" in str(each.message)]
+            assert len(warned) == (kind == "module" and number == 0)
             ours = sorted(calls)
             mine = {0: [], 1: []}
             again = {"module": 2, "light": 1, "function": 1}[kind]
             mine[0] += ["first"] * 2 * again
             mine[1] += ["other"] * 2 * again
-            # Without parameters, it runs where its input is.
+            # A module without parameters runs on the partition of its input.
             mine[0] += ["light"] * 2 * again
             mine[0] += ["alone"] * {"module": 2, "light": 4, "function": 6}[kind]
             calls.clear()
@@ -283,7 +284,7 @@ def _spread_body(torch, smp):
                 expected.append((alone[1].alone(y) if kind == "function" else y).sum())
                 (expected[-1] / 2).backward()
             assert torch.allclose(torch.stack(losses.outputs), torch.stack(expected))
-            # What is recorded runs its own forward on every rank; only what is one task runs on one.
+            # A recorded module runs its `forward` on every rank. Only a module that is one task runs on one rank alone.
             counted = {name: ours.count(name) for name in set(ours)}
             wanted = {name: mine[smp.pp_rank()].count(name) for name in set(mine[smp.pp_rank()])}
             for name in ("first", "other"):
@@ -312,6 +313,6 @@ def _check_models(folder):
 
 
 @pytest.mark.timeout(200)
-def test_what_published_scripts_do(tmp_path):
+def test_calls_of_published_scripts(tmp_path):
     pytest.importorskip("safetensors")
     run_ranks(_check_models, 2, str(tmp_path), launcher=Forked("torch"), timeout=180)

@@ -1,4 +1,4 @@
-"""Sharded parameters and optimizer states with tensor parallelism and pipelines, beside one process."""
+"""Sharded parameters and optimizer states with tensor parallelism and pipelines, compared with one process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _settings(tp, pp, **more):
     return config(tp, pp, False, "memory", sdp_param_persistence_threshold=9, **more)
 
 
-#: Four ranks each: tensor parallelism, partitions, and what else.
+#: Layouts of four ranks: tensor-parallel degree, partitions, and further settings.
 LAYOUTS = {
     "shards of slices": (2, 1, {"sharded_data_parallel_degree": 2}),
     "states of slices": (2, 2, STATES),
@@ -64,7 +64,7 @@ LAYOUTS = {
     "shards of partitions": (1, 2, {"sharded_data_parallel_degree": 2}),
     "whole": (1, 1, {}),
 }
-JOURNEYS = [
+SAVED_AND_LOADED = [
     ("shards of slices", [("shards of slices", "core"), ("states of slices", "partial"), ("whole", "core")]),
     ("states of slices", [("shards of slices", "partial"), ("states", "core")]),
     ("shards", [("shards of partitions", "core")]),
@@ -94,7 +94,7 @@ def _checkpoints_body(folder):
             optimizer.step()
         return model, optimizer
 
-    for number, (saved, others) in enumerate(JOURNEYS):
+    for number, (saved, others) in enumerate(SAVED_AND_LOADED):
         model, optimizer = begin(saved, 0)
         where = f"{folder}/{number}"
         smp.save_checkpoint(where, "partial", model=model, optimizer=optimizer, user_content={"at": 1})
@@ -157,7 +157,7 @@ def _check_precision_only(folder):
 
 
 @pytest.mark.timeout(100)
-def test_only_what_16_bit_training_adds_is_loaded(tmp_path):
+def test_loading_only_master_weights_and_loss_scale(tmp_path):
     run_ranks(_check_precision_only, 2, str(tmp_path), launcher=Forked("torch"), timeout=90)
 
 
@@ -188,7 +188,7 @@ def _check_half_modules():
 
 
 @pytest.mark.timeout(100)
-def test_modules_that_are_divided_have_float16_parameters():
+def test_fp16_params_apply_to_distributed_modules():
     run_ranks(_check_half_modules, 2, launcher=Forked("torch"), timeout=90)
 
 

@@ -1,4 +1,4 @@
-"""Sharded data parallelism beside one process: Llama, GPT-2, and a model that uses its parameters in unusual ways."""
+"""Sharded data parallelism compared with one process: Llama, GPT-2, and a model with unusual uses of parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ CONFIG = {"microbatches": 2, "ddp": True, "sdp_param_persistence_threshold": 0, 
 
 
 def _odd(torch):
-    """A shared embedding, weights that are used past their module, a frozen layer, and a parameter without a use."""
+    """Returns a model with a shared embedding, weights used outside their module, a frozen layer and an unused
+    parameter."""
     torch.manual_seed(3)
 
     class Odd(torch.nn.Module):
@@ -83,7 +84,7 @@ def _start(torch, smp, kind, config, passes=1, checkpointed=False, delayed=False
 
 
 def _gradients(torch, smp, model):
-    """Whole gradients, of the shards of all ranks of a sharding group."""
+    """Returns whole gradients, concatenated from the shards of a sharding group."""
     found = {name: each.grad for name, each in model.sharded.replicated}
     own = {}
     for each in model.sharded.parameters():
@@ -152,7 +153,7 @@ def _check_equality(ranks):
     config = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 50}
     _equality(torch, smp, "odd", config, passes=2)
     _equality(torch, smp, "llama", config, checkpointed=True)
-    # Units are divided further and gathered one at a time; messages hold one parameter.
+    # The limits force smaller units that are gathered one at a time, and messages of one parameter.
     small = {"sharded_data_parallel_degree": 2, "sdp_max_live_parameters": 60, "sdp_reduce_bucket_size": 20}
     _equality(torch, smp, "odd", small, checkpointed=True)
     torch.set_default_dtype(torch.float32)
@@ -187,7 +188,7 @@ def _memory_body(degree):
         found.append(_storages(torch, [*model.parameters(), *gradients, *states]))
         whole = sum(each.ds_numel for each in model.parameters()) * 4 * 4
         assert all(each.numel() < each.ds_numel for each in model.parameters())
-        # Initialized layer by layer: all have values, and all ranks the same ones.
+        # Parameters were initialized layer by layer: all are finite, and equal on all ranks.
         content = model.state_dict()
         assert all(bool(each.isfinite().all()) for each in content.values())
         sums = smp.allgather(float(sum(each.double().sum() for each in content.values())), smp.WORLD)
@@ -199,7 +200,7 @@ def _memory_body(degree):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("degree", [2, more(4)])
-def test_a_rank_keeps_its_share(degree):
+def test_a_rank_keeps_its_share_of_memory(degree):
     pytest.importorskip("transformers")
     for found, whole in run_ranks(_memory_body, degree, degree, launcher=Forked("transformers"), timeout=100):
         assert all(each <= 1.08 * whole / degree for each in found), (found, whole)
@@ -262,7 +263,7 @@ def _check_resume(folder):
             assert history == expected[0][3:], (key, load.__name__)
             _same(torch, content, list(expected[1:]), f"{key}/{load.__name__}")
             smp.shutdown()
-        # Into other numbers of shards, and none: the same elements.
+        # Loaded with another number of shards, with sharded states only, and without sharding: the same elements.
         for other in ({"sharded_data_parallel_degree": 4}, {"shard_optimizer_state": True}, {}):
             smp.init({**CONFIG, "ddp": True, key: True, **other})
             model = smp.DistributedModel(_odd(torch))
@@ -333,7 +334,7 @@ def _check_refusals():
     torch.distributed.destroy_process_group()
 
 
-def test_what_does_not_go_with_shards_is_refused():
+def test_unsupported_combinations_with_shards_raise():
     run_ranks(_check_refusals, 2, launcher=Forked("transformers"), timeout=50)
 
 
@@ -354,7 +355,7 @@ def _compiled_body(layers):
                 num_hidden_layers=layers,
                 num_attention_heads=4,
                 num_key_value_heads=2,
-                # A cache has an entry for each layer, which would be compiled apart.
+                # A cache indexes its entries by layer, so each layer would be compiled separately.
                 use_cache=False,
             )
         )

@@ -1,4 +1,4 @@
-"""Distributed modules beside one process: losses, outputs, gradients, norms and parameters."""
+"""Distributed modules compared with one process: losses, outputs, gradients, norms and parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _check_models(names, layout, variants):
 
 
 VARIANTS = [(prescaled, optimize) for prescaled in (False, True) for optimize in ("speed", "memory")]
-#: In all layouts, and in one of them.
+#: NAMES are tested in all layouts, OTHERS in one.
 NAMES = ["ends", "gpt", "llama", "bert"]
 OTHERS = ["mqa", "gptj", "alibi", "output", "layer", "stack"]
 
@@ -68,7 +68,7 @@ def _check_compiled_layers(layers):
         counters.clear()
         compare(make, run, batch, 2, 1, 1, True, optimize)
         assert not any(counters["graph_break"].values()), counters["graph_break"]
-        # One graph, whatever the number of layers.
+        # All layers share one compiled graph.
         assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
 
 

@@ -1,4 +1,5 @@
-"""What surrounds tensor parallelism: bad input, checkpoints of other degrees, dropout, recomputation, replaced modules."""
+"""Tensor parallelism: bad input, checkpoints of other degrees, dropout, recomputation, initial values, master
+weights."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def _refused_body():
     with pytest.raises(unsupported, match="`register_comm_hook"):
         model.register_comm_hook(None, print)
 
-    # As transformers has one of its own.
+    # A class of the same name, as transformers defines one.
     class Adafactor(torch.optim.SGD):
         pass
 
@@ -77,7 +78,7 @@ def _make(dropout=0.0):
 
 
 def _trained(settings, seed, steps=1, before=None, dropout=0.0, recompute=False):
-    """A model and its optimizer after some steps with the same batch on all ranks."""
+    """Returns a model and its optimizer after `steps` steps with the same batches on all ranks."""
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -151,7 +152,7 @@ def _checkpoints_body(folder):
                     for key, value in state.items():
                         assert torch.equal(torch.as_tensor(found["states"]["state"][name][key]), torch.as_tensor(value))
             smp.shutdown()
-    # States by hand, and a state that does not fit.
+    # `load_state_dict` with whole states, and with a state that does not fit.
     model, optimizer = _trained(_layout(4, 1), 7)
     model.load_state_dict(weights)
     optimizer.load_state_dict(states)
@@ -179,7 +180,7 @@ def _check_dropout():
         for recompute in (False, True):
             settings = _layout(2, 1, optimize=optimize)
             model, _ = _trained(settings, 0, steps=3, dropout=0.3, recompute=recompute)
-            # Other seeds than those of the group's first rank change nothing, and whole parameters stay equal.
+            # Parameters that are not sliced stay equal on all ranks.
             divided = shards(model.module)
             for name, parameter in model.local_named_parameters():
                 if id(parameter) not in divided:
@@ -207,7 +208,7 @@ def _check_seeds():
     whole = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Embedding(5, 4)).state_dict()
     smp.shutdown()
     smp.init({"tensor_parallel_degree": 2, "ddp": True})
-    # Slices are those of the first rank's weights.
+    # The seeds differ between ranks. Weights are slices of those that the group's first rank draws.
     torch.manual_seed(3 + 10 * smp.rank())
     with smp.model_creation(), smp.tensor_parallelism():
         delayed = torch.nn.Sequential(torch.nn.Linear(8, 6))
@@ -228,7 +229,8 @@ def _check_seeds():
     assert model.module[0].weight.shape == (6, 4)
     assert not torch.equal(*smp.allgather(model.module[0].weight.detach(), smp.TP_GROUP))
     smp.shutdown()
-    # A model that is replaced as a whole has the parameters of what replaces it: scripts make optimizers of them.
+    # If the root module itself is replaced, the original module gets the parameters of its replacement, because scripts
+    # pass them to optimizers.
     smp.init({"tensor_parallel_degree": 2, "ddp": True})
     with smp.tensor_parallelism():
         linear = torch.nn.Linear(8, 6)
@@ -276,7 +278,7 @@ def _precision_body():
                 first, second = smp.allgather(parameter.detach(), smp.TP_GROUP)
                 assert torch.equal(first, second), (key, name)
         if key is not None:
-            # Master weights of slices are put together as the slices are.
+            # Master weights of slices are concatenated like the slices.
             whole = optimizer.state_dict()["master_weights"]
             for name, master in whole.items():
                 assert torch.equal(master.to(weights[name].dtype), weights[name]), (key, name)

@@ -60,7 +60,7 @@ def _configured_body(settings, folder, size):
     while len(os.listdir(folder)) < size:
         time.sleep(0.01)
     found = _timed(lambda: smp.init(settings[rank] if isinstance(settings, list) else settings))
-    # The job goes on with values that fit.
+    # After the error, `init` with a valid configuration succeeds.
     smp.init({})
     sizes = smp.size()
     smp.shutdown()

@@ -1,4 +1,7 @@
-"""Saves and loads of PyTorch's side: nothing but checkpoints is replaced, and whatever fails on one rank is the same error on all of them, soon."""
+"""Failing saves and loads: the same error on all ranks within seconds, and existing checkpoints stay unchanged.
+
+A save replaces only files that a save has written, and checkpoint names cannot lead outside the folder.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ import pytest
 from support import Forked, run_ranks
 
 pytestmark = pytest.mark.timeout(300)
-#: How long a rank may wait before it knows of another one's failure.
+#: Within this time all ranks must raise the error of a failing rank.
 _SOON_SECONDS = 10.0
 _KINDS = ("partial", "full", "sharded", "manager", "asynchronous")
 
 
 class Settings:
-    """What a script of a user puts into its content."""
+    """A user's class in the user content of a checkpoint."""
 
     def __init__(self, width):
         self.width = width
@@ -51,7 +54,7 @@ def _job(units=192):
 
 
 def _save(smp, model, optimizer, folder, kind, tag, content=None):
-    """One save of a kind; returns when it is complete."""
+    """Saves a checkpoint of a kind; returns when it is complete."""
     both = {"model": model, "optimizer": optimizer}
     if kind == "partial":
         smp.save_checkpoint(folder, tag, user_content=content, **both)
@@ -72,7 +75,7 @@ def _load(smp, folder, kind, tag, **options):
 
 
 def _error(smp, call):
-    """The text of what a call raises, which is the same on all ranks, and comes soon."""
+    """Returns the text of the error that `call` raises; asserts that it is prompt and equal on all ranks."""
     start = time.monotonic()
     with pytest.raises(smp.exceptions.SMPCheckpointError) as caught:
         call()
@@ -83,12 +86,12 @@ def _error(smp, call):
     return texts[0]
 
 
-def _picture(folder):
-    """Every file below a folder with its bytes, every folder and every link."""
+def _snapshot(folder):
+    """Returns everything below a folder: files with their bytes, links with their targets, and folders."""
     found = {}
     for path in sorted(Path(folder).rglob("*")):
-        what = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
-        found[str(path.relative_to(folder))] = what
+        entry = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
+        found[str(path.relative_to(folder))] = entry
     return found
 
 
@@ -96,7 +99,7 @@ def _name(kind, tag):
     return f"{tag}_partial" if kind == "partial" else tag
 
 
-def _check_refusals(folder):
+def _check_rejected_saves(folder):
     smp, model, optimizer = _job(8)
     is_first = smp.rank() == 0
     root = Path(folder, "root")
@@ -105,15 +108,15 @@ def _check_refusals(folder):
     smp.barrier()
     for kind in _KINDS:
         save = functools.partial(_save, smp, model, optimizer, root, kind)
-        # Names that are none.
+        # Invalid checkpoint names.
         for tag in ("../evil", f"{folder}/evil", "", ".hidden", "newest"):
             text = _error(smp, lambda save=save, tag=tag: save(tag))
             assert "is no name for a checkpoint" in text, text
             assert "is no name for a checkpoint" in _error(smp, lambda kind=kind, tag=tag: _load(smp, root, kind, tag))
         assert "ranks disagree" in _error(smp, lambda save=save: save(f"of-{smp.rank()}"))
-        assert _picture(folder) == {"root": None}, kind
+        assert _snapshot(folder) == {"root": None}, kind
         smp.barrier()
-    # What is there: a user's folder, file and link.
+    # A user's folder, file and link with the names of checkpoints.
     if is_first:
         for kind in _KINDS:
             path = root / _name(kind, f"folder-{kind}")
@@ -123,23 +126,23 @@ def _check_refusals(folder):
             (root / _name(kind, f"link-{kind}")).symlink_to("..")
         (root / "user_content_of").write_text("mine")
     smp.barrier()
-    before = _picture(folder)
+    before = _snapshot(folder)
     for kind in _KINDS:
         save = functools.partial(_save, smp, model, optimizer, root, kind)
-        for what in ("folder", "file", "link"):
-            text = _error(smp, lambda save=save, tag=f"{what}-{kind}": save(tag))
+        for entry in ("folder", "file", "link"):
+            text = _error(smp, lambda save=save, tag=f"{entry}-{kind}": save(tag))
             assert "a save replaces only what it wrote" in text, text
     assert "user_content_of` is a file" in _error(smp, lambda: _save(smp, model, optimizer, root, "full", "of"))
-    assert _picture(folder) == before
+    assert _snapshot(folder) == before
     smp.barrier()
-    # Checkpoints of another kind, and one in which something else lies.
+    # Checkpoints of another kind, and a checkpoint folder with a user's file in it.
     for kind in ("full", "sharded"):
         _save(smp, model, optimizer, root, kind, f"older-{kind}")
     smp.barrier()
-    before = _picture(folder)
+    before = _snapshot(folder)
     assert "is a file" in _error(smp, lambda: _save(smp, model, optimizer, root, "sharded", "older-full"))
     assert "is a folder" in _error(smp, lambda: _save(smp, model, optimizer, root, "full", "older-sharded"))
-    assert _picture(folder) == before
+    assert _snapshot(folder) == before
     smp.barrier()
     if is_first:
         (root / "older-sharded/notes.txt").write_text("mine")
@@ -147,12 +150,12 @@ def _check_refusals(folder):
     assert "holds `notes.txt`" in _error(smp, lambda: _save(smp, model, optimizer, root, "manager", "older-sharded"))
 
 
-def test_only_checkpoints_are_replaced_and_names_lie_in_the_folder(tmp_path):
-    run_ranks(_check_refusals, 2, str(tmp_path), launcher=Forked("torch"), timeout=150)
+def test_a_save_replaces_only_checkpoints_in_its_folder(tmp_path):
+    run_ranks(_check_rejected_saves, 2, str(tmp_path), launcher=Forked("torch"), timeout=150)
 
 
 def _full_disk(folder, full):
-    """One rank after the other may write no more than a few KiB, or the disk is full for all of them."""
+    """Saves with a file size limit of 16 KiB on one rank after the other, or (with `full`) on a full disk."""
     import resource
 
     smp, model, optimizer = _job()
@@ -160,7 +163,7 @@ def _full_disk(folder, full):
     for kind in _KINDS:
         _save(smp, model, optimizer, root, kind, f"t-{kind}", {"step": 1})
     smp.barrier()
-    before = _picture(root)
+    before = _snapshot(root)
     texts = []
     for kind in _KINDS:
         for victim in range(1 if full else smp.size()):
@@ -172,7 +175,7 @@ def _full_disk(folder, full):
                 resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, limits[1]))
             smp.barrier()
             if kind == "full" and victim > 0:
-                # Rank 0 alone writes.
+                # Only rank 0 writes a full checkpoint, so a limit on another rank has no effect.
                 save()
             else:
                 texts.append((kind, victim, _error(smp, save)))
@@ -182,10 +185,10 @@ def _full_disk(folder, full):
                 (root / "filler").unlink(missing_ok=True)
             smp.barrier()
             if kind == "full" and victim > 0:
-                before = _picture(root)
-            assert _picture(root) == before, f"{kind}: something was changed, or is left"
+                before = _snapshot(root)
+            assert _snapshot(root) == before, f"{kind}: the failed save has changed or left files"
             smp.barrier()
-    # With room, the same names serve again.
+    # Without the limit, saves to the same names succeed.
     for kind in _KINDS:
         _save(smp, model, optimizer, root, kind, f"t-{kind}", {"step": 3})
         assert _load(smp, root, kind, f"t-{kind}")["step"] == 3
@@ -202,7 +205,7 @@ def _fill(root):
                 pass
 
 
-def test_a_rank_that_cannot_write_is_an_error_on_all_and_leaves_nothing(tmp_path):
+def test_a_failing_write_raises_on_all_ranks_and_leaves_no_files(tmp_path):
     texts = run_ranks(_full_disk, 2, str(tmp_path), False, launcher=Forked("torch"), timeout=150)[0]
     for kind, victim, text in texts:
         assert f"rank {victim}: " in text, (kind, text)
@@ -210,7 +213,7 @@ def test_a_rank_that_cannot_write_is_an_error_on_all_and_leaves_nothing(tmp_path
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="only root can mount a small disk")
-def test_a_full_disk_is_an_error_on_all_and_leaves_nothing(tmp_path):
+def test_a_full_disk_raises_on_all_ranks_and_leaves_no_files(tmp_path):
     small = tmp_path / "root"
     small.mkdir()
     mounted = subprocess.run(
@@ -230,26 +233,27 @@ def _damaged(folder):
     smp, model, optimizer = _job()
     texts = {}
     for kind in _KINDS:
-        for harm in ("missing", "altered"):
-            root = Path(folder, f"{kind}-{harm}")
+        for damage in ("missing", "altered"):
+            root = Path(folder, f"{kind}-{damage}")
             _save(smp, model, optimizer, root, kind, "t", {"step": 1})
             smp.barrier()
             if smp.rank() == 0:
-                _harm(root, kind, harm)
+                _damage(root, kind, damage)
             smp.barrier()
-            texts[kind, harm] = _error(smp, lambda root=root, kind=kind: _load(smp, root, kind, "t"))
+            texts[kind, damage] = _error(smp, lambda root=root, kind=kind: _load(smp, root, kind, "t"))
     return texts
 
 
-def _harm(root, kind, harm):
-    """Damages what only rank 1 reads, as far as there is such a file."""
+def _damage(root, kind, damage):
+    """Removes a file that only rank 1 reads, or flips a bit in it. A full checkpoint has one file, which rank 0
+    reads."""
     if kind == "partial":
         file = root / "t_partial/model_1_0.pt"
     elif kind == "full":
         file = root / "t"
     else:
         file = max(root.glob("t/rank-00001-*.safetensors"), key=lambda each: each.stat().st_size)
-    if harm == "missing":
+    if damage == "missing":
         file.unlink()
         return
     content = bytearray(file.read_bytes())
@@ -259,10 +263,10 @@ def _harm(root, kind, harm):
 
 def test_a_damaged_file_is_the_same_error_on_all_ranks(tmp_path):
     texts = run_ranks(_damaged, 2, str(tmp_path), launcher=Forked("torch"), timeout=150)[0]
-    for (kind, harm), text in texts.items():
+    for (kind, damage), text in texts.items():
         culprit = 0 if kind == "full" else 1
-        assert f"rank {culprit}: " in text, (kind, harm, text)
-        assert "could not be loaded" in text, (kind, harm, text)
+        assert f"rank {culprit}: " in text, (kind, damage, text)
+        assert "could not be loaded" in text, (kind, damage, text)
 
 
 def _saved_and_damaged(folder):
@@ -274,23 +278,24 @@ def _saved_and_damaged(folder):
 
 
 def _before_the_first_step(folder, kind):
-    """What is read when the model is divided fails on all ranks, too."""
+    """Returns the error of the first step, which partitions the model and loads a checkpoint that does not fit."""
     import torch
 
     import smdistributed.modelparallel.torch as smp
 
     smp.init({"partitions": 2, "microbatches": 1, "ddp": True})
-    # Other sizes than those that were saved, on the second partition.
+    # The last layer, on the second partition, has another size than the saved one.
     sizes = [(192, 192), (192, 192), (192, 192), (192, 191 if kind != "manager" else 192)]
     model = smp.DistributedModel(torch.nn.Sequential(*(torch.nn.Linear(*each) for each in sizes)))
-    # Ranks write a file for each of their threads: the one that is damaged may hold the optimizer's state alone, which is read, too.
+    # Each writer thread writes a file. The damaged one may contain optimizer state only, so an optimizer has to load,
+    # too.
     smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     _load(smp, folder, kind, f"t-{kind}")
     return _error_of_each_step(smp, model, 192)
 
 
 def _error_of_each_step(smp, model, units):
-    """What a division that fails tells in the first step, and in each further one."""
+    """Returns the error of a step whose partitioning fails; asserts that a second step raises the same one."""
     import torch
 
     @smp.step
@@ -302,7 +307,7 @@ def _error_of_each_step(smp, model, units):
     return texts.pop()
 
 
-def test_what_does_not_fit_is_the_same_error_when_the_model_is_divided(tmp_path):
+def test_a_checkpoint_that_does_not_fit_raises_when_the_model_is_partitioned(tmp_path):
     run_ranks(_saved_and_damaged, 2, str(tmp_path), launcher=Forked("torch"), timeout=100)
     shard = max(tmp_path.glob("t-manager/rank-00001-*.safetensors"), key=lambda each: each.stat().st_size)
     content = bytearray(shard.read_bytes())
@@ -325,7 +330,7 @@ def _check_state_that_does_not_fit():
         if manual:
             smp.set_partition(network[1], 1)
         model = smp.DistributedModel(network)
-        # The other replica has one that fits.
+        # The state fits on the first replica only.
         model.load_state_dict(network.state_dict() if smp.dp_rank() == 0 else other.state_dict())
         text = _error_of_each_step(smp, model, 8)
         assert "`1.weight` has the shape [7, 8] in the state and [8, 8] in the model" in text, text
@@ -354,7 +359,7 @@ def _check_whole_again():
     model.cpu()
     with pytest.raises(smp.exceptions.SMPUsageError, match="no steps after"):
         step(model, torch.ones(2, 8))
-    # Nothing has divided it again.
+    # The model has not been partitioned again.
     assert network(torch.ones(2, 8)).shape == (2, 8)
 
 
@@ -369,12 +374,12 @@ def _contents(folder):
     smp, model, optimizer = _job(8)
     content = {"best": np.float64(0.5), "settings": Settings(3)}
     for kind in ("partial", "full"):
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             _save(smp, model, optimizer, folder, kind, f"t-{kind}", content)
-        told = [str(each.message) for each in said if "the user content holds" in str(each.message)]
-        assert len(told) == (smp.rank() == 0), told
-        assert all("Settings" in each and "numpy" in each for each in told), told
+        messages = [str(each.message) for each in caught if "the user content holds" in str(each.message)]
+        assert len(messages) == (smp.rank() == 0), messages
+        assert all("Settings" in each and "numpy" in each for each in messages), messages
         text = _error(smp, lambda kind=kind: _load(smp, folder, kind, f"t-{kind}"))
         assert "Settings" in text
         assert "safe_globals" in text
@@ -386,11 +391,11 @@ def _contents(folder):
             warnings.simplefilter("error")
             _save(smp, model, optimizer, folder, kind, f"t-{kind}", {"best": 0.5, "mean": torch.ones(2)})
         assert _load(smp, folder, kind, f"t-{kind}")["best"] == 0.5
-    # The content of an older one is not that of a newer one without any.
+    # A save without user content removes the content of the older checkpoint of that name.
     _save(smp, model, optimizer, folder, "full", "t-full")
     assert _load(smp, folder, "full", "t-full") == {}
     smp.barrier()
-    # Shards hold it as JSON, and refuse the rest by its place.
+    # The sharded format stores user content as JSON; an unsupported value raises with its path.
     _save(smp, model, optimizer, folder, "manager", "numbers", {"best": np.float64(0.5)})
     assert _load(smp, folder, "manager", "numbers") == {"best": 0.5}
     assert "`user_content['settings']` is a" in _error(
@@ -399,7 +404,7 @@ def _contents(folder):
     return sorted(os.listdir(folder))
 
 
-def test_contents_that_need_leave_to_be_read_are_named_when_they_are_saved(tmp_path):
+def test_user_content_that_needs_safe_globals_warns_when_it_is_saved(tmp_path):
     found = run_ranks(_contents, 2, str(tmp_path), launcher=Forked("torch"), timeout=100)
     assert [name for name in found[0] if not name.startswith(".")] == [
         "newest",
@@ -416,7 +421,8 @@ def _one_copy(folder):
     manager = smp.CheckpointManager(folder)
     dense, turned = torch.rand(3, 4), torch.rand(4, 3).t()
     copies, owned = manager._on_host({"dense": dense, "turned": turned})
-    # What is a copy already, the core does not copy again; what training changes, it copies.
+    # A tensor that was made contiguous is a copy already, and the core does not copy it again. Other tensors it copies,
+    # because training may change them.
     assert owned == {"turned"}
     assert copies["dense"].data_ptr() == dense.data_ptr()
     assert copies["turned"].is_contiguous()

@@ -1,4 +1,4 @@
-"""What ranks of one layout save, ranks of any other load, bitwise; and plain PyTorch as well."""
+"""Checkpoints saved in one layout load bitwise in any other, and in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import pytest
 
 from support import Forked, run_ranks
 
-# The first test pays for what is loaded as well.
+# The first test also pays for the fixture that saves the checkpoints.
 pytestmark = pytest.mark.timeout(300)
 
 
 def _model(torch):
-    """Shared parameters, BatchNorm's buffers, and rows that do not divide evenly."""
+    """Returns a model with a shared parameter, buffers, extra state, and rows that do not divide evenly."""
     from torch import nn
 
     class Counted(nn.Linear):
-        """A state beside its tensors, and a name that states had before."""
+        """A linear layer with extra state, whose weight was named `before` in older checkpoints."""
 
         def __init__(self, *sizes):
             super().__init__(*sizes)
@@ -117,13 +117,13 @@ def _save(folder, partitions):
         with pytest.raises(smp.exceptions.SMPCheckpointError, match="is a builtins"):
             manager.save(4, object())
         _one_rank_fails(smp, model, manager, folder)
-    _one_rank_knows_better(smp, torch, model, whole["model"])
+    _load_hook_on_one_rank(smp, torch, model, whole["model"])
     smp.save_checkpoint(f"{folder}/files", "t", model=model, optimizer=optimizer, user_content={"epoch": 3})
     smp.save_checkpoint(f"{folder}/full", "t", partial=False, model=model, user_content={"epoch": 3})
     smp.save_checkpoint(f"{folder}/other", "t", model=model, optimizer=optimizer, format="sharded")
     if smp.dp_rank() == 0:
         smp.save({"m": model.local_state_dict(), "o": optimizer.local_state_dict()}, f"{folder}/object.pt")
-    # Goes on, for the comparison.
+    # One more step; jobs that resume have to reproduce its loss.
     after = train(7)
     if smp.rank() == 0:
         torch.save(whole, f"{folder}/expected.pt")
@@ -133,7 +133,7 @@ def _save(folder, partitions):
 
 
 def _one_rank_fails(smp, model, manager, folder):
-    """All hear of it, and none waits."""
+    """A failure on one rank raises on all ranks, and no rank waits."""
 
     def fail():
         raise ValueError("not now")
@@ -155,8 +155,8 @@ def _one_rank_fails(smp, model, manager, folder):
         smp.CheckpointManager("/dev/null/folder")
 
 
-def _one_rank_knows_better(smp, torch, model, whole):
-    """Hooks after loading may change what is missing, for all."""
+def _load_hook_on_one_rank(smp, torch, model, whole):
+    """A load hook on one rank may accept an unexpected key for all ranks."""
     found = {**whole, "more": torch.zeros(1)}
     module = next(module for _, module in model.local_named_modules() if hasattr(module, "seen"))
     if smp.pp_rank() == 1:
@@ -199,7 +199,7 @@ def _load(folder, partitions, kind, before):
         assert content["name"] == b"\x00x"
         assert torch.equal(content[1, "a"]["mean"], torch.arange(3))
     elif kind == "full":
-        # The newest is a partial one, with its optimizer.
+        # Without a tag, the newest partial checkpoint is loaded; here is none.
         with pytest.raises(smp.exceptions.SMPCheckpointError, match="pass the `tag`"):
             smp.resume_from_checkpoint(f"{folder}/full")
 
@@ -212,7 +212,7 @@ def _load(folder, partitions, kind, before):
     else:
         assert smp.resume_from_checkpoint(f"{folder}/{kind}")["epoch"] == 3
     if before:
-        # A step without consequences divides the model, and then it is loaded.
+        # A step in evaluation mode partitions the model, which then loads the checkpoint.
         model.eval()
         with torch.no_grad():
             _divide(smp, torch, model)
@@ -250,7 +250,7 @@ def _divide(smp, torch, model):
 
 
 def _plain(folder):
-    """In a process without this library: torch alone reads the files."""
+    """Reads the files with torch alone, without this library."""
     import torch
 
     expected = torch.load(f"{folder}/expected.pt", weights_only=True)
@@ -270,12 +270,12 @@ def _plain(folder):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The folder, and the loss of the next step."""
+    """Saves all kinds of checkpoints; returns the folder, and the loss of the step after the saves."""
     folder = tmp_path_factory.mktemp("checkpoints")
     return folder, run_ranks(_save, 4, str(folder), 2, launcher=Forked("torch"), timeout=110)
 
 
-# Before and after the model is divided.
+# `before`: resume before the model is partitioned, otherwise after its first step.
 @pytest.mark.parametrize(
     ("partitions", "kind", "before"),
     [(4, "sharded", True), (1, "sharded", False), (4, "files", False), (2, "other", True), (1, "full", True)],
@@ -286,7 +286,7 @@ def test_layouts_load_into_each_other(saved, partitions, kind, before):
     assert losses == pytest.approx(after, rel=1e-5)
 
 
-def test_files_are_for_other_tools_too(saved):
+def test_files_can_be_read_by_other_tools(saved):
     folder, _ = saved
     assert sorted(os.listdir(folder / "sharded")) == ["newest", "step-2", "step-3"]
     manifest = json.loads((folder / "sharded/step-3/manifest.json").read_text())["manifest"]

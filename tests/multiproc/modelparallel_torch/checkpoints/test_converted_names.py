@@ -1,4 +1,5 @@
-"""Files of transformers 5 with the names and tensors of transformers 4, which it converts when it saves and loads."""
+"""Files that transformers 5 writes with the names and tensors of transformers 4: they are converted when they are
+loaded."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 
 
 def _models():
-    """Models by name: one whose weights get other names in a file, and one whose experts are tensors of their own."""
+    """Returns model makers by name: in a file one has other weight names, and one has a tensor for each expert."""
     import transformers
 
     image = transformers.ViTConfig(image_size=8, patch_size=4, num_labels=3, **SIZES)
-    # More than ten experts, whose numbers are not in the order of their digits.
+    # More than ten experts, whose names do not sort in the order of their numbers.
     experts = {"num_local_experts": 11, "num_key_value_heads": 2, "vocab_size": 19, "tie_word_embeddings": True}
     text = transformers.MixtralConfig(**SIZES, **experts)
     return {
@@ -26,7 +27,7 @@ def _models():
 
 
 def _check_written(folder):
-    """Writes both as transformers does, and one again without an expert; returns the models' own states."""
+    """Writes both models with transformers, and one again without one expert; returns the models' state dicts."""
     import safetensors.torch
     import torch
 
@@ -35,7 +36,7 @@ def _check_written(folder):
         torch.manual_seed(3)
         model = make()
         where = os.path.join(folder, name)
-        # Several files.
+        # The limit makes transformers write several files.
         model.save_pretrained(where, max_shard_size="20KB" if name == "joined" else "1GB")
         states[name] = model.state_dict()
     whole = {}

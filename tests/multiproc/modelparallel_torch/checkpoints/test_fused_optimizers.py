@@ -1,4 +1,4 @@
-"""Fused optimizers, whose kernels read parameters and states in one memory layout, resume bit for bit."""
+"""Fused optimizers resume bitwise. Their kernels need parameters and states in the same memory layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from support import Forked, run_ranks
 
 #: Partitions and tensor-parallel degree of the job that saves, and those of jobs that resume.
-JOURNEYS = [((2, 2), [(2, 2)]), ((1, 4), [(1, 4), (4, 1)])]
+SAVED_AND_LOADED = [((2, 2), [(2, 2)]), ((1, 4), [(1, 4), (4, 1)])]
 
 
 def _started(layout, seed):
@@ -23,7 +23,7 @@ def _started(layout, seed):
         def __init__(self):
             super().__init__()
             self.gpt = gpt_between_layers()
-            # Models of images are often stored with their channels last.
+            # A parameter in channels-last layout, as image models often have.
             self.images = torch.nn.Conv2d(4, 4, 2).to(memory_format=torch.channels_last)
 
         def forward(self, ids):
@@ -51,16 +51,16 @@ def _started(layout, seed):
 
 
 def _check_memory(optimizer):
-    """States have memory of their own, in the layout of their parameters."""
+    """Asserts that states have the strides of their parameters, and storage of their own."""
     for parameter, states in optimizer.optimizer.state.items():
         for key, value in states.items():
             assert key == "step" or value.stride() == parameter.stride(), (key, value.stride(), parameter.stride())
             assert value.untyped_storage().nbytes() == value.nbytes, (key, value.shape)
 
 
-def _alike(torch, one, other):
+def _equal(torch, one, other):
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_alike(torch, one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(_equal(torch, one[key], other[key]) for key in one)
     return torch.equal(one, other)
 
 
@@ -69,7 +69,7 @@ def _check_resumed_steps(folder):
 
     import smdistributed.modelparallel.torch as smp
 
-    for number, (saved, others) in enumerate(JOURNEYS):
+    for number, (saved, others) in enumerate(SAVED_AND_LOADED):
         model, optimizer, train = _started(saved, 0)
         for step in range(3):
             train(step)
@@ -93,8 +93,8 @@ def _check_resumed_steps(folder):
                 _check_memory(optimizer)
                 if other == saved:
                     found = model.state_dict(), optimizer.state_dict()["state"]
-                    assert _alike(torch, found[0], after[0]), (saved, other, kind)
-                    assert _alike(torch, found[1], after[1]), (saved, other, kind)
+                    assert _equal(torch, found[0], after[0]), (saved, other, kind)
+                    assert _equal(torch, found[1], after[1]), (saved, other, kind)
                 smp.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""How much memory ranks need to load a whole model from safetensors files: each reads only what it holds."""
+"""Memory for loading a whole model from safetensors files: each rank reads only the tensors that it holds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from support import Forked, run_ranks
 
-#: Bytes of a mapping that may be resident at a time, so that a small model shows what is read.
+#: Limit for the resident bytes of a mapped file, low enough that a small model shows which tensors are read.
 MAPPED_BYTES = 1 << 20
 
 
@@ -90,5 +90,5 @@ def test_a_rank_reads_only_the_tensors_that_it_holds(layout, tmp_path):
     for growth, held in run_ranks(_loaded_body, ranks, folder, settings, launcher=Forked("transformers"), timeout=120):
         print(layout, growth, held, whole)
         assert held < 0.75 * whole
-        # One tensor of the file, one mapping, and what the interpreter allocates.
+        # The growth is one tensor of the file, one mapping, and allocations of the interpreter.
         assert growth < whole / 4, (growth, held, whole)

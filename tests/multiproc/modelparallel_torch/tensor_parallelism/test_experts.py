@@ -1,4 +1,4 @@
-"""Mixtral under tensor parallelism beside Hugging Face's model in one process."""
+"""Mixtral under tensor parallelism, compared with Hugging Face's model in one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support import Forked, run_ranks
 
 pytestmark = pytest.mark.timeout(200)
 
-#: Factor of the loss that balances experts.
+#: Factor of the auxiliary loss that balances the experts.
 FACTOR = 0.3
 
 
@@ -43,7 +43,7 @@ def _run(model, ids):
     output = model(input_ids=ids, attention_mask=mask)
     losses = torch.nn.functional.cross_entropy(output.logits.transpose(1, 2), ids, reduction="none")
     assert len(output.router_logits) == 2
-    # Rows of padding see no token in common with the other implementation.
+    # Outputs at padding differ between the implementations, so the mask removes them from the loss.
     return (losses * mask).mean() + FACTOR * output.aux_loss, torch.cat(output.router_logits, -1)
 
 
@@ -185,7 +185,7 @@ def _check_created():
         return output.loss, output.aux_loss
 
     loss, balancing = (each.reduce_mean().item() for each in step(model, tokens(0, smp.dp_rank())))
-    # Two experts of each token, about equally often.
+    # Each token selects two experts; with balanced experts the auxiliary loss is about 2.
     assert 1.9 < balancing < 2.5
     assert 3.5 + FACTOR * balancing < loss < 4.5 + FACTOR * balancing
     state = model.state_dict()

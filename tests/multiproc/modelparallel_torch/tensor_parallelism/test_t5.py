@@ -1,4 +1,4 @@
-"""T5 under tensor parallelism beside Hugging Face's models in one process."""
+"""T5 under tensor parallelism, compared with Hugging Face's models in one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _config(**more):
     return transformers.T5Config(**sizes | more)
 
 
-#: By name: the class, what differs in its configuration.
+#: The class and changes to its configuration, by name.
 KINDS = {
     "relu": ("T5ForConditionalGeneration", {}),
     "gated": ("T5ForConditionalGeneration", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
@@ -50,7 +50,7 @@ def _make(name, seed=None):
 
 
 def _run(name, model, ids):
-    """The loss and an output of a model; encoder and decoder have different lengths, and padding."""
+    """Returns the loss and an output of a model; encoder and decoder inputs have different lengths, and padding."""
     import torch
 
     mask = (ids % 11 != 0).long().index_fill_(1, torch.tensor([0]), 1)
@@ -59,7 +59,7 @@ def _run(name, model, ids):
         loss = model(input_ids=ids, attention_mask=mask, labels=targets.masked_fill(targets % 11 == 0, -100)).loss
         return loss, loss[None]
     if name == "sequences":
-        # Every sequence has one end.
+        # Each sequence has one end-of-sequence token.
         ids = (ids % 50 + 2).index_fill_(1, torch.tensor([ids.shape[1] - 1]), 1)
         logits = model(input_ids=ids, attention_mask=mask).logits
         return torch.nn.functional.cross_entropy(logits, ids[:, 0] % 2), logits
@@ -155,7 +155,7 @@ def _check_states():
         theirs = module.translate_state_dict_to_hf_t5(own)
         assert theirs.keys() == weights.keys(), theirs.keys() ^ weights.keys()
         assert all(torch.equal(theirs[key], each) for key, each in weights.items())
-        # A file has each shared weight once. Old files have a weight that no model uses.
+        # A file contains each shared weight once. Old files contain a weight that no model uses.
         with tempfile.TemporaryDirectory() as folder:
             alone.save_pretrained(folder)
             files = [safetensors.torch.load_file(each) for each in pathlib.Path(folder).glob("*.safetensors")]
@@ -237,7 +237,7 @@ def _check_dropout():
             return output.logits
 
         logits = [step(model, tokens(0, 0)).concat() for _ in range(2)]
-        # All ranks drop the same elements of what all of them have, and others in the next step.
+        # All ranks drop the same elements of replicated activations, and other ones in the next step.
         for each in logits:
             assert torch.equal(*smp.allgather(each, smp.TP_GROUP))
         assert not torch.allclose(*logits)
@@ -274,7 +274,7 @@ def _refused():
     return errors
 
 
-def test_what_a_distributed_t5_does_not_take():
+def test_unsupported_arguments_of_t5_raise():
     pytest.importorskip("transformers")
     for errors in run_ranks(_refused, 2, launcher=Forked("transformers"), timeout=100):
         assert [each[:60] for each in errors] == [

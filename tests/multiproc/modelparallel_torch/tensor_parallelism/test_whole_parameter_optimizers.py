@@ -1,4 +1,5 @@
-"""LAMB and NovoGrad, whose updates depend on norms of whole parameters, under model parallelism and in one process."""
+"""LAMB and NovoGrad, whose updates depend on norms of whole parameters: model parallelism is compared with one
+process."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from support import Forked, run_ranks
 
 pytestmark = pytest.mark.timeout(150)
 
-#: By name: the class, and arguments of it.
+#: The class and its arguments, by name.
 KINDS = {
     "clipped": ("FusedLAMB", {"lr": 0.02, "weight_decay": 0.1, "max_grad_norm": 0.05}),
     "coupled": ("FusedLAMB", {"lr": 0.02, "weight_decay": 0.1, "max_grad_norm": 0.0, "adam_w_mode": False}),
@@ -63,7 +64,8 @@ def _check(names, layout, modes=((False, "memory"),)):
             wrapped.step()
         found = gathered(model, lambda each: each)
         for key, parameter in alone.named_parameters():
-            # A softmax does not depend on the bias of the keys: its gradient is rounding, whose norm becomes 1 here.
+            # A softmax does not depend on the bias of the keys. Its gradient is only rounding error, which the
+            # normalization by the norm makes large.
             if not key.endswith("key.bias"):
                 close(found[key], parameter.detach(), 1e-9, f"{name}: parameter {key}")
         smp.shutdown()
@@ -85,20 +87,20 @@ def test_norms_in_other_modes():
 
 
 def _reduced_in(function):
-    """The shapes of the tensors that a function reduces."""
+    """Returns the shapes of the tensors that `function` all-reduces."""
     import smdistributed.dataparallel.torch.distributed as dist
 
-    before, shapes = dist.all_reduce, []
+    original, shapes = dist.all_reduce, []
 
     def all_reduce(tensor, *args):
         shapes.append(tuple(tensor.shape))
-        return before(tensor, *args)
+        return original(tensor, *args)
 
     dist.all_reduce = all_reduce
     try:
         function()
     finally:
-        dist.all_reduce = before
+        dist.all_reduce = original
     return shapes
 
 
@@ -130,7 +132,8 @@ def _master_weights():
 
 def test_master_weights_need_one_collective_for_all_parameters():
     for lamb, novograd in run_ranks(_master_weights, 2, launcher=Forked("torch"), timeout=100):
-        # The norm for clipping, then two norms of each divided parameter: 16 in the two layers, and two embeddings.
+        # LAMB: the norm for clipping, then two norms of each sliced parameter (16 in the two layers, and two
+        # embeddings).
         divided = lamb[1][0]
         assert lamb == [(), (divided, 2)]
         assert novograd == [(divided,)]
