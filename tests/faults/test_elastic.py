@@ -31,7 +31,7 @@ def horovodrun(tmp_path, body, *options, timeout=90):
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
-def test_the_error_names_too_few_slots(tmp_path):
+def test_too_few_survivors_end_with_a_reason(tmp_path):
     body = "if hvd.rank() == 1: os.kill(os.getpid(), 9)\nreset()"
     done = horovodrun(
         tmp_path, body, "-np", "2", "--min-np", "2", "-H", "localhost:1,127.0.0.1:1", "--elastic-timeout", "10"
@@ -40,7 +40,7 @@ def test_the_error_names_too_few_slots(tmp_path):
     assert "waiting for the minimum number of slots to become available: there are 1 of 2" in done.stderr, done.stderr
 
 
-def test_the_number_of_resets_is_limited(tmp_path):
+def test_resets_have_a_limit(tmp_path):
     body = "if hvd.rank() == hvd.size() - 1 > 0: os.kill(os.getpid(), 9)\nreset(); reset()"
     options = ["-np", "2", "--min-np", "1", "-H", "localhost:1,127.0.0.1:1", "--reset-limit", "1"]
     done = horovodrun(tmp_path, body, *options)
@@ -48,7 +48,7 @@ def test_the_number_of_resets_is_limited(tmp_path):
     assert "number of resets during elastic job exceeded limit: 1" in done.stderr, done.stderr
 
 
-def test_the_job_fails_if_all_workers_fail(tmp_path):
+def test_all_failed(tmp_path):
     options = ["-np", "2", "--min-np", "1", "-H", "localhost:1,127.0.0.1:1"]
     done = horovodrun(tmp_path, "sys.exit(3)", *options)
     assert done.returncode == 1
@@ -64,7 +64,7 @@ def is_running(pid):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_workers_end_with_the_launcher(tmp_path, number):
+def test_the_launcher_takes_all_with_it(tmp_path, number):
     script = tmp_path / "worker.py"
     script.write_text(textwrap.dedent(WORKER).format(body="print('pid', os.getpid(), flush=True); time.sleep(60)"))
     options = ["-np", "2", "--min-np", "1", "-H", "localhost:1,127.0.0.1:1"]

@@ -1,4 +1,4 @@
-"""The extension module: its stub is current, and every error code has its class."""
+"""The extension module: its stub is current, and every error code has an exception class."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def test_framework_errors_become_ours():
     with pytest.raises(MyPeerFailedError) as raised:
         fail(RuntimeError("rank 1 died while rank 0 was in barrier [smd:peer_failed]\nframework's trace"))
     assert str(raised.value) == "rank 1 died while rank 0 was in barrier"
-    made = 'defined at (most recent call last):\n  File "train.py", line 26, in <module>\n\n  File "train.py", line 2, in f\n\n'
+    origin = 'defined at (most recent call last):\n  File "train.py", line 26, in <module>\n\n  File "train.py", line 2, in f\n\n'
     report = "rank 1 died [smd:peer_failed]\n\t [[{{node SmdRecv}}]] [Op:__inference_step_232]"
     for origins in (
         "",
-        f"Detected at node SmdRecv {made}",
-        f"Detected at node SmdRecv {made}Detected at node f {made}",
+        f"Detected at node SmdRecv {origin}",
+        f"Detected at node SmdRecv {origin}Detected at node f {origin}",
     ):
         with pytest.raises(MyPeerFailedError) as raised:
             fail(RuntimeError(f"Graph execution error:\n\n{origins}{report}"))

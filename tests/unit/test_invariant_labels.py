@@ -26,7 +26,7 @@ FOLDERS = (
     "torch_ext",
 )
 SUFFIXES = (".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".md", ".py", ".pyi", ".rs")
-# Words of the same form that are no labels.
+# Words that look like labels but are none.
 OTHER_WORDS = ("AVX", "BERT", "CRC", "CVE", "FP", "GPL", "GPT", "ISO", "LGPL", "PEP", "RFC", "SHA", "UTF")
 
 LABEL = re.compile(r"\b([A-Z]{2,6})-([1-9]\d?)(?:\.\.(\d+))?(?![\w-])")

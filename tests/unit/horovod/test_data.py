@@ -1,4 +1,4 @@
-"""`horovod.data`: loaders that load ahead."""
+"""`horovod.data`: data loaders that prefetch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_epochs_are_whole(size):
         assert list(loader) == [0, 10, 20, 30, 40]
     loader.close_async_loader()
     assert list(loader) == [0, 10, 20, 30, 40]
-    # In the middle of an epoch.
+    # Closes the loader in the middle of an epoch.
     assert next(iter(loader)) == 0
     loader.close_async_loader()
 
