@@ -1,6 +1,6 @@
 """Draws the plots of docs/performance.md from the figures in ``figures.json``; ``make generated`` calls it.
 
-The figures are those of the page's tables, which a test compares.
+A test checks that the figures equal those of the page's tables.
 """
 
 from __future__ import annotations

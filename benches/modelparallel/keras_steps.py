@@ -136,8 +136,8 @@ def peak(partitions: int, microbatches: int, layers: int, width: int, rows: int)
     """Trains three steps on this rank.
 
     Returns:
-        The share of the variables, the growth of the process's peak size in bytes, and the peak bytes of tensors in later
-        steps. TensorFlow's CPU allocator counts the latter only with oneDNN; else it is ``None``.
+        The share of the variables, the growth of the process's peak size in bytes, and the peak bytes of tensors in
+        later steps. TensorFlow's CPU allocator counts the latter only with oneDNN; else it is ``None``.
     """
     smp.shutdown()
     gc.collect()
