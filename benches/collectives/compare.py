@@ -103,7 +103,7 @@ def build(folder: Path) -> tuple[list[str], Path | None]:
 def has_torch() -> bool:
     if subprocess.run([sys.executable, "-c", "import torch.distributed"], capture_output=True).returncode == 0:
         return True
-    print("gloo is left out: this Python has no torch")
+    print("gloo is left out: PyTorch is not installed")
     return False
 
 

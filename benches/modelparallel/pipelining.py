@@ -117,7 +117,9 @@ class Bench:
         blocks = self.arguments.cut if options.pieces == 1 else self.arguments.cut_there_and_back
         cuts = [piece for piece, count in enumerate(blocks) for _ in range(count)]
         if len(cuts) != self.shape.middle or len(blocks) != options.pieces * self.ranks:
-            raise SystemExit(f"{blocks} are not {self.shape.middle} modules in {options.pieces * self.ranks} pieces")
+            raise SystemExit(
+                f"expected {options.pieces * self.ranks} pieces with {self.shape.middle} modules in all, got {blocks}"
+            )
         return [*cuts[:1], *cuts, *cuts[-1:]]
 
     def ours(self, name: str) -> Trained:

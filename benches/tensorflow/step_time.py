@@ -62,7 +62,7 @@ def main() -> None:
             ["alone", "opensmd", "mwms"] if arguments.gpu else [mode for mode in MODES if mode != "mirrored"]
         )
     if {"mwms", "mirrored"} <= set(arguments.modes):
-        parser.error("the first process drives one GPU in `mwms` and all of them in `mirrored`: one run for each")
+        parser.error("rank 0 drives one GPU in `mwms` and all GPUs in `mirrored`: run them separately")
     if arguments.gpu and any(mode.startswith("torch") for mode in arguments.modes):
         parser.error("PyTorch's modes are for CPUs")
     if not arguments.gpu and "mirrored" in arguments.modes:

@@ -321,7 +321,9 @@ def rank(work: Path, version: str, tasks: list[str], more: dict[str, Any], scale
         plain = make[task]().from_pretrained(work / f"{task}-True")
         assert all(torch.isfinite(parameter).all() for parameter in plain.parameters())
         if int(os.environ["RANK"]) == 0:
-            print(f"{task}: {expected[0]:.4f} to {expected[-1]:.4f}, resumed alike; evaluated {last:.4f}", flush=True)
+            print(
+                f"{task}: {expected[0]:.4f} to {expected[-1]:.4f}, equal when resumed; evaluated {last:.4f}", flush=True
+            )
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

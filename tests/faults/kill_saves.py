@@ -166,7 +166,7 @@ def _refuse(folder: str) -> None:
             _attempt(folder, kind, tag, 0, 1, 1 << 60 | number)
         except InvalidArgumentError:
             continue
-        raise AssertionError(f"a {kind} checkpoint was begun at `{tag}`")
+        raise AssertionError(f"a {kind} checkpoint was not refused at `{tag}`")
 
 
 def _save(folder: str, rank: int, first: int, run: int) -> None:
@@ -201,12 +201,16 @@ def _check(folder: str) -> int:
     reader.verify(2)
     expected = dict(pair for rank in range(RANKS) for pair in _names(rank))
     assert [name for name, _, _ in reader.tensors()] == sorted(expected), "tensors are missing"
-    assert reader.content == str(reader.step), f"content {reader.content} in step {reader.step}"
+    assert reader.content == str(reader.step), (
+        f"content of step {reader.content} in the checkpoint of step {reader.step}"
+    )
     for name, size in expected.items():
         memory = bytearray(size)
         address = ctypes.addressof((ctypes.c_char * size).from_buffer(memory))
         reader.read([(name, [0], [size], address, size)], 2)
-        assert memory == _content(name, reader.step, size), f"`{name}` of step {reader.step} is not as it was saved"
+        assert memory == _content(name, reader.step, size), (
+            f"`{name}` of step {reader.step} differs from what was saved"
+        )
     return reader.step
 
 
@@ -222,7 +226,7 @@ def _check_files(folder: str) -> None:
         names = [f"model_{rank}_0.pt" for rank in range(RANKS)]
         reader.check_files(names)
         steps = {Path(place, name).read_bytes().split()[0] for name in names}
-        assert len(steps) == 1, f"`{tag}` is of the steps {steps}"
+        assert len(steps) == 1, f"`{tag}` has files of several steps: {steps}"
     for tag in ("full0", "full1"):
         if not Path(folder, tag).exists():
             continue
@@ -232,7 +236,7 @@ def _check_files(folder: str) -> None:
         for file in files:
             _core.checkpoint_verify_file(file)
         steps = {Path(file).read_bytes().split()[0] for file in files}
-        assert len(steps) == 1, f"`{tag}` is of the steps {steps}"
+        assert len(steps) == 1, f"`{tag}` has files of several steps: {steps}"
 
 
 def run(folder: str, number: int, seed: int) -> int:
@@ -299,7 +303,7 @@ def main() -> None:
             step = run(folder, number, arguments.seed)
             if (number + 1) % 50 == 0:
                 print(
-                    f"{number + 1} runs, at step {step}: every newest checkpoint was whole, and nothing else was touched ({time.monotonic() - start:.0f} s)"
+                    f"{number + 1} runs, at step {step}: the newest checkpoint was always complete, and no other file changed ({time.monotonic() - start:.0f} s)"
                 )
 
 

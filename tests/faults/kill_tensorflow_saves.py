@@ -94,7 +94,9 @@ def _compare(number, variables):
     count = 0
     for name, variable in variables:
         value = variable.numpy()
-        assert np.array_equal(value, _content(name, number, value.shape, value.dtype)), f"`{name}` of {number}"
+        assert np.array_equal(value, _content(name, number, value.shape, value.dtype)), (
+            f"`{name}` of checkpoint {number} differs"
+        )
         count += value.size
     return count
 

@@ -51,5 +51,5 @@ def test_a_killed_rank_is_named_by_all_others(victim, launcher):
         assert rank.error_types[0] == "SMPPeerFailedError", outcome.describe()
         assert f"rank {victim} " in rank.error, outcome.describe()
         # Normally takes milliseconds. The limit allows for a busy machine.
-        print(f"rank {rank.rank} knew after {1e3 * (rank.ended_at - killed):.0f} ms")
+        print(f"rank {rank.rank} raised after {1e3 * (rank.ended_at - killed):.0f} ms")
         assert rank.ended_at - killed < 5.0, outcome.describe()

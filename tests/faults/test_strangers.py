@@ -101,9 +101,9 @@ def _try_to_join(variables, *arguments, on=()):
     return run.stdout
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="another user's processes can be started by root only")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start processes of another user")
 @pytest.mark.parametrize("launcher", ["raw", more("torchrun")])
-def test_another_user_of_the_host_is_given_nothing(launcher, tmp_path):
+def test_another_user_of_the_host_does_not_get_the_secret(launcher, tmp_path):
     with start_ranks(join_late, 2, str(tmp_path), launcher=launcher, timeout=110) as job:
         job.wait_for("joining")
         job.wait_for("waiting")
@@ -174,7 +174,7 @@ def test_another_host_without_the_secret_does_not_join(case, tmp_path):
 
 
 @needs_network
-def test_a_job_on_several_hosts_without_a_secret_says_that_it_is_open(tmp_path):
+def test_a_job_on_several_hosts_without_a_secret_warns_that_it_is_open(tmp_path):
     (tmp_path / "go").touch()
     with Hosts(2) as two, start_ranks(join_late, 2, str(tmp_path), launcher=_OnHosts(two, places=(0, 1))) as job:
         outcome = job.wait()

@@ -341,7 +341,7 @@ def smddp_body():
     return checks.failed
 
 
-def test_torch_over_the_backend():
+def test_ddp_and_fsdp2_of_torch_over_the_backend():
     failed = run_ranks(smddp_body, NUM_RANKS, env={"SMD_TIMEOUT_SECONDS": "40"}, timeout=90)
     assert failed == [[]] * NUM_RANKS, "\n".join(line for rank in failed for line in rank)
 

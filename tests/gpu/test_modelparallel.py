@@ -114,7 +114,7 @@ def _equality_body():
     return failed
 
 
-def test_pipelines_equal_one_process():
+def test_gradients_of_pipelines_equal_those_of_one_process():
     pytest.importorskip("transformers")
     assert run_ranks(_equality_body, NUM_RANKS, timeout=240) == [[]] * NUM_RANKS
 
@@ -272,8 +272,8 @@ def _check_random():
     drawn = [tensor.cpu() for _, *outputs in found for output in outputs for tensor in output]
     # The body draws from both generators, so all ranks must continue with the same generator states.
     drawn += [torch.cuda.get_rng_state(), torch.get_rng_state()]
-    everybody = smp.allgather(drawn, smp.PP_GROUP)
-    assert all(torch.equal(a, b) for a, b in zip(*everybody, strict=True))
+    states_of_ranks = smp.allgather(drawn, smp.PP_GROUP)
+    assert all(torch.equal(a, b) for a, b in zip(*states_of_ranks, strict=True))
     assert len({tuple(tensor.tolist()) for tensor in drawn}) == len(drawn)
 
 

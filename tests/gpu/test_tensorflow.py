@@ -288,7 +288,7 @@ def operations():
     return failures.lines
 
 
-def test_every_operation():
+def test_operations_on_gpu_tensors():
     failures = run_ranks(operations, 2, env=_ENV, timeout=150)
     assert failures == [[], []], "\n".join(line for lines in failures for line in lines)
 
@@ -323,7 +323,7 @@ def tape():
     return failures.lines
 
 
-def test_gradients():
+def test_the_gradient_tape_on_gpu_tensors():
     failures = run_ranks(tape, 2, env=_ENV, timeout=210)
     assert failures == [[], []], "\n".join(line for lines in failures for line in lines)
 

@@ -76,9 +76,9 @@ def factors_for(dtype):
 
 def cases(size):
     """Yields all cases for a number of processes."""
-    everybody = list(range(size))
+    all_ranks = list(range(size))
     types = (*INTEGERS, *FLOATS)
-    for members in (everybody, *SETS[size]):
+    for members in (all_ranks, *SETS[size]):
         for collective in REDUCING:
             for dtype, op in itertools.product(types, REDUCTIONS):
                 for factors in factors_for(dtype):
@@ -91,9 +91,9 @@ def cases(size):
             yield Case(f"{collective}{SCALAR}", "float32", None, None, members)
         yield Case("barrier", None, None, None, members)
     for collective, what in itertools.product((*REDUCING, *MOVING, "barrier"), (UNKNOWN, UNREGISTERED)):
-        yield Case(f"{collective}{what}", "float32", None, None, everybody)
+        yield Case(f"{collective}{what}", "float32", None, None, all_ranks)
     for collective in REDUCING[:2]:
-        yield Case(f"{collective}{BOTH}", "float32", None, None, everybody)
+        yield Case(f"{collective}{BOTH}", "float32", None, None, all_ranks)
 
 
 class Torch:

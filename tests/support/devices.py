@@ -27,10 +27,10 @@ NUM_DEVICES = count()
 SHARED = NUM_DEVICES == 1
 #: World size of the tests' jobs: the number of devices, but no more than tests need.
 NUM_RANKS = 2 if SHARED else min(NUM_DEVICES, 4)
-needs_one = pytest.mark.skipif(NUM_DEVICES < 1, reason="needs a CUDA device, here is none")
+needs_one = pytest.mark.skipif(NUM_DEVICES < 1, reason="needs a CUDA device, but there is none")
 #: For jobs of four ranks.
 needs_four = pytest.mark.skipif(
-    NUM_DEVICES < 4 and not SHARED, reason=f"needs four CUDA devices, or one for all ranks, here are {NUM_DEVICES}"
+    NUM_DEVICES < 4 and not SHARED, reason=f"needs four CUDA devices, or one for all ranks, but there are {NUM_DEVICES}"
 )
 
 

@@ -87,7 +87,7 @@ def _main(descriptor: int, module: str) -> int:
         importlib.import_module(name)
     tasks = os.listdir("/proc/self/task")
     if len(tasks) != 1:
-        raise RuntimeError(f"`{module}` starts {len(tasks) - 1} threads when it is imported: a fork would lack them")
+        raise RuntimeError(f"`{module}` starts {len(tasks) - 1} threads on import, which forked ranks would lack")
     # Keeps the garbage collector away from objects that exist now: it would write to, and so copy, pages that all ranks
     # share.
     gc.freeze()

@@ -250,7 +250,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "resnet": Architecture(
         "resnet", "image", {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}, bare=True
     ),
-    # Sound.
+    # Audio.
     "whisper": Architecture(
         "whisper",
         "whisper",

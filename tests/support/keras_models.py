@@ -215,12 +215,12 @@ def _cast(value: Any, kind: str) -> Any:
 
 
 def learn(
-    base: type, name: str, kind: str, microbatches: int, way: str | None, replica: tuple[int, int] = (0, 1)
+    base: type, name: str, kind: str, microbatches: int, method: str | None, replica: tuple[int, int] = (0, 1)
 ) -> dict[str, Any]:
     """Trains a model for `STEPS` steps.
 
     Args:
-        way: How gradients are computed in an `smp.step` ("tape", "get", "pairs" or "graph"); None for plain Keras.
+        method: How gradients are computed in an `smp.step` ("tape", "get", "pairs" or "graph"); None for plain Keras.
         replica: Index and number of replicas; the model trains on this replica's part of the rows.
 
     Returns:
@@ -266,11 +266,11 @@ def learn(
         variables = [each if isinstance(each, tf.Variable) else each.value for each in model.trainable_variables]
         return tf.gradients(loss, variables), loss, outputs
 
-    if way is not None:
+    if method is not None:
         import smdistributed.modelparallel.tensorflow as smp
 
-        ways = {"tape": with_tape, "get": with_optimizer, "pairs": with_pairs, "graph": with_graph}
-        step = smp.step(ways[way])
+        methods = {"tape": with_tape, "get": with_optimizer, "pairs": with_pairs, "graph": with_graph}
+        step = smp.step(methods[method])
 
         @tf.function
         def train(inputs, targets):
@@ -305,7 +305,7 @@ def learn(
         places = {id(variable): place for place, variable in enumerate(whole)}
         return [places[id(variable)] for variable in variables]
 
-    if way is None:
+    if method is None:
         trainable, everything = model.trainable_variables, model.weights
     else:
         with model._smp_all_variables():
@@ -335,7 +335,7 @@ def compare(
     partitions: int,
     microbatches: int,
     schedule: str,
-    way: str,
+    method: str,
     plain: Mapping[str, Any] | None = None,
     replicas: int = 1,
 ) -> tuple[float, int]:
@@ -355,7 +355,7 @@ def compare(
     smp.shutdown()
     ddp = {"ddp": True} if replicas > 1 else {}
     smp.init({"partitions": partitions, "microbatches": microbatches, "pipeline": schedule, **ddp})
-    ours = learn(smp.DistributedModel, name, kind, microbatches, way, (smp.dp_rank(), smp.dp_size()))
+    ours = learn(smp.DistributedModel, name, kind, microbatches, method, (smp.dp_rank(), smp.dp_size()))
     plain = plain or alone(name, kind, replicas * microbatches)
     losses = np.mean(smp.allgather(ours["losses"], smp.CommGroup.DP_GROUP), 0)
     differences = [np.max(np.abs(losses - plain["losses"]))]

@@ -81,9 +81,9 @@ for _ in range(3):
 first, last = sum(losses[:5]) / 5, sum(losses[-5:]) / 5
 assert last < 0.5 * first, (first, last)
 names = [name for name, _ in model.local_named_parameters()]
-everybody = smp.allgather(names, smp.WORLD)
-assert sorted(sum(everybody[: smp.pp_size()], [])) == sorted(name for name, _ in model.module.named_parameters())
-assert all(everybody), everybody
+names_of_ranks = smp.allgather(names, smp.WORLD)
+assert sorted(sum(names_of_ranks[: smp.pp_size()], [])) == sorted(name for name, _ in model.module.named_parameters())
+assert all(names_of_ranks), names_of_ranks
 (pathlib.Path(__file__).parent / f"trained.{smp.rank()}").write_text(str(len(losses)))
 """
 

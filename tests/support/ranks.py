@@ -362,7 +362,7 @@ class Job:
 def _pickled_call(body: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> bytes:
     if body.__qualname__ != body.__name__:
         raise HarnessBrokenError(
-            f"`{body.__qualname__}` cannot be found by its name: a body is a module-level function"
+            f"`{body.__qualname__}` cannot be found by its name: a body must be a module-level function"
         )
     file = body.__code__.co_filename
     try:

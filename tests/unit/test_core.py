@@ -24,13 +24,13 @@ def stub_functions():
     return stub_nodes(ast.FunctionDef)
 
 
-def test_the_stub_lists_what_the_module_has():
+def test_the_stub_lists_every_public_name_of_the_module():
     public = {name for name in dir(_core) if not name.startswith("_")}
     assert set(stub_nodes((ast.FunctionDef, ast.ClassDef))) == public
 
 
 @pytest.mark.parametrize("name", sorted(stub_nodes(ast.ClassDef)))
-def test_the_stub_lists_what_a_class_has(name):
+def test_the_stub_lists_every_public_name_of_a_class(name):
     public = {member for member in vars(getattr(_core, name)) if not member.startswith("_")}
     assert set(stub_nodes(ast.FunctionDef, stub_nodes(ast.ClassDef)[name].body)) - {"__init__"} == public
 
@@ -63,7 +63,7 @@ def test_a_peers_failure_names_its_rank():
     assert errors.PeerFailedError("rank 13 died while rank 0 was in barrier").rank == 13
 
 
-def test_framework_errors_become_ours():
+def test_reports_in_framework_errors_become_exceptions_of_the_library():
     class MyPeerFailedError(errors.PeerFailedError):
         pass
 

@@ -1,4 +1,4 @@
-"""`smdrun doctor`."""
+"""The report of `smdrun doctor`."""
 
 from __future__ import annotations
 

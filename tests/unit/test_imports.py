@@ -25,7 +25,7 @@ def _run(script):
 
 @needs_torch
 @pytest.mark.parametrize("first", ["torch", "smdistributed.dataparallel.torch.distributed"])
-def test_torch_in_either_order_and_no_tensorflow(first):
+def test_torch_is_imported_in_either_order_without_tensorflow(first):
     _run(f"""
 import sys
 import {first}
@@ -42,7 +42,7 @@ assert "tensorflow" not in sys.modules
 
 @needs_tensorflow
 @pytest.mark.parametrize("first", ["tensorflow", "smdistributed.dataparallel.tensorflow"])
-def test_tensorflow_in_either_order_and_no_torch(first):
+def test_tensorflow_is_imported_in_either_order_without_torch(first):
     _run(f"""
 import sys
 import {first}
@@ -150,7 +150,7 @@ def test_each_public_module_that_is_not_for_torch_is_imported_without_it():
 
 
 @needs_torch
-def test_a_prebuilt_shim_that_does_not_load_here_is_built_instead(tmp_path):
+def test_a_shim_is_built_if_the_prebuilt_one_does_not_load(tmp_path):
     _run(f"""
 from pathlib import Path
 from smdistributed._common import shims

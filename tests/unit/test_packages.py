@@ -22,7 +22,7 @@ def python(code, *options, path=None):
 
 
 def test_the_metadata_demand_the_support_window():
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no reader of TOML")
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no TOML parser")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     oldest = {name: window.oldest for name, window in WINDOWS.items()}
     assert project["requires-python"] == f">={oldest['python']}"

@@ -71,7 +71,7 @@ def test_the_list_of_private_names_is_complete():
     found = "".join(f"{name}\n" for name in _used())
     if os.environ.get("SMD_UPDATE_GOLDENS"):
         GOLDEN.write_text(found)
-    assert GOLDEN.read_text() == found, "write the list anew with SMD_UPDATE_GOLDENS=1"
+    assert GOLDEN.read_text() == found, "rewrite the list with SMD_UPDATE_GOLDENS=1"
 
 
 def _resolve(name):

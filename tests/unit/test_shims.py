@@ -80,7 +80,7 @@ def _start_build(before=()):
     )
 
 
-def test_a_shim_is_built_once_and_says_so(cache, compiler, capsys):
+def test_a_shim_is_built_once_and_the_build_is_logged(cache, compiler, capsys):
     log = compiler()
     path = shims.ensure(FRAMEWORK)
     assert path == cache / FRAMEWORK.key / "libsmd_torch.so"
@@ -160,7 +160,7 @@ def test_a_prebuilt_shim_serves_all_patch_releases(cache, monkeypatch, version):
     ],
     ids=lambda other: "-".join(map(str, other.values())),
 )
-def test_a_prebuilt_shim_serves_nothing_else(cache, compiler, other):
+def test_a_prebuilt_shim_serves_no_other_version_or_framework(cache, compiler, other):
     compiler()
     _prebuilt_for("9.9.0")
     assert shims.ensure(replace(FRAMEWORK, **other)).is_relative_to(cache)
@@ -182,7 +182,7 @@ def test_a_patch_release_that_broke_the_abi_gets_a_shim_of_its_own(cache, compil
     assert framework.key != replace(FRAMEWORK, version="9.9.0").key, "it must be built for the exact version"
 
 
-def test_a_broken_abi_without_a_compiler_names_the_ways_out(cache, monkeypatch):
+def test_the_error_of_a_broken_abi_without_a_compiler_names_remedies(cache, monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     _prebuilt_for("9.9.0")
     with pytest.raises(shims.ShimError) as caught:
@@ -192,7 +192,7 @@ def test_a_broken_abi_without_a_compiler_names_the_ways_out(cache, monkeypatch):
         assert part in text
 
 
-def test_gcc_is_given_memory_and_other_compilers_are_not(tmp_path):
+def test_only_gcc_gets_options_about_memory(tmp_path):
     for text, count in [("g++ 12\nCopyright (C) Free Software Foundation, Inc.", 2), ("clang version 19", 0)]:
         compiler = tmp_path / "compiler"
         compiler.write_text(f"#!/bin/sh\necho '{text}'\n")
@@ -250,13 +250,13 @@ def test_ranks_that_start_at_once_share_a_failure(cache, compiler):
     assert _links(log) == 1
 
 
-def test_headers_that_want_a_newer_standard_get_it(cache, compiler):
+def test_headers_that_need_a_newer_standard_are_compiled_with_it(cache, compiler):
     log = compiler('if "-std=c++17" in sys.argv: print("x.h:1: error: #error C++20 or later is required"); sys.exit(1)')
     assert shims.ensure(FRAMEWORK).exists()
     assert sum("-std=c++20" in run for run in log.read_text().splitlines()) == 3
 
 
-def test_headers_name_their_standard(cache, compiler, tmp_path):
+def test_the_standard_is_read_from_the_headers(cache, compiler, tmp_path):
     header = tmp_path / "ATen.h"
     header.write_text("#pragma once\n#error C++20 or later compatible compiler is required to use ATen.\n")
     assert shims._wanted_standard(header) == "c++20"

@@ -140,7 +140,7 @@ class Hosts:
         _ip("-n", name, "link", "set", "lo", "up")
 
     def _path(self, name: str) -> str:
-        assert self._folder, "hosts exist inside `with`"
+        assert self._folder, "use hosts inside of a `with` block"
         return str(Path(self._folder.name) / name)
 
     def _script(self, name: str, text: str) -> None:

@@ -51,6 +51,6 @@ def test_what_loading_raises_reaches_the_script(size):
     loader.close_async_loader()
 
 
-def test_a_loader_says_what_it_lacks():
+def test_a_loader_must_implement_iteration():
     with pytest.raises(NotImplementedError):
         list(BaseDataLoader())

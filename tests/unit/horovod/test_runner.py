@@ -167,7 +167,7 @@ def test_hints_and_settings_with_a_meaning(monkeypatch):
     assert not warned
 
 
-def test_switches_may_be_levels(monkeypatch):
+def test_boolean_variables_accept_other_numbers(monkeypatch):
     monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "2")
     session = HorovodBasics()
     session.init()
@@ -175,14 +175,14 @@ def test_switches_may_be_levels(monkeypatch):
     session.shutdown()
 
 
-def test_process_sets_that_are_none():
+def test_invalid_process_sets_are_refused():
     with pytest.raises(
         ValueError, match=r"Horovod initialization failed: `process_sets` is \[\[0\]\]: expected a list of"
     ):
         HorovodBasics().init(process_sets=[[0]])
 
 
-def test_command_lines_of_the_process(monkeypatch):
+def test_options_are_read_from_sys_argv(monkeypatch):
     monkeypatch.setattr("sys.argv", ["horovodrun", "-np", "2", "--fusion-threshold-mb", "10"])
     args = launch.parse_args()
     assert (args.num_proc, args.fusion_threshold_mb, args.command) == (2, 10, [])
@@ -210,7 +210,7 @@ def test_what_drives_an_elastic_function():
     listener.on_hosts_updated.assert_called_once_with(1.0, 2)
 
 
-def test_a_driver_that_could_not_be_told_is_told_again(monkeypatch):
+def test_a_failed_registration_at_the_driver_is_repeated(monkeypatch):
     manager = WorkerNotificationManager()
     with (
         mock.patch.object(driven, "is_driven", return_value=True),
@@ -346,7 +346,7 @@ def test_the_line_of_mpirun(monkeypatch):
     )
 
 
-def test_a_number_of_hosts_that_is_told():
+def test_the_number_of_hosts_may_be_given():
     given_settings = settings.Settings(
         hosts="those of a file", num_hosts=64, num_proc=64, verbose=0, run_func_mode=True
     )
@@ -456,7 +456,7 @@ def test_hosts_of_lsf(monkeypatch, allotted, gpus, options, expected):
 
 
 @pytest.mark.parametrize("expected", [KeyError, KeyboardInterrupt])
-def test_processes_end_with_the_wait_for_them(expected):
+def test_processes_end_if_waiting_for_them_fails(expected):
     """The caller's function fails for one of the processes, or the user interrupts the job."""
     running, results = threading.Barrier(3), queue.SimpleQueue()
 
@@ -506,7 +506,7 @@ def test_processes_end_with_the_wait_for_them(expected):
         (RuntimeError("`a` of 3 elements, expected 2 as NCCL does [smd:invalid_argument]"), ValueError),
     ],
 )
-def test_what_the_framework_raises(error, expected):
+def test_framework_errors_are_device_failures_or_invalid_arguments(error, expected):
     """Elastic training returns to the last commit when a device failed, but not when an argument is invalid."""
     assert type(at_submission(error)) is expected
 

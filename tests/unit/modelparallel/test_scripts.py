@@ -322,7 +322,9 @@ def test_a_copy_of_a_checkpointed_model_computes_with_its_own_weights(kind, how)
     blocks = [module for module in other.modules() if isinstance(module, _Block)]
     before = [block.calls for block in blocks]
     other(x.requires_grad_()).sum().backward()
-    assert [block.calls - then for block, then in zip(blocks, before, strict=True)] == [2] * len(blocks), "recomputed"
+    assert [block.calls - then for block, then in zip(blocks, before, strict=True)] == [2] * len(blocks), (
+        "the backward must run each block again"
+    )
     assert all(parameter.grad is not None for parameter in other.parameters())
     assert all(parameter.grad is None for parameter in model.parameters())
     if kind == "module":
