@@ -303,7 +303,8 @@ def main() -> None:
             step = run(folder, number, arguments.seed)
             if (number + 1) % 50 == 0:
                 print(
-                    f"{number + 1} runs, at step {step}: the newest checkpoint was always complete, and no other file changed ({time.monotonic() - start:.0f} s)"
+                    f"{number + 1} runs, at step {step}: the newest checkpoint was always complete, and no other file "
+                    f"changed ({time.monotonic() - start:.0f} s)"
                 )
 
 
