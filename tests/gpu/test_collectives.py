@@ -384,7 +384,7 @@ def stuck_body(kind):
             dist.all_reduce(x[:1024])
         else:
             dist.all_reduce(x)
-        # An error of the device is raised immediately; a timeout is found by the host's thread later.
+        # The device notices at once that something is wrong, the host's threads a moment later: a later call raises.
         while time.monotonic() < start + 30:
             torch.cuda.synchronize()
             dist.all_reduce(x)

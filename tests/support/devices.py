@@ -1,8 +1,8 @@
 """How many ranks with a GPU can run on this machine, and which GPU each rank uses.
 
-Where there is one GPU only, all ranks share it. Each rank sets ``NCCL_HOSTID`` to a value of its own, so that NCCL
-takes the ranks for hosts and connects them by sockets. Kernels of different ranks then run one after the other: results
-are those of several GPUs, but times mean nothing.
+Where there is one GPU only, all ranks share it. Each rank sets ``NCCL_HOSTID`` to a value of its own. NCCL then takes
+the ranks for processes on different hosts and connects them by sockets. Kernels of different ranks run one after
+another, so results are those of several GPUs, but times mean nothing.
 """
 
 from __future__ import annotations
