@@ -1,6 +1,6 @@
 """Draws the plots of docs/performance.md from the figures in ``figures.json``; ``make generated`` calls it.
 
-The figures are those of the page's tables, which a test compares.
+A test checks that the figures equal those of the page's tables.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def draw(plot: dict[str, Any]) -> str:
             top, width = y + place * _BAR, round(value * scale, 1)
             lines.append(f'<rect x="{_LABELS}" y="{top}" width="{width:g}" height="{_BAR - 1}" fill="{colour}"/>')
             end = _LABELS + width
-            # The line of the reference does not cross a number.
+            # The number must not overlap the line of the reference.
             text = (at if at - 36 < end < at else end) + 5
             lines.append(f'<text x="{text:g}" y="{top + 10}" font-size="11">{value:g}{plot["unit"]}</text>')
     if reference:

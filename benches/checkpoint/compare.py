@@ -1,10 +1,12 @@
-"""Checkpoints of CPU state beside torch.distributed.checkpoint: saving, what an asynchronous save blocks for, loading.
+"""Checkpoints of CPU tensors, compared with torch.distributed.checkpoint: saving, blocking time of asynchronous saves,
+loading.
 
     smdrun -n 4 benches/checkpoint/compare.py [--mib 256] [--rounds 5] [--fsync] [--folder DIR]
 
-Each rank has `--mib` MiB of its own. Rounds alternate between the two, files are removed after each. Times are those of the slowest rank,
-medians over rounds. The first round of each is left out: it pays for memory. Below stands what plain writes of the same memory to a file for each rank
-take in the same rounds, without checksums and names: nobody who writes through the system's cache is faster.
+Each rank has `--mib` MiB of its own. Rounds alternate between the two libraries, and files are removed after each.
+Times are those of the slowest rank, as medians over rounds. The first round is not counted, because it allocates
+memory. `plain writes` is the time in the same rounds of writing the same memory to one file for each rank, without
+checksums and names. It is a lower bound for writes through the page cache.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ warnings.filterwarnings("ignore")
 
 
 class Ours:
-    """The core's saver and reader."""
+    """Saves and loads with the core's saver and reader."""
 
     def __init__(self, state, fsync, folder):
         self.state, self.folder, self.number = state, folder, 0
@@ -38,10 +40,10 @@ class Ours:
 
     def save(self, asynchronous):
         self.number += 1
-        places = [
+        tensors = [
             (n, "F32", list(t.shape), [0] * t.dim(), list(t.shape), t.data_ptr(), False) for n, t in self.state.items()
         ]
-        self.saver.save("bench", self.number, self.number, "{}", "null", places, asynchronous)
+        self.saver.save("bench", self.number, self.number, "{}", "null", tensors, asynchronous)
 
     def finish(self):
         self.saver.wait()
@@ -53,11 +55,11 @@ class Ours:
 
 
 class Theirs:
-    """torch.distributed.checkpoint, with files on the disk as well."""
+    """Saves and loads with torch.distributed.checkpoint, with synchronized files if `fsync` is set."""
 
     def __init__(self, state, fsync, folder):
         self.state, self.folder, self.fsync, self.pending = state, folder, fsync, None
-        # Its background thread talks to the others while this script does.
+        # A separate group, because its background thread communicates at the same time as this script.
         self.group = dist.new_group()
 
     def _writer(self):
@@ -77,7 +79,7 @@ class Theirs:
 
 
 class Plain:
-    """Bare writes."""
+    """Writes the memory without any format."""
 
     def __init__(self, state, fsync, folder):
         self.state, self.folder, self.fsync = state, folder, fsync
@@ -124,13 +126,13 @@ def main():
     plain = Plain(state, arguments.fsync, os.path.join(root[0], "Plain"))
     sides = [side(state, arguments.fsync, os.path.join(root[0], side.__name__)) for side in (Ours, Theirs)]
     for number in range(arguments.rounds + 1):
-        bare = _timed(plain.save)
+        plain_seconds = _timed(plain.save)
         dist.barrier()
         if rank == 0:
             shutil.rmtree(plain.folder)
         dist.barrier()
         if number:
-            times.setdefault("Plain", []).append(bare)
+            times.setdefault("Plain", []).append(plain_seconds)
         for side in sides:
             row = {"save": _timed(lambda side=side: side.save(False))}
             row["load"] = _timed(lambda side=side: side.load(target))

@@ -1,10 +1,10 @@
-"""Compares collectives on one host with Open MPI and gloo: rounds of all three take turns in one run.
+"""Compares collectives on one host with Open MPI and gloo, whose rounds alternate in one run.
 
     python benches/collectives/compare.py [--ranks 2 4] [--rounds 3] [--only all_reduce] [--without gloo]
 
-Each figure is the median, over all repeats of all rounds, of the time of one call on the slowest rank; behind it are the
-10th and the 90th percentile. Needs cargo, and for the others `mpicc` and `mpirun`, and torch. What is missing is left
-out, with a line that says so.
+Each figure is the time of one call on the slowest rank: the median over all repeats of all rounds, followed by the 10th
+and 90th percentiles. Needs cargo; Open MPI needs `mpicc` and `mpirun`, and gloo needs PyTorch. A library that is
+missing is left out, with a message.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Times = dict[Key, list[float]]
 
 
 def case(name: str, size: int, repeats: int) -> str:
-    """A measurement as the programs take it; small operations are timed many at a time."""
+    """The measurement as an argument of the programs. Small operations are timed many at a time."""
     calls = max(1, min(500, (4 * MIB) // max(size, KIB)))
     return f"{name}:{size}:{repeats}:{calls}"
 
@@ -53,7 +53,7 @@ def parse(output: str) -> Times:
 
 
 def finish(processes: list[subprocess.Popen[str]], what: str) -> str:
-    """Waits for all ranks; the first one's output."""
+    """Waits for all ranks; returns the output of the first."""
     try:
         outputs = [process.communicate(timeout=TIME_LIMIT_SECONDS)[0] for process in processes]
     finally:
@@ -65,7 +65,7 @@ def finish(processes: list[subprocess.Popen[str]], what: str) -> str:
 
 
 def run_ranks(command: list[str], size: int, cases: list[str]) -> Times:
-    """Starts one process a rank with torchrun's variables."""
+    """Starts one process for each rank, with the variables of torchrun."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -86,7 +86,7 @@ def run_mpi(program: Path, size: int, cases: list[str]) -> Times:
 
 
 def build(folder: Path) -> tuple[list[str], Path | None]:
-    """Builds the Rust and the MPI program."""
+    """Builds the Rust program and, if Open MPI is installed, the MPI program."""
     subprocess.run(
         ["cargo", "build", "--release", "-q", "-p", "smd-core", "--example", "collectives"], cwd=ROOT, check=True
     )
@@ -103,7 +103,7 @@ def build(folder: Path) -> tuple[list[str], Path | None]:
 def has_torch() -> bool:
     if subprocess.run([sys.executable, "-c", "import torch.distributed"], capture_output=True).returncode == 0:
         return True
-    print("gloo is left out: this Python has no torch")
+    print("gloo is left out: PyTorch is not installed")
     return False
 
 
@@ -118,7 +118,7 @@ def time_name(seconds: float | None) -> str:
 
 
 def spread_name(times: list[float] | None, quantile: float) -> str:
-    """The figure, and where the middle eight tenths of the repeats lie."""
+    """The figure, followed by the 10th and 90th percentiles."""
     if not times:
         return "-"
     ordered = sorted(times)
@@ -131,7 +131,7 @@ def pick(times: list[float], quantile: float) -> float:
 
 
 def report(size: int, results: dict[str, dict[Key, list[float]]], quantile: float) -> None:
-    figure = {who: {key: pick(times, quantile) for key, times in of.items()} for who, of in results.items()}
+    figure = {library: {key: pick(times, quantile) for key, times in of.items()} for library, of in results.items()}
     ours = figure["ours"]
     memory_bytes = OWN_CASES["memory"][0]
     limit = None
@@ -144,14 +144,15 @@ def report(size: int, results: dict[str, dict[Key, list[float]]], quantile: floa
         if name == "memory":
             continue
         key = (name, bytes_)
-        others = [figure.get(who, {}).get(key) for who in ("mpi", "gloo")]
+        others = [figure.get(library, {}).get(key) for library in ("mpi", "gloo")]
         ratios = [f"{other / own:.2f}" if other else "-" for other in others]
-        # Each rank reads and writes each byte once; an all-gather reads one part and writes all.
+        # Bytes that must at least be read and written: each rank reads and writes each byte once. In an all-gather, it
+        # reads one part and writes all.
         moved = {"all_reduce": 2 * size, "window": 2 * size, "broadcast": size, "all_gather": size * (size + 1)}.get(
             name
         )
         share = f"{moved * bytes_ / own / limit:.0%}" if moved and limit and bytes_ >= 25 * MIB else "-"
-        times = [spread_name(results.get(who, {}).get(key), quantile) for who in ("ours", "mpi", "gloo")]
+        times = [spread_name(results.get(library, {}).get(key), quantile) for library in ("ours", "mpi", "gloo")]
         print("| " + " | ".join([name, size_name(bytes_), *times, *ratios, share]) + " |")
 
 
@@ -159,11 +160,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=9, help="repeats a round")
+    parser.add_argument("--repeats", type=int, default=9, help="repeats in each round")
     parser.add_argument("--only", nargs="+", default=[*CASES, *OWN_CASES], choices=[*CASES, *OWN_CASES])
     parser.add_argument("--without", nargs="+", default=[], choices=["mpi", "gloo"])
     parser.add_argument(
-        "--quantile", type=float, default=0.5, help="0.1 shows what the code can do on a machine that is busy otherwise"
+        "--quantile",
+        type=float,
+        default=0.5,
+        help="0.1 shows the speed of the code on a machine that is busy with other work",
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -172,16 +176,16 @@ def main() -> None:
         for size in arguments.ranks:
             results: dict[str, dict[Key, list[float]]] = defaultdict(lambda: defaultdict(list))
             for _ in range(arguments.rounds):
-                for who, times in run_round(size, own, mpi, gloo, arguments):
+                for library, times in run_round(size, own, mpi, gloo, arguments):
                     for key, seconds in times.items():
-                        results[who][key] += seconds
+                        results[library][key] += seconds
             report(size, results, arguments.quantile)
 
 
 def run_round(
     size: int, own: list[str], mpi: Path | None, gloo: bool, arguments: argparse.Namespace
 ) -> Iterator[tuple[str, Times]]:
-    """Everybody's turn, one after the other."""
+    """Runs one round of each library, one after the other."""
 
     def cases(table: dict[str, list[int]], repeats: int) -> list[str]:
         names = [name for name in table if name in arguments.only]
@@ -191,7 +195,7 @@ def run_round(
     if mpi and "mpi" not in arguments.without:
         yield "mpi", run_mpi(mpi, size, cases(CASES, arguments.repeats))
     if gloo:
-        # Slow, so fewer repeats.
+        # gloo is slow, so it has fewer repeats.
         command = [sys.executable, str(HERE / "gloo.py")]
         yield "gloo", run_ranks(command, size, cases(CASES, max(3, arguments.repeats // 3)))
 

@@ -1,4 +1,6 @@
-"""One rank of the comparison: the same measurements as rust-core/examples/collectives.rs, by torch with gloo."""
+"""One rank of the comparison: the same measurements as rust-core/examples/collectives.rs, with PyTorch's gloo
+backend.
+"""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-// One rank of the comparison: the same measurements as rust-core/examples/collectives.rs, by MPI.
+// One rank of the comparison: the same measurements as rust-core/examples/collectives.rs, with MPI.
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-"""One rank of the comparison between hosts: the same measurements as gloo.py, by our operators of PyTorch."""
+"""One rank of the comparison between hosts: the same measurements as gloo.py, with this library's PyTorch operators."""
 
 import sys
 import time

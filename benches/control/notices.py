@@ -1,9 +1,9 @@
-"""How long joining takes, and how long until every survivor knows of a `kill -9`: medians and worst cases.
+"""Time to join a job, and time until every survivor learns of a `kill -9`: medians and worst cases.
 
     python benches/control/notices.py --ranks 2 4 8 --rounds 20
 
-Each round starts a job of plain processes without a framework, waits until all have joined, kills a random rank, and
-reads from the others when their barrier failed.
+Each round starts a job of plain processes without a framework, waits until all have joined, and kills a random rank.
+The other ranks print when their barrier failed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def run_round(size: int) -> tuple[list[float], list[float]]:
         if index != victim:
             when, error = text.split(" ", 1)
             if f"rank {victim} died" not in error:
-                raise RuntimeError(f"rank {index} blames somebody else for the death of rank {victim}: {error}")
+                raise RuntimeError(f"rank {index} does not name rank {victim}, which was killed: {error}")
             noticed.append(float(when) - killed)
     return joined, noticed
 
@@ -74,7 +74,8 @@ def main() -> None:
         joined, noticed = [], []
         for _ in range(options.rounds):
             init, notice = run_round(size)
-            # A rank also waits for those that started after it: the last one to come shows the library's own time.
+            # A rank also waits for ranks that started after it. The shortest time, that of the last rank, is the
+            # library's own.
             joined.append(min(init))
             noticed += notice
         print(

@@ -1,4 +1,4 @@
-"""The two models that the DDP benches train: one bound by memory, one by arithmetic."""
+"""The two models that the DDP benches train: one is bound by memory bandwidth, one by arithmetic."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def resnet18() -> nn.Module:
 
 
 def batch(name: str, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and labels for a model of this module."""
+    """Inputs and labels for one of the models."""
     x = torch.randn(64, 784, generator=generator) if name == "mlp" else torch.randn(16, 3, 32, 32, generator=generator)
     return x, torch.randint(0, 10, (len(x),), generator=generator)
 

@@ -1,15 +1,16 @@
-"""What data parallelism adds to a training step, beside torch's DistributedDataParallel with gloo.
+"""Communication time that data parallelism adds to a training step, compared with PyTorch's DDP over gloo.
 
     OMP_NUM_THREADS=1 smdrun -n 2 benches/ddp/step_time.py
 
-Each round runs a few steps of every mode, one mode after the other, so that all see the same machine:
+Each round runs a few steps of every mode, one mode after the other, so that other load on the machine affects all
+alike:
 
-- `alone`: the model as it is, in all processes side by side. No communication.
+- `alone`: the model itself, in all processes at the same time, without communication.
 - `opensmd`: DistributedDataParallel of this package.
-- `gloo`: torch's, backend gloo.
-- `horovod`, if asked for: `horovod.torch.DistributedOptimizer` of this package.
+- `gloo`: PyTorch's DDP with the gloo backend.
+- `horovod`, if requested: `horovod.torch.DistributedOptimizer` of this package.
 
-Exposed communication is the median step of a mode minus that of `alone`; the slowest rank counts.
+Exposed communication is the median step of a mode minus that of `alone`, each on the slowest rank.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ def main() -> None:
             with open(arguments.json, "w") as file:
                 json.dump(results, file)
     if "gloo" in arguments.modes:
-        # A thread of gloo that is still at work when the interpreter ends aborts the process.
+        # A gloo thread that still works when the interpreter ends aborts the process.
         torch.distributed.destroy_process_group()
 
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, float]:
-    """Median step of each mode in milliseconds; of the slowest rank."""
+    """Returns the median step of each mode on the slowest rank, in milliseconds."""
     torch.manual_seed(0)
     base = MODELS[name]()
     data = batch(name, torch.Generator().manual_seed(smd.get_rank()))
@@ -86,7 +87,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, float]:
                 start = time.perf_counter()
                 run()
                 elapsed = time.perf_counter() - start
-                # The first round and the first step after another mode warm up.
+                # The first round and the first step after another mode are warm-up.
                 if index > 0 and at > 0:
                     times[mode].append(elapsed * 1e3)
     gc.enable()
@@ -98,7 +99,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, float]:
 def step(
     model: nn.Module, data: tuple[torch.Tensor, torch.Tensor], set_to_none: bool, horovod: bool
 ) -> Callable[[], None]:
-    """One training step of `model`."""
+    """Makes the optimizer of `model`; returns a function that runs one training step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if horovod:
         import horovod.torch as hvd
@@ -116,7 +117,7 @@ def step(
 
 
 def table(name: str, medians: dict[str, float]) -> str:
-    """The figures of a model, for people."""
+    """Formats the figures of a model."""
     lines = [f"{name}:"]
     for mode, milliseconds in medians.items():
         line = f"  {mode:8} {milliseconds:8.1f} ms a step"

@@ -1,9 +1,9 @@
-"""What the timeline costs: the same training steps with and without `SMD_TIMELINE`.
+"""The cost of the timeline: the same training steps with and without `SMD_TIMELINE`.
 
     OMP_NUM_THREADS=1 smdrun -n 2 benches/ddp/timeline.py
 
-Rounds alternate: each leaves the job, switches the timeline and joins again. Small buckets make more events than a
-script would, so this is the expensive side.
+Rounds alternate: each leaves the job, switches the timeline on or off, and joins again. Small buckets make more events
+than usual, so the figure is an upper bound.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def steps(arguments: argparse.Namespace) -> list[float]:
-    """Milliseconds of each training step of a new replica."""
+    """Returns the milliseconds of each training step of a new replica."""
     torch.manual_seed(0)
     model = DistributedDataParallel(MODELS[arguments.model](), bucket_cap_mb=arguments.bucket_cap_mb)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -1,11 +1,12 @@
-"""All-reduce of float32 on GPUs: ours beside NCCL through torch.distributed, in one run.
+"""All-reduce on GPUs, compared with NCCL through torch.distributed in one run.
 
     smdrun -n 4 benches/gpu/all_reduce.py
     smdrun -n 4 benches/gpu/all_reduce.py --sizes 4KiB 1MiB 25MiB --rounds 11
 
-The ways take turns, in another order each round. A call averages, in place, numbers that are the
-same on all ranks, and so stay; its time is that of many in a row on the current stream, between two synchronisations; its host time is that until the last of them was queued. Captured calls run from a
-CUDA graph, without the host. Shown are medians over rounds of the slowest rank.
+The libraries take turns, in a different order each round. A call averages in place. The values are equal on all ranks,
+so they do not change. The eager time is that of many consecutive calls on the current stream, between two
+synchronizations; the host time ends when the last of them was queued. Captured calls run from a CUDA graph, without the
+host. Figures are medians over rounds of the slowest rank.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 - registers th
 
 UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20}
 SIZES = ["4KiB", "16KiB", "64KiB", "256KiB", "1MiB", "2MiB", "4MiB", "8MiB", "16MiB", "25MiB", "64MiB", "100MiB"]
-#: Bytes of a round's calls, so that large ones are called less often.
+#: Bytes of all calls in a round, which limits the number of large calls.
 ROUND_BYTES = 1 << 30
 GRAPH_CALLS = 20
 
@@ -34,7 +35,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument(
-        "--narrow", action="store_true", help="numbers that were bfloat16 before, as gradients under autocast"
+        "--narrow", action="store_true", help="values that fit bfloat16, such as gradients under autocast"
     )
     arguments = parser.parse_args()
     dist.init_process_group()
@@ -43,7 +44,7 @@ def main() -> None:
     torch.cuda.set_device(device)
     c10d.init_process_group("nccl", rank=rank, world_size=size, device_id=device)
     smddp = c10d.new_group(backend="smddp")
-    ways = {
+    libraries = {
         "ours": lambda x: dist.all_reduce(x, dist.ReduceOp.AVERAGE),
         "smddp": lambda x: c10d.all_reduce(x, c10d.ReduceOp.AVG, smddp),
         "nccl": lambda x: c10d.all_reduce(x, c10d.ReduceOp.AVG),
@@ -53,16 +54,16 @@ def main() -> None:
             f"{size} ranks, {torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL", torch.cuda.nccl.version()
         )
         print(f"{'':8}{'eager us':>33}{'of NCCL':>16}{'host us':>33}{'captured us':>33}{'of NCCL':>16}")
-        names = "".join(f"{name:>11}" for name in ways)
+        names = "".join(f"{name:>11}" for name in libraries)
         print(f"{'size':8}{names}{'ours':>8}{'smddp':>8}{names}{names}{'ours':>8}{'smddp':>8}", flush=True)
-    rows = [measure(text, ways, arguments, rank) for text in arguments.sizes]
+    rows = [measure(text, libraries, arguments, rank) for text in arguments.sizes]
     if rank == 0:
         print("JSON " + json.dumps(rows))
     c10d.destroy_process_group()
 
 
-def measure(text: str, ways: dict, arguments: argparse.Namespace, rank: int) -> dict:
-    """Times one size in all ways and prints a line."""
+def measure(text: str, libraries: dict, arguments: argparse.Namespace, rank: int) -> dict:
+    """Times one size with all libraries and prints a line."""
     digits = text.rstrip("KMiB")
     nbytes = int(digits) * UNITS[text[len(digits) :]]
     dtype = getattr(torch, arguments.dtype)
@@ -70,7 +71,7 @@ def measure(text: str, ways: dict, arguments: argparse.Namespace, rank: int) -> 
     x = torch.randn(nbytes // dtype.itemsize, device="cuda").to(torch.bfloat16 if arguments.narrow else dtype).to(dtype)
     calls = max(10, min(300, ROUND_BYTES // nbytes))
     graphs = {}
-    for name, run in ways.items():
+    for name, run in libraries.items():
         for _ in range(5):
             run(x)
         torch.cuda.synchronize()
@@ -78,13 +79,13 @@ def measure(text: str, ways: dict, arguments: argparse.Namespace, rank: int) -> 
         with torch.cuda.graph(graphs[name], capture_error_mode="thread_local"):
             for _ in range(GRAPH_CALLS):
                 run(x)
-    names = list(ways)
+    names = list(libraries)
     found = []
     for turn in range(arguments.rounds):
         row = {}
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             row[name] = [
-                *timed(lambda run=ways[name]: run(x), calls),
+                *timed(lambda run=libraries[name]: run(x), calls),
                 timed(graphs[name].replay, max(2, calls // 20))[0] / GRAPH_CALLS,
             ]
         found.append([row[name] for name in names])
@@ -100,7 +101,7 @@ def measure(text: str, ways: dict, arguments: argparse.Namespace, rank: int) -> 
 
 
 def timed(run, calls: int) -> tuple[float, float]:
-    """Microseconds of a call, and of its host's part."""
+    """Returns the microseconds of a call, and those of its host part."""
     run()
     torch.cuda.synchronize()
     c10d.barrier()

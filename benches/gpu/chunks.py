@@ -1,10 +1,10 @@
-"""The kernel of large all-reduces between two GPUs, alone and beside matrix products, as the grid and the code vary.
+"""The kernel of chunked all-reduces between two GPUs, alone and beside matrix products, with several grids and codes.
 
     python benches/gpu/chunks.py
 
-One process drives both GPUs and launches the kernel of `rust-core/src/device/kernels/chunks.cu` itself, so that it can vary
-what a group of the library does not. Shown for 100 MiB, of all bits and of numbers that were bfloat16: microseconds
-alone, and by how much an exchange makes the products longer that run beside it.
+One process drives both GPUs and launches the kernel of `rust-core/src/device/kernels/chunks.cu` itself, so that it can
+vary parameters that the library fixes. Shown for 100 MiB of random float32 values and of values that fit bfloat16:
+microseconds alone, and the time that an exchange adds to matrix products that run at the same time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHUNKS = np.dtype(
     [("peers", PEERS), ("slots", "u8"), ("rounds", "u4"), ("count", "u4"), ("tensors", TENSOR, MAX_TENSORS)]
 )
 
-#: What is changed in the kernel's text: as it is, a warp loads four units before it goes on.
+#: Changes of the kernel's source. Unchanged, a warp loads four units before it continues.
 CODES = {
     "four units": {},
     "two units": {"constexpr int UNROLL = 4;": "constexpr int UNROLL = 2;", "(THREADS, 1)": "(THREADS, 2)"},
@@ -43,14 +43,14 @@ ELEMS = 25 << 20
 cuda = ctypes.CDLL("libcuda.so.1")
 
 
-def check(answer: int, allowed: int = 0) -> None:
-    """Of CUDA's driver or of NVRTC."""
-    if answer not in (0, allowed):
-        raise RuntimeError(f"CUDA's driver or NVRTC answered {answer}")
+def check(status: int, allowed: int = 0) -> None:
+    """Raises unless CUDA's driver or NVRTC returned success."""
+    if status not in (0, allowed):
+        raise RuntimeError(f"CUDA's driver or NVRTC returned error {status}")
 
 
-def compiled(changes: dict[str, str]) -> bytes:
-    """The kernel for Hopper, with changes of its text."""
+def compile_kernel(changes: dict[str, str]) -> bytes:
+    """Compiles the kernel for Hopper, with changes of its source."""
     folders = [Path(each) / "nvidia/cu13/lib" for each in sys.path] + [Path("/usr/local/cuda/lib64")]
     library = next(path for folder in folders for path in folder.glob("libnvrtc.so.1?"))
     for part in library.parent.glob("libnvrtc-builtins.so.1?.?"):
@@ -72,10 +72,10 @@ def compiled(changes: dict[str, str]) -> bytes:
 
 
 class Exchange:
-    """The kernel on both GPUs."""
+    """Launches the kernel on both GPUs."""
 
     def __init__(self, changes: dict[str, str]) -> None:
-        image = compiled(changes)
+        image = compile_kernel(changes)
         self.arenas, self.kernels, self.streams = [], [], []
         self.control = torch.zeros(64, dtype=torch.uint8).pin_memory()
         for device in range(2):
@@ -113,7 +113,7 @@ def synchronize() -> None:
 
 
 def timed(exchange: Callable[..., None], tensors: list[torch.Tensor], channels: int, count: int = 8) -> float:
-    """Microseconds of an exchange."""
+    """Returns the microseconds of an exchange."""
     synchronize()
     start = time.perf_counter()
     for _ in range(count):
@@ -129,16 +129,16 @@ def main() -> None:
             torch.zeros(1, device=f"cuda:{device}")
             contexts.append(ctypes.c_void_p())
             check(cuda.cuCtxGetCurrent(ctypes.byref(contexts[-1])))
-    already = 704
+    already_enabled = 704
     for device in range(2):
         with torch.cuda.device(device):
             torch.zeros(1, device=f"cuda:{device}")
-            check(cuda.cuCtxEnablePeerAccess(contexts[1 - device], 0), already)
+            check(cuda.cuCtxEnablePeerAccess(contexts[1 - device], 0), already_enabled)
     values = {"all bits": torch.randn(ELEMS), "bfloat16": torch.randn(ELEMS).bfloat16().float()}
-    # Rows of 1.5B's feed-forward networks at batch 2, and products that fill the device for longer.
+    # The feed-forward products of the 1.5B model at batch 2, and products that fill the device for longer.
     graphs = {}
     for rows, inner, columns, count in ((2048, 1600, 6400, 400), (8192, 8192, 8192, 16)):
-        made = []
+        captured = []
         for device in range(2):
             a = torch.randn(rows, inner, device=f"cuda:{device}", dtype=torch.bfloat16)
             b = torch.randn(inner, columns, device=f"cuda:{device}", dtype=torch.bfloat16)
@@ -150,13 +150,13 @@ def main() -> None:
                 with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
                     for _ in range(count):
                         torch.mm(a, b, out=out)
-            made.append((graph, torch.cuda.Stream(device), a, b, out))
-        graphs[f"{rows} x {inner} x {columns}"] = made
+            captured.append((graph, torch.cuda.Stream(device), a, b, out))
+        graphs[f"{rows} x {inner} x {columns}"] = captured
 
-    def products(made: list[tuple]) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
-        """Queues the products of both devices."""
+    def products(captured: list[tuple]) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+        """Queues the products on both devices; returns their start and end events."""
         events = []
-        for device, (graph, stream, *_) in enumerate(made):
+        for device, (graph, stream, *_) in enumerate(captured):
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()
@@ -165,17 +165,17 @@ def main() -> None:
                 events.append((start, end))
         return events
 
-    def lasted(events: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
-        """Milliseconds of the products, the slower device's."""
+    def duration(events: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
+        """Returns the milliseconds of the products on the slower device."""
         return max(start.elapsed_time(end) for start, end in events)
 
     alone = {}
-    for name, made in graphs.items():
+    for name, captured in graphs.items():
         found = []
         for _ in range(5):
-            events = products(made)
+            events = products(captured)
             synchronize()
-            found.append(lasted(events))
+            found.append(duration(events))
         alone[name] = statistics.median(found)
     print("products alone, ms:", {name: round(value, 2) for name, value in alone.items()}, flush=True)
     print(f"{'code':14}{'values':10}{'channels':>9}{'alone us':>10}" + "".join(f"{name:>22}" for name in graphs))
@@ -189,23 +189,23 @@ def main() -> None:
             synchronize()
             assert all(torch.equal(tensor, expected.to(tensor.device)) for tensor in tensors), (code, kind)
             for channels in CHANNELS:
-                # Both have the same numbers, which sums of sums double: their low halves stay what they are.
+                # Both devices have the same values, so sums only double them: values that fit bfloat16 still do.
                 tensors = [tensor.clone() for tensor in fresh]
                 exchange(tensors, channels)
                 least = min(timed(exchange, tensors, channels) for _ in range(3))
                 row = []
-                for name, made in graphs.items():
-                    # As many exchanges as end before the products do.
+                for name, captured in graphs.items():
+                    # The number of exchanges that end before the products do.
                     count = min(100, max(1, int(alone[name] * 1e3 * 0.5 / least)))
                     longer = []
                     for _ in range(3):
                         tensors = [tensor.clone() for tensor in fresh]
                         synchronize()
-                        events = products(made)
+                        events = products(captured)
                         for _ in range(count):
                             exchange(tensors, channels)
                         synchronize()
-                        longer.append((lasted(events) - alone[name]) * 1e3 / count)
+                        longer.append((duration(events) - alone[name]) * 1e3 / count)
                     row.append(f"{statistics.median(longer):14.0f} ({count:3})  ")
                 print(
                     f"{code:14}{kind:10}{channels:9}{least:10.0f}" + "".join(f"{cell:>22}" for cell in row), flush=True

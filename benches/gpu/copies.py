@@ -1,6 +1,7 @@
-"""What an all-reduce of gradients by copy engines would add to a training step at the least.
+"""Lower bound for the time that an all-reduce of gradients by copy engines adds to a training step.
 
-Copies and folds as many bytes as such an all-reduce, when it would, and waits for no other rank: what arrives is of no use.
+It copies and sums as many bytes as such an all-reduce, at the same times, but does not wait for other ranks. The
+received data are not used.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ class _Handle(ctypes.Structure):
 
 
 class Copies:
-    """A model whose gradients are exchanged like that.
+    """A model whose gradients are copied in this way.
 
     Args:
-        model: Called as it is.
-        staged: Whether results arrive elsewhere and are moved to the gradients by a kernel.
+        model: The model; calls are passed through.
+        staged: Whether results arrive in staging memory and are moved to the gradients by a kernel.
     """
 
     def __init__(self, model: torch.nn.Module, staged: bool) -> None:
@@ -31,7 +32,7 @@ class Copies:
         self.stream = torch.cuda.Stream(priority=-1)
         elems = BUCKET_BYTES // 4
         self.source, self.target, self.folded = (torch.zeros(elems, device="cuda") for _ in range(3))
-        # What was received to be folded; a place for each rank, as in the memory that the peers see.
+        # Parts to be summed; one row for each rank, as in the memory that peers write to.
         self.pieces = torch.zeros(self.size, elems // self.size, device="cuda")
         self.place_bytes = elems // self.size * 4
         self.runtime = ctypes.CDLL("libcudart.so." + torch.version.cuda.partition(".")[0])
@@ -47,14 +48,14 @@ class Copies:
             if rank != self.rank:
                 handle = _Handle.from_buffer_copy(shared[rank])
                 self._check(self.runtime.cudaIpcOpenMemHandle(ctypes.byref(peer), handle, 1))
-        self.bytes, self.begun = 0, False
+        self.bytes, self.started = 0, False
         self.hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in model.parameters()]
 
     def __call__(self, *arguments):
         return self.model(*arguments)
 
     def close(self) -> None:
-        """The model is as before."""
+        """Removes the hooks and frees the memory."""
         for hook in self.hooks:
             hook.remove()
         torch.cuda.synchronize()
@@ -67,8 +68,8 @@ class Copies:
         self._check(self.runtime.cudaFree(self.own))
 
     def _ready(self, parameter: torch.Tensor) -> None:
-        if not self.begun:
-            self.begun = True
+        if not self.started:
+            self.started = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self.bytes += parameter.grad.nbytes
         if self.bytes >= BUCKET_BYTES:
@@ -77,7 +78,7 @@ class Copies:
     def _finish(self) -> None:
         self._exchange()
         torch.cuda.current_stream().wait_stream(self.stream)
-        self.begun = False
+        self.started = False
 
     def _exchange(self) -> None:
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -100,6 +101,6 @@ class Copies:
             begin = source.data_ptr() + (4 * part * peer if which == 0 else 0)
             self._check(self._copy(place, begin, 4 * part, 4, self.stream.cuda_stream))
 
-    def _check(self, answer: int) -> None:
-        if answer != 0:
-            raise RuntimeError(f"CUDA's runtime answered {answer}")
+    def _check(self, status: int) -> None:
+        if status != 0:
+            raise RuntimeError(f"CUDA's runtime returned error {status}")

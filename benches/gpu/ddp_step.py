@@ -1,12 +1,12 @@
-"""What data parallelism adds to a training step on GPUs: ours beside torch's DistributedDataParallel, in one run.
+"""Time that data parallelism adds to a training step on GPUs, compared with PyTorch's DistributedDataParallel.
 
     smdrun -n 4 benches/gpu/ddp_step.py --cases 124M:8 350M:1 1.5B:2 124M:32 --rounds 5
     smdrun -n 4 benches/gpu/ddp_step.py --cases 1.5B:2 --copies
     smdrun -n 2 benches/gpu/ddp_step.py --cases hf-124M:8 hf-350M:4 hf-774M:2:compile --horovod
 
-Every round runs every variant once, in another order each time: warm-up steps first, then timed ones between two
-synchronisations of all ranks. A step is forward, backward and a fused SGD step, under bf16 autocast. The exposed time
-of a variant is its step less the step without any communication, of the same round; shown are medians over rounds.
+Every round runs every variant once, in a different order each time: warm-up steps, then timed steps between two
+synchronizations of all ranks. A step is forward, backward and fused SGD, under bf16 autocast. The exposed time of a
+variant is its step minus that without communication in the same round. Figures are medians over rounds.
 """
 
 from __future__ import annotations
@@ -49,9 +49,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--ours", nargs="+", type=float, default=[0], help="bucket sizes in MiB; 0 is the default")
-    parser.add_argument("--local", action="store_true", help="ours once more, without anybody to reduce with")
-    parser.add_argument("--copies", action="store_true", help="what copy engines would expose at the least (copies.py)")
-    parser.add_argument("--horovod", action="store_true", help="horovod.torch.DistributedOptimizer, too")
+    parser.add_argument("--local", action="store_true", help="also this library's DDP in a group of one rank")
+    parser.add_argument(
+        "--copies", action="store_true", help="also a lower bound for an all-reduce by copy engines (copies.py)"
+    )
+    parser.add_argument("--horovod", action="store_true", help="also horovod.torch.DistributedOptimizer")
     parser.add_argument("--torch", nargs="+", default=list(TORCH_VARIANTS), choices=list(TORCH_VARIANTS))
     parser.add_argument("--trace", help="write a profile of one step of each variant into this folder")
     arguments = parser.parse_args()
@@ -87,7 +89,7 @@ def measure(case: str, arguments: argparse.Namespace, rank: int) -> None:
             model, device_ids=[torch.cuda.current_device()], bucket_cap_mb=mib or None
         )
     if arguments.local:
-        # Groups are made by all ranks.
+        # Every rank must take part in creating every group.
         own = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
         variants["ours, local"] = lambda: OurDDP(model, device_ids=[torch.cuda.current_device()], process_group=own)
     if arguments.copies:
@@ -121,7 +123,7 @@ def measure(case: str, arguments: argparse.Namespace, rank: int) -> None:
 
 
 class Horovod:
-    """A model that is trained by Horovod's optimizer."""
+    """A model that Horovod's optimizer trains."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         import horovod.torch as hvd
@@ -138,7 +140,7 @@ class Horovod:
 
 
 def timed(wrapped, model, tokens: torch.Tensor, arguments: argparse.Namespace, trace: str | None) -> float:
-    """Milliseconds of a step, the slowest rank's."""
+    """Returns the milliseconds of a step on the slowest rank."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, fused=True)
     if isinstance(wrapped, Horovod):
         optimizer = wrapped.optimizer(optimizer)
@@ -169,7 +171,7 @@ def timed(wrapped, model, tokens: torch.Tensor, arguments: argparse.Namespace, t
     elif arguments.trace:
         step()
     if isinstance(wrapped, Horovod):
-        # The hooks stay with the parameters otherwise, which the next variant trains.
+        # Otherwise the hooks would stay on the parameters, which the next variant trains.
         for hook in optimizer._hooks:
             hook.remove()
     return spent.item()

@@ -1,4 +1,4 @@
-"""A plain GPT-2: token and position embeddings, pre-norm blocks, a head tied to the token embedding; and that of transformers."""
+"""A plain GPT-2 (learned positions, pre-norm blocks, head tied to the token embedding), and that of transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CONTEXT = 1024
 
 
 class Block(torch.nn.Module):
-    """Attention and a feed-forward network, each added to what came in."""
+    """Attention and a feed-forward network, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -57,7 +57,9 @@ class GPT(torch.nn.Module):
 
 
 class HuggingFaceGPT(torch.nn.Module):
-    """The GPT-2 of transformers with its defaults, dropout included; returns the mean loss of predicting each next token."""
+    """The GPT-2 of transformers with its defaults, including dropout. Returns the mean loss of predicting each next
+    token.
+    """
 
     def __init__(self, width: int, layers: int, heads: int) -> None:
         from transformers import GPT2Config, GPT2LMHeadModel

@@ -1,13 +1,16 @@
-"""Tokens per second of `smp.step` on models of Hugging Face, beside torch's Schedule1F1B on stages that are cut by hand.
+"""Tokens per second of `smp.step` on models of Hugging Face, compared with PyTorch's Schedule1F1B.
 
     smdrun -n 2 benches/gpu/huggingface.py --families llama mistral qwen2
 
-Models are made from transformers' configurations of about a billion parameters, with their defaults, in bfloat16, with AdamW.
-Ours are divided by `auto_partition`. Torch's stages have half of the layers each: the first one the embedding, the last one the norm
-and the head; a head that shares its weight with the embedding (gemma, gpt2) becomes a weight of its own there, so that the losses
-differ. Both train in one process, in turns, so that they see the same machine. ``memory`` is the peak of each rank beyond what the
-other pipeline keeps. ``host`` is the time after which a step has returned to the script; the GPUs are the limit where it is less than
-the step's own. Ranks share a GPU where there are fewer than ranks: then only ``host`` says something.
+Models have transformers' defaults, about a billion parameters, bfloat16 and AdamW. This library partitions them with
+`auto_partition`. PyTorch's stages are cut by hand and have half of the layers each: the first also has the embedding,
+the last also the norm and the head. A head that shares its weight with the embedding (gemma, gpt2) gets a weight of its
+own there, so the losses differ.
+
+Both pipelines train in one process, in turns, so that other load on the machine affects both alike. ``memory`` is the
+peak of each rank without the memory that the other pipeline keeps. ``host`` is the time until the call of a step
+returns; where it is less than the step's time, the GPUs are the bottleneck. If there are fewer GPUs than ranks, ranks
+share a GPU, and only ``host`` is meaningful.
 """
 
 from __future__ import annotations
@@ -86,7 +89,7 @@ class Stage(nn.Module):
             base.set_input_embeddings(nn.Embedding(1, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Token ids to hidden states, or hidden states to logits."""
+        """Maps token ids to hidden states, or hidden states to logits."""
         arguments = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
         return self.model(**arguments, use_cache=False).logits
 
@@ -97,7 +100,7 @@ def loss_of(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
 
 
 class Bench:
-    """Both pipelines of one family."""
+    """Makes and runs both pipelines of one model family."""
 
     def __init__(self, family: str, arguments: argparse.Namespace) -> None:
         self.family, self.arguments = family, arguments
@@ -107,14 +110,17 @@ class Bench:
         self.kept: dict[str, int] = {}
 
     def model(self) -> nn.Module:
-        """The whole model. Its numbers are drawn on the GPU, which takes seconds where the host takes a minute."""
+        """Makes the whole model. Initial values are drawn on the GPU, which takes seconds instead of a minute on the
+        host.
+        """
         torch.manual_seed(0)
         with self.device:
-            # Each model has a configuration of its own: forward of most models reads the number of layers from it, and a stage halves it.
+            # Each model needs its own configuration: the forward of most models reads the number of layers from it,
+            # which a stage halves.
             return AutoModelForCausalLM.from_config(copy.deepcopy(self.config), dtype=torch.bfloat16)
 
     def ours(self) -> Callable[..., Any]:
-        """A step of `smp.step`."""
+        """Makes a pipeline of this library; returns its step."""
         smp.init({
             "partitions": c10d.get_world_size(), "microbatches": self.arguments.microbatches,
             "pipeline": self.arguments.pipeline, "memory_weight": self.arguments.memory_weight,
@@ -137,7 +143,7 @@ class Bench:
         return train
 
     def theirs(self) -> Callable[..., Any]:
-        """A step of torch's schedule."""
+        """Makes a pipeline of PyTorch; returns its step."""
         first, ranks = self.rank == 0, c10d.get_world_size()
         assert ranks == 2, "the stages are cut for two ranks"
         module = Stage(self.model(), first).to(self.device)
@@ -165,7 +171,7 @@ class Bench:
         return train
 
     def run(self) -> str:
-        """A line of the table."""
+        """Trains both and returns a line of the table."""
         rows = self.arguments.microbatches * self.arguments.microbatch
         generator = torch.Generator().manual_seed(1)
         shape = (rows, self.arguments.sequence)
@@ -237,13 +243,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--pipeline", default="interleaved", choices=["interleaved", "simple", "zero_bubble"])
-    parser.add_argument("--memory-weight", type=float, help="of ours; the library's default where it is not given")
+    parser.add_argument("--memory-weight", type=float, help="memory weight of auto_partition; default: the library's")
     parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--microbatch", type=int, default=4, help="sequences in each")
+    parser.add_argument("--microbatch", type=int, default=4, help="sequences in each microbatch")
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--steps", type=int, default=3, help="steps of each pipeline in a round, after one that does not count"
+        "--steps", type=int, default=3, help="timed steps of each pipeline in a round, after one step of warm-up"
     )
     arguments = parser.parse_args()
     local_rank, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
@@ -252,7 +258,7 @@ def main() -> None:
     torch.cuda.set_device(local_rank % devices)
     smp.init({"partitions": int(os.environ["WORLD_SIZE"])})
     rank, ranks = smp.rank(), smp.size()
-    # Torch's own group: `smdrun` gives no place to meet, so the ranks agree on one.
+    # `smdrun` sets no address for PyTorch's rendezvous, so the ranks agree on a port.
     port = smp.allgather(_free_port(), smp.WORLD)[0]
     smp.shutdown()
     store = c10d.TCPStore("127.0.0.1", port, ranks, rank == 0, timedelta(seconds=60))

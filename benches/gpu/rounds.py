@@ -1,4 +1,6 @@
-"""Training steps of several variants in one process, in turns: times, time of the host, and peak memory of each rank."""
+"""Runs training steps of several variants in turns, in one process; prints times, host times and peak memory of each
+rank.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ import torch.distributed as c10d
 
 import smdistributed.modelparallel.torch as smp
 
-#: One step of a variant; returns the loss of this rank.
+#: Runs one step of a variant; returns the loss of this rank.
 Step = Callable[[], torch.Tensor]
 
 
 def start(device: str) -> torch.device:
-    """Make PyTorch's default process group beside our session, and choose the device of this rank."""
+    """Makes PyTorch's default process group, and selects and returns this rank's device."""
     local_rank = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
         if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
@@ -29,7 +31,7 @@ def start(device: str) -> torch.device:
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     smp.init({})
     rank, ranks = smp.rank(), smp.size()
-    # `smdrun` gives no port to torch's rendezvous, so the ranks agree on one.
+    # `smdrun` sets no port for PyTorch's rendezvous, so the ranks agree on one.
     port = smp.allgather(_free_port(), smp.WORLD)[0]
     smp.shutdown()
     store = c10d.TCPStore("127.0.0.1", port, ranks, rank == 0, timedelta(seconds=60))
@@ -46,14 +48,14 @@ def _free_port() -> int:
 
 
 def wait() -> None:
-    """Wait for this rank's GPU and for the other ranks."""
+    """Waits for this rank's GPU and for the other ranks."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     c10d.barrier()
 
 
 def allocated() -> int:
-    """Return the bytes of this rank's GPU memory in use."""
+    """Returns the bytes of this rank's GPU memory in use."""
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
@@ -61,20 +63,20 @@ class Rounds:
     """Runs variants in turns and prints a table.
 
     Args:
-        rounds: How often each variant takes its turn.
-        steps: Timed steps of a turn, after one that does not count.
-        trace: A folder for a profile of one step of each variant on each rank.
+        rounds: Number of turns of each variant.
+        steps: Timed steps in a turn, after one step of warm-up.
+        trace: Folder for a profile of one step of each variant on each rank.
     """
 
     def __init__(self, rounds: int, steps: int, trace: str | None = None) -> None:
         self.rounds, self.steps, self.trace = rounds, steps, trace
 
     def run(self, makers: Mapping[str, Callable[[], Step]], tokens: int, title: str) -> None:
-        """Make all variants, then time them.
+        """Makes all variants, then times them.
 
         Args:
-            makers: By the name of a variant, the function that makes it.
-            tokens: Tokens that all ranks together train on in a step.
+            makers: By name, the function that makes a variant.
+            tokens: Tokens of a step, of all ranks together.
             title: The first line of the table.
         """
         steps: dict[str, Step] = {}
@@ -119,7 +121,7 @@ class Rounds:
                 f"{'variant':34} {'tokens/s':>9} {'step ms':>8} {'min':>8} {'max':>8} {'host ms':>8}  peak GiB     loss"
             )
             for name in names:
-                # The slowest rank of each round.
+                # The time of the slowest rank in each round.
                 slowest = [max(each[0][name][at] for each in every) for at in range(self.rounds)]
                 host = max(statistics.median(each[1][name]) for each in every)
                 middle = statistics.median(slowest)

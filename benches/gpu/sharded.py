@@ -1,11 +1,12 @@
-"""Sharded data parallelism of smp beside torch's `fully_shard` (FSDP2), over NCCL and over the backend `smddp`, on a Llama.
+"""Sharded data parallelism of smp on a Llama, compared with PyTorch's `fully_shard` over NCCL and over `smddp`.
 
     smdrun -n 2 benches/gpu/sharded.py                      # 1.1 B parameters, bfloat16
     smdrun -n 2 benches/gpu/sharded.py --compile            # with compiled layers, for all variants
-    smdrun -n 2 benches/gpu/sharded.py --device cpu --layers 2 --width 64 --sequence 32 --vocabulary 100    # a try
+    # A small trial:
+    smdrun -n 2 benches/gpu/sharded.py --device cpu --layers 2 --width 64 --sequence 32 --vocabulary 100
 
-The model is transformers' Llama with its defaults; all variants shard each of its layers, and train with fused AdamW.
-They are made in one process and take turns.
+The model is transformers' Llama with its defaults. All variants shard each of its layers and train with fused AdamW.
+They are in one process and take turns.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def main() -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser, batch_help: str, batch: int) -> None:
-    """Add the arguments of the model and of the rounds."""
+    """Adds the arguments of the model and of the rounds."""
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--batch", type=int, default=batch, help=batch_help)
     parser.add_argument("--sequence", type=int, default=1024)
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser, batch_help: str, batch: int) 
 
 
 class Bench:
-    """The variants, on the same data."""
+    """Makes the variants, which train on the same data."""
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         self.arguments, self.device = arguments, device
@@ -79,7 +80,7 @@ class Bench:
             self.elems = sum(each.numel() for each in LlamaForCausalLM(self.config).parameters())
 
     def model(self, is_compiled: bool | None = None) -> nn.Module:
-        """The whole model with the same numbers for each variant; with compiled layers, if so chosen."""
+        """Makes the whole model, with the same initial values for each variant; compiles its layers if chosen."""
         torch.manual_seed(0)
         with self.device:
             model = LlamaForCausalLM._from_config(copy.deepcopy(self.config), dtype=torch.bfloat16)
@@ -90,7 +91,7 @@ class Bench:
 
     def ours(self) -> Step:
         """Sharded data parallelism of smp."""
-        # FSDP2 clips no gradients, either.
+        # Gradient clipping is off, as in the FSDP2 variants.
         smp.init({
             "ddp": True, "sharded_data_parallel_degree": c10d.get_world_size(), "microbatches": 1,
             "sdp_gradient_clipping": 0,
@@ -113,7 +114,7 @@ class Bench:
         return train
 
     def fsdp_over_nccl(self) -> Step:
-        """Torch's `fully_shard` on the default group."""
+        """PyTorch's `fully_shard` on the default group."""
         return self._fsdp(c10d.group.WORLD)
 
     def fsdp_over_smddp(self) -> Step:
@@ -140,7 +141,7 @@ class Bench:
         return train
 
     def _adamw(self, model: nn.Module) -> torch.optim.Optimizer:
-        # A fused operation takes either tensors or distributed tensors.
+        # A fused optimizer accepts either tensors or distributed tensors in one parameter group.
         kinds: dict[type, list[torch.Tensor]] = {}
         for parameter in model.parameters():
             kinds.setdefault(type(parameter.data), []).append(parameter)

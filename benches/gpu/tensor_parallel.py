@@ -1,12 +1,13 @@
-"""Tensor parallelism of smp beside torch's `parallelize_module`, on a Llama.
+"""Tensor parallelism of smp on a Llama, compared with PyTorch's `parallelize_module`.
 
     smdrun -n 2 benches/gpu/tensor_parallel.py                      # 1.1 B parameters, bfloat16
     smdrun -n 2 benches/gpu/tensor_parallel.py --compile            # with compiled layers, for all variants
-    smdrun -n 2 benches/gpu/tensor_parallel.py --device cpu --layers 2 --width 64 --sequence 32 --vocabulary 100    # a try
+    # A small trial:
+    smdrun -n 2 benches/gpu/tensor_parallel.py --device cpu --layers 2 --width 64 --sequence 32 --vocabulary 100
 
-The model is transformers' Llama with its defaults, trained with fused AdamW; all ranks have the same batch. *half the batch* is the
-same model on each GPU alone with half of the batch, as many products for each GPU: what a step takes longer is communication. The
-variants are made in one process and take turns.
+The model is transformers' Llama with its defaults, trained with fused AdamW. All ranks have the same batch. *half the
+batch* trains the same model on each GPU alone, with a part of the batch. It has as many products for each GPU, so the
+difference to its time is communication. The variants are in one process and take turns.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser, "sequences that all ranks train on together", 8)
-    parser.add_argument("--optimize", default="speed", choices=["speed", "memory"], help="of smp")
+    parser.add_argument("--optimize", default="speed", choices=["speed", "memory"], help="the key `optimize` of smp")
     parser.add_argument("--variants", nargs="+")
     arguments = parser.parse_args()
     device = start(arguments.device)
@@ -56,7 +57,7 @@ def main() -> None:
 
 
 class Bench(ShardedBench):
-    """The variants, on the same data."""
+    """Makes the variants, which train on the same data."""
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         super().__init__(arguments, device)
@@ -64,7 +65,7 @@ class Bench(ShardedBench):
         c10d.broadcast(self.ids, 0)
 
     def alone(self) -> Step:
-        """One GPU, with a part of the batch, and no communication."""
+        """Trains on one GPU with a part of the batch, without communication."""
         model = self.model()
         optimizer = self._adamw(model)
         own = self.ids.chunk(c10d.get_world_size())[c10d.get_rank()]
@@ -107,7 +108,7 @@ class Bench(ShardedBench):
         return train
 
     def theirs(self, shards_sequence: bool, is_async: bool = False) -> Step:
-        """Torch's tensor parallelism: products by columns, then by rows, and a loss of slices of logits."""
+        """PyTorch's tensor parallelism: column-wise, then row-wise products, and a loss over sharded logits."""
         mesh = init_device_mesh(self.device.type, (c10d.get_world_size(),))
         model = self.model(is_compiled=False)
         between = Shard(1) if shards_sequence else Replicate()

@@ -13,7 +13,7 @@ import horovod.torch as hvd
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--elems", type=int, default=16, help="float32 values")
-    parser.add_argument("--calls", type=int, default=3000, help="that are measured")
+    parser.add_argument("--calls", type=int, default=3000, help="measured calls")
     args = parser.parse_args()
     hvd.init()
     tensor = torch.ones(args.elems)

@@ -1,7 +1,10 @@
-"""Time of an optimizer's step whose gradients go by name, with and without the comparison of what gradients the ranks have:
-``smdrun -n 2 benches/horovod/step.py``.
+"""Time of an optimizer step that reduces gradients by name, with and without the check that all ranks have the same
+gradients.
 
-There is no model: gradients are given, so that a step is what the optimizer adds to one. Steps of both kinds take turns.
+    smdrun -n 2 benches/horovod/step.py
+
+There is no model: gradients are constants, so the time is that of the optimizer. Steps with and without the check
+alternate.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ import horovod.torch as hvd
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", type=int, nargs="+", default=[1, 60, 600])
-    parser.add_argument("--elems", type=int, default=64, help="float32 values of each")
-    parser.add_argument("--rounds", type=int, default=100, help="of ten steps of each kind")
+    parser.add_argument("--elems", type=int, default=64, help="float32 values of each parameter")
+    parser.add_argument("--rounds", type=int, default=100, help="rounds of ten steps with and ten without the check")
     args = parser.parse_args()
     hvd.init()
     for number in args.parameters:
@@ -33,10 +36,10 @@ def main() -> None:
 
 
 def measure(number: int, elems: int, rounds: int) -> tuple[float, float]:
-    """Median steps with and without the comparison, in microseconds."""
+    """Returns the median steps with and without the check, in microseconds."""
     parameters = [torch.nn.Parameter(torch.zeros(elems)) for _ in range(number)]
     named = [(f"{number}.{index}", parameter) for index, parameter in enumerate(parameters)]
-    # With a factor there is no plan.
+    # With a predivide factor, the optimizer reduces by name, not by a plan.
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), named, gradient_predivide_factor=2.0)
     kinds = {True: optimizer._compare, False: lambda: None}
     ones, times = torch.ones(elems), {kind: [] for kind in kinds}
@@ -49,7 +52,7 @@ def measure(number: int, elems: int, rounds: int) -> tuple[float, float]:
                 for parameter in parameters:
                     parameter.backward(ones)
                 optimizer.step()
-                # The first round warms up, and the first step hears of the last one's comparison.
+                # The first round warms up. The first step of a kind evaluates the check of the step before.
                 if index and at:
                     times[kind].append(time.perf_counter() - start)
     gc.enable()

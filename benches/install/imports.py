@@ -1,9 +1,10 @@
-"""What importing costs, and installing: processor time of fresh processes, which other work on the machine hardly changes.
+"""Processor time of imports, and time to install a wheel.
 
 Usage: imports.py [--rounds 5] [--wheel dist/opensmd-*.whl]
 
-With `--wheel`, also its size, the time to install it into an environment of its own, and the first import of PyTorch's part there
-with what the wheel has prebuilt, and with an empty cache and nothing prebuilt.
+Each import runs in a fresh process. Processor time hardly depends on other load on the machine. With `--wheel`, also
+prints the wheel's size, the time to install it into an empty folder, and the time of the first import of its PyTorch
+part: once with the prebuilt shims, and once with an empty cache and no prebuilt shims.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
-#: What is measured, and what was imported before; differences between whole processes would be lost in their spread.
+#: The import that is measured, and the code that runs before it. The time is taken within one process, because
+#: processes vary more than the difference.
 CASES = {
     "collectives": ("import smdistributed.dataparallel.torch.distributed", "import torch"),
     "DDP": (
@@ -29,21 +31,21 @@ CASES = {
 
 
 def seconds(python: Path, code: str, **variables: str) -> tuple[float, float]:
-    """Processor time of a process and of what it starts, and the time that passes."""
-    given = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    """Returns the processor time of a process with its children, and its wall time."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
     start = time.monotonic()
-    process = subprocess.Popen([python, "-c", code], env=given, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([python, "-c", code], env=environment, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     if status != 0:
         raise SystemExit(f"`{code}` failed with status {status}")
     return usage.ru_utime + usage.ru_stime, time.monotonic() - start
 
 
-def beyond(python: Path, code: str, before: str) -> float:
-    """Processor time of `code` in a process that has run `before`."""
+def processor_time_after(python: Path, code: str, before: str) -> float:
+    """Returns the processor time of `code` in a process that has run `before`."""
     timed = f"{before}\nimport time\nstart = time.process_time()\n{code}\nprint(time.process_time() - start)"
-    given = os.environ | {"OMP_NUM_THREADS": "1"}
-    return float(subprocess.run([python, "-c", timed], env=given, stdout=subprocess.PIPE, check=True).stdout)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return float(subprocess.run([python, "-c", timed], env=environment, stdout=subprocess.PIPE, check=True).stdout)
 
 
 def main() -> None:
@@ -56,7 +58,7 @@ def main() -> None:
     times: dict[str, list[float]] = {name: [] for name in CASES}
     for _ in range(options.rounds):
         for name, (code, before) in CASES.items():
-            times[name].append(1e3 * beyond(python, code, before))
+            times[name].append(1e3 * processor_time_after(python, code, before))
     for name, values in times.items():
         spread = f"{min(values):.0f} to {max(values):.0f}"
         print(f"{name}: {statistics.median(values):.0f} ms ({spread}) after `{CASES[name][1]}`", flush=True)
@@ -72,13 +74,15 @@ def _install(wheel: Path, python: Path) -> None:
         pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
         subprocess.run([*pip, "--target", place, wheel], check=True)
         print(f"pip install: {time.monotonic() - start:.1f} s")
-        given = {"PYTHONPATH": str(place), "SMD_CACHE_DIR": str(cache), "CXX": "/no/compiler"}
+        environment = {"PYTHONPATH": str(place), "SMD_CACHE_DIR": str(cache), "CXX": "/no/compiler"}
         code = "import torch, smdistributed.dataparallel.torch.distributed"
         if (place / "smdistributed/_prebuilt").is_dir():
-            print("first import, prebuilt: {:.2f} s of processors, {:.2f} s".format(*seconds(python, code, **given)))
+            print(
+                "first import, prebuilt: {:.2f} s of processors, {:.2f} s".format(*seconds(python, code, **environment))
+            )
             shutil.rmtree(place / "smdistributed/_prebuilt")
-        del given["CXX"]
-        print("first import, built: {:.2f} s of processors, {:.2f} s".format(*seconds(python, code, **given)))
+        del environment["CXX"]
+        print("first import, built: {:.2f} s of processors, {:.2f} s".format(*seconds(python, code, **environment)))
 
 
 if __name__ == "__main__":

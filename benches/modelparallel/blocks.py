@@ -1,4 +1,4 @@
-"""A GPT of equal blocks, which can be cut between any two of them; its pieces are the same for every library."""
+"""A GPT of equal blocks, which can be cut between any two blocks; all libraries get the same modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Shape:
     heads: int = 16
     vocabulary: int = 50_304
     context: int = 1024
-    #: Whether attention and feed-forward network of a block are modules of their own, so that it can be cut between them, too.
+    #: Whether attention and feed-forward network of a block are separate modules, so that the model can be cut between
+    #: them.
     halves: bool = False
 
     @property
@@ -28,7 +29,7 @@ class Shape:
 
 
 class Embedding(nn.Module):
-    """Tokens and their positions."""
+    """Embeddings of tokens and positions."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -36,7 +37,7 @@ class Embedding(nn.Module):
         self.positions = nn.Parameter(torch.zeros(shape.context, shape.width))
 
     def reset_parameters(self) -> None:
-        """What the positions start with."""
+        """Initializes the positions."""
         nn.init.zeros_(self.positions)
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
@@ -44,7 +45,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention, added to what came in."""
+    """Causal attention with a residual connection."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """A feed-forward network, added to what came in."""
+    """A feed-forward network with a residual connection."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Both, one after the other."""
+    """Attention followed by a feed-forward network."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ def loss_of(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
 
 
 def build(shape: Shape, device: str | torch.device = "cpu") -> nn.Sequential:
-    """Embedding, blocks, head; parameters follow torch's seed."""
+    """Makes embedding, blocks and head. Parameters follow PyTorch's seed."""
     with torch.device(device):
         kinds = [Attention, FeedForward] if shape.halves else [Block]
         middle = [kind(shape) for _ in range(shape.blocks) for kind in kinds]
@@ -114,6 +115,6 @@ def build(shape: Shape, device: str | torch.device = "cpu") -> nn.Sequential:
 
 
 def chunk_of(place: int, shape: Shape, chunks: int) -> int:
-    """Which of ``chunks`` equal pieces the model's module at ``place`` belongs to."""
+    """Returns the index of the piece, of ``chunks`` equal ones, to which the module at ``place`` belongs."""
     module = min(max(place - 1, 0), shape.middle - 1)
     return module * chunks // shape.middle

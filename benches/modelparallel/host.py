@@ -1,12 +1,14 @@
-"""What a pipelined step costs the host beside the modules' own work, for each microbatch.
+"""Host time of a pipelined step besides the modules' own work, for each microbatch.
 
     OMP_NUM_THREADS=1 smdrun -n 4 benches/modelparallel/host.py
     OMP_NUM_THREADS=1 smdrun -n 2 benches/modelparallel/host.py --family llama --blocks 22
 
-The model is a GPT of 32 blocks that compute next to nothing, called module by module, so that a microbatch records 36
-tasks on every rank; or one of transformers' decoders with its defaults, as small. Times are medians over steps: of the body (*record*), of the comparison and the plan (*agree*), and of
-the rank's own part without the modules' forwards, autograd's backward and waits for other ranks (*execute*). Ranks
-need a core each. ``--profile`` also prints where the body's time goes.
+The model is a GPT of 32 tiny blocks that are called module by module, so that a microbatch records 36 tasks on every
+rank. With `--family`, it is a decoder of transformers with its defaults, as small.
+
+Times are medians over steps: of the body (*record*), of the comparison between ranks and the schedule (*agree*), and of
+this rank's tasks without the modules' forwards, autograd's backward and waits for other ranks (*execute*). Each rank
+needs a core. ``--profile`` also prints where the body's time goes.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ from smdistributed.modelparallel.torch.runtime import pipeline, program_run, tra
 
 
 class Clock:
-    """Adds up the time of calls of some functions."""
+    """Adds up the time of calls of chosen functions."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
-    def around(self, owner: Any, name: str, key: str) -> None:
-        """From now on, ``owner.name`` counts for ``key``."""
+    def time_calls(self, owner: Any, name: str, key: str) -> None:
+        """Adds the time of future calls of ``owner.name`` to ``key``."""
         original = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -47,7 +49,7 @@ class Clock:
         setattr(owner, name, timed)
 
     def take(self) -> dict[str, float]:
-        """What there is; from now on, nothing."""
+        """Returns the times so far and resets them."""
         seconds, self.seconds = self.seconds, {}
         return seconds
 
@@ -55,8 +57,8 @@ class Clock:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=32)
-    parser.add_argument("--family", help="a causal language model of transformers, such as llama or gpt2, instead")
-    parser.add_argument("--use-cache", action="store_true", help="of such a model: ask for a cache of keys and values")
+    parser.add_argument("--family", help="use a causal language model of transformers, such as llama or gpt2")
+    parser.add_argument("--use-cache", action="store_true", help="with --family: request a cache of keys and values")
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--profile", action="store_true")
@@ -99,15 +101,15 @@ def main() -> None:
     figures: list[dict[str, float]] = []
     for number in range(arguments.steps + 3):
         if number == 3:
-            # The first steps divide the model and find out what comes out of its modules.
+            # The first steps partition the model and find the outputs of its modules.
             step._function = timed_body
-            spent.around(pipeline.Pipeline, "agree", "agree")
-            spent.around(program_run.ProgramRun, "advance", "run")
-            spent.around(program_run.ProgramRun, "complete", "run")
-            spent.around(torch.autograd, "backward", "backward")
-            spent.around(transfers.PendingReceive, "wait", "wait")
-            spent.around(transfers.Comparison, "wait", "wait")
-            spent.around(pipeline.Pipeline, "refresh", "refresh")
+            spent.time_calls(pipeline.Pipeline, "agree", "agree")
+            spent.time_calls(program_run.ProgramRun, "advance", "run")
+            spent.time_calls(program_run.ProgramRun, "complete", "run")
+            spent.time_calls(torch.autograd, "backward", "backward")
+            spent.time_calls(transfers.PendingReceive, "wait", "wait")
+            spent.time_calls(transfers.Comparison, "wait", "wait")
+            spent.time_calls(pipeline.Pipeline, "refresh", "refresh")
             _count_modules(model, spent)
         if number >= 3 and arguments.profile:
             profile.enable()
@@ -120,7 +122,7 @@ def main() -> None:
 
 
 def decoder(arguments: argparse.Namespace) -> torch.nn.Module:
-    """A causal language model that computes next to nothing."""
+    """Makes a tiny causal language model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"hidden_size": 16, "num_hidden_layers": arguments.blocks, "num_attention_heads": 2, "vocab_size": 16}
@@ -135,7 +137,7 @@ def decoder(arguments: argparse.Namespace) -> torch.nn.Module:
 
 
 def _count_modules(model: Any, spent: Clock) -> None:
-    """Adds up the time of forwards of modules that are tasks of this rank."""
+    """Adds up the forward time of modules that are tasks of this rank."""
     whole, mine = model.pipeline.placement.whole, smp.pp_rank()
     inside = {id(child) for each in model.module.modules() if id(each) in whole for child in each.children()}
     for module in model.module.modules():
@@ -153,7 +155,7 @@ def _count_modules(model: Any, spent: Clock) -> None:
 
 
 def report(figures: list[dict[str, float]], arguments: argparse.Namespace, profile: cProfile.Profile) -> None:
-    """Prints the table of all ranks, by the first."""
+    """Gathers the figures and prints the table on rank 0."""
     medians = {}
     for key in ("record", "refresh", "agree", "run", "wait", "forward", "backward"):
         medians[key] = 1e3 * statistics.median(each.get(key, 0.0) for each in figures) / arguments.microbatches

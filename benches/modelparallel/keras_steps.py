@@ -1,4 +1,4 @@
-"""Steps of Keras models on partitions: what they hold, and whether the partitions work at the same time.
+"""Steps of Keras models on partitions: memory, speed-up of pipelining, exposed averaging, time of the first step.
 
     smdrun -n 4 benches/modelparallel/keras_steps.py memory --microbatches 2
     smdrun -n 4 benches/modelparallel/keras_steps.py memory --microbatches 16
@@ -6,12 +6,16 @@
     smdrun -n 2 benches/modelparallel/keras_steps.py replicas --microbatches 2
     smdrun -n 2 benches/modelparallel/keras_steps.py first --layers 12 --width 64 --rows 2 --microbatches 4
 
-The model is a row of equal dense layers, or for ``first`` of equal blocks of a transformer. ``memory`` says how much of its variables each rank has, and how much larger a rank
-becomes by them and by steps; microbatches have the same size however many there are. ``pipelining`` compares a step with one of plain Keras in one process, over
-as many microbatches, in rounds that take turns; every process computes in one thread. With GPUs, each process uses one (`--threads 0`).
-``replicas`` compares steps of replicas of the whole model (`"ddp": True`) with the same steps whose gradients are averaged when all of them are
-there, and with steps that average nothing: what a step takes longer than those is exposed. ``first`` compares the time of the first step, in which
-everything is traced, built and optimized, with that of plain Keras in one process, the first call of its model included.
+The model is a row of equal dense layers; for ``first``, of equal transformer blocks.
+
+- ``memory`` prints each rank's share of the variables, and the growth of its process through the variables and steps.
+  The size of a microbatch does not depend on their number.
+- ``pipelining`` compares a step with plain Keras in one process, over as many microbatches, in alternating rounds.
+  Each process computes in one thread. With GPUs, each process uses one (`--threads 0`).
+- ``replicas`` compares steps of replicas of the whole model (`"ddp": True`) with steps that average all gradients at
+  the end, and with steps that do not average. Time beyond the latter is exposed.
+- ``first`` compares the time of the first step, in which everything is traced, built and optimized, with plain Keras
+  in one process, whose time includes the model's first call.
 """
 
 from __future__ import annotations
@@ -32,12 +36,12 @@ from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 
 
 def dense(width: int, name: str) -> Any:
-    """One of equal layers."""
+    """Makes one of the equal dense layers."""
     return tf.keras.layers.Dense(width, "relu", use_bias=False, name=name)
 
 
 def block(width: int, name: str) -> Any:
-    """One of a transformer, which takes rows of numbers as sequences of one vector."""
+    """Makes a transformer block, which takes rows of numbers as sequences of one vector."""
     layers = tf.keras.layers
 
     class Block(layers.Layer):  # type: ignore[misc,name-defined]
@@ -64,8 +68,9 @@ def trainer(
     finish: Callable[[tf.Tensor], tf.Tensor] = tf.identity,
     layer: Callable[[int, str], Any] = dense,
 ) -> tuple[Any, Callable[[], Any]]:
-    """A model of such layers, and what makes a step of it; ``finish`` gets the gradients before the optimizer does. With plain
-    Keras, each microbatch comes after the one before it."""
+    """Makes a model of such layers, and a function that runs a step. ``finish`` is applied to the gradients before the
+    optimizer. With plain Keras, microbatches run one after the other.
+    """
     keras = tf.keras
     distributed = issubclass(base, smp.DistributedModel)
 
@@ -113,13 +118,13 @@ def trainer(
 
 
 def resident(what: str) -> int:
-    """Bytes of this process: `VmRSS`, or `VmHWM`, the most that there were so far."""
+    """Bytes of this process: `VmRSS` (now) or `VmHWM` (peak)."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
     return int(line.split()[1]) * 1024
 
 
 def held(model: Any) -> float:
-    """Which part of the model's variables has memory here."""
+    """Returns the share of the model's variables that this rank holds."""
     with model._smp_all_variables():
         every = list(model.trainable_variables)
     inner = [getattr(each, "value", each) for each in every]
@@ -128,8 +133,12 @@ def held(model: Any) -> float:
 
 
 def peak(partitions: int, microbatches: int, layers: int, width: int, rows: int) -> tuple[float, int, int | None]:
-    """Of this rank, after three steps: which part of the variables it has, by how many bytes its process has grown at most, and how many bytes
-    tensors took at most in a step but the first. Those TensorFlow's allocator for CPUs counts with oneDNN only; else it is ``None``."""
+    """Trains three steps on this rank.
+
+    Returns:
+        The share of the variables, the growth of the process's peak size in bytes, and the peak bytes of tensors in
+        later steps. TensorFlow's CPU allocator counts the latter only with oneDNN; else it is ``None``.
+    """
     smp.shutdown()
     gc.collect()
     base = resident("VmRSS")
@@ -148,7 +157,9 @@ def peak(partitions: int, microbatches: int, layers: int, width: int, rows: int)
 
 
 def memory(arguments: argparse.Namespace) -> None:
-    """See the module's text. TensorFlow keeps memory that was used, so each number of microbatches needs processes of its own."""
+    """See the module's docstring. TensorFlow does not release memory, so each number of microbatches needs new
+    processes.
+    """
     part, grown, tensors = peak(smp.size(), arguments.microbatches, arguments.layers, arguments.width, arguments.rows)
     taken = "" if tensors is None else f", of which tensors took {tensors / 2**20:.1f}"
     print(
@@ -159,7 +170,7 @@ def memory(arguments: argparse.Namespace) -> None:
 
 
 def pipelining(arguments: argparse.Namespace) -> None:
-    """See the module's text."""
+    """See the module's docstring."""
     tf.config.threading.set_intra_op_parallelism_threads(arguments.threads)
     tf.config.threading.set_inter_op_parallelism_threads(arguments.threads)
     shape = arguments.layers, arguments.width, arguments.rows, arguments.microbatches
@@ -190,14 +201,14 @@ def pipelining(arguments: argparse.Namespace) -> None:
 
 
 def first(arguments: argparse.Namespace) -> None:
-    """See the module's text."""
+    """See the module's docstring."""
     tf.config.threading.set_intra_op_parallelism_threads(arguments.threads)
     tf.config.threading.set_inter_op_parallelism_threads(arguments.threads)
     ranks, times = smp.size(), {}
     smp.shutdown()
     smp.init({"partitions": ranks, "microbatches": arguments.microbatches, "pipeline": arguments.schedule})
     shape = arguments.layers, arguments.width, arguments.rows, arguments.microbatches
-    # What TensorFlow and Keras do once in a process is not the step's.
+    # Excludes one-time work of TensorFlow and Keras from the measurement.
     trainer(tf.keras.Model, 1, arguments.width, arguments.rows, 1, layer=block)[1]()
     for name, base in (("alone", tf.keras.Model), ("divided", smp.DistributedModel)):
         if name == "divided" or smp.rank() == 0:
@@ -206,7 +217,7 @@ def first(arguments: argparse.Namespace) -> None:
                 smp.barrier()
             start = time.perf_counter()
             if name == "alone":
-                # A function that makes variables is traced twice.
+                # Builds the variables first: a tf.function that creates variables is traced twice.
                 model(tf.zeros([1, arguments.width]))
             float(train())
             times[name] = time.perf_counter() - start
@@ -221,7 +232,7 @@ def first(arguments: argparse.Namespace) -> None:
 
 
 def replicas(arguments: argparse.Namespace) -> None:
-    """See the module's text."""
+    """See the module's docstring."""
     tf.config.threading.set_intra_op_parallelism_threads(arguments.threads)
     tf.config.threading.set_inter_op_parallelism_threads(arguments.threads)
     shape = arguments.layers, arguments.width, arguments.rows, arguments.microbatches
@@ -235,7 +246,7 @@ def replicas(arguments: argparse.Namespace) -> None:
         ("after", False, mean_of_all),
         ("while", True, tf.identity),
     ):
-        # A script has one model, but what was traced of the others runs on.
+        # `smp` supports one model at a time, but functions that were traced for earlier ones still run.
         smp.shutdown()
         smp.init({"partitions": 1, "microbatches": arguments.microbatches, "ddp": ddp})
         _, steps[name] = trainer(smp.DistributedModel, *shape, finish)
@@ -270,18 +281,18 @@ def main() -> None:
     parser.add_argument("what", choices=("memory", "pipelining", "replicas", "first"))
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--rows", type=int, default=64, help="of a microbatch")
+    parser.add_argument("--rows", type=int, default=64, help="rows of a microbatch")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--schedule", default="interleaved", choices=("simple", "interleaved", "zero_bubble"))
     parser.add_argument(
-        "--threads", type=int, default=1, help="of each process, but for `memory`; 0: TensorFlow's own choice"
+        "--threads", type=int, default=1, help="threads of each process, except in `memory`; 0: TensorFlow's default"
     )
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=3, help="in a round")
+    parser.add_argument("--steps", type=int, default=3, help="steps in each round")
     arguments = parser.parse_args()
     smp.init()
-    whats = {"memory": memory, "pipelining": pipelining, "replicas": replicas, "first": first}
-    whats[arguments.what](arguments)
+    modes = {"memory": memory, "pipelining": pipelining, "replicas": replicas, "first": first}
+    modes[arguments.what](arguments)
 
 
 if __name__ == "__main__":

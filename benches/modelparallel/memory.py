@@ -1,7 +1,8 @@
-"""What each rank of a pipeline holds of a GPT of equal blocks that is built without memory: bytes of parameters, and the growth of
-the process's peak size.
+"""Memory of each rank of a pipeline: bytes of its parameters, and growth of the process's peak resident size.
 
     smdrun -n 4 benches/modelparallel/memory.py [--blocks 24] [--width 1536]
+
+The model is a GPT of equal blocks whose parameters are created without memory.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Of bytes; the embedding and the head are small beside the blocks."""
+    """A GPT over bytes. The embedding and the head are small compared with the blocks."""
 
     def __init__(self, blocks: int, width: int) -> None:
         super().__init__()
@@ -47,8 +48,9 @@ class GPT(nn.Module):
 
 
 def measure(partitions: int, blocks: int, width: int) -> tuple[int, int, int]:
-    """Bytes of the whole model's parameters and of this rank's, and the growth of this process's peak size until the model has made
-    its first step."""
+    """Returns the bytes of the whole model's parameters, the bytes of this rank's parameters, and the growth of the
+    peak resident size through the first step.
+    """
     smp.init({"partitions": partitions, "microbatches": 4})
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with smp.model_creation(dtype=torch.float32):
@@ -63,7 +65,7 @@ def measure(partitions: int, blocks: int, width: int) -> tuple[int, int, int]:
     with torch.no_grad():
         loss = forward(model, torch.randint(256, (4, 8))).reduce_mean()
     assert torch.isfinite(loss)
-    # Memory, not what parameters say of themselves: those of other partitions have none.
+    # Counts the memory of the storages, since parameters of other partitions have none.
     memory = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in model.local_parameters()}
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     return whole, sum(memory.values()), grown

@@ -1,13 +1,16 @@
-"""Tokens per second of pipelines, beside those of torch.distributed.pipelining on the same model.
+"""Tokens per second of pipelines, compared with torch.distributed.pipelining on the same model.
 
     smdrun -n 4 benches/modelparallel/pipelining.py --microbatch 2
 
-One process has all pipelines, and each round trains a few steps of every one of them in turn, so that all see the same
-machine. All have the same model (its modules are those of `blocks.py`), AdamW, and bf16 autocast around the whole step, which
-lets both libraries cast a weight once a step. Each rank has as many blocks as any other, or (``cut``) as many as ``--cut`` says, or
-(``auto``) what `auto_partition` gives it, which is printed; with ``--halves`` the units are halves of blocks. ``ZB2`` is zero bubble with twice as many active microbatches as ranks.
+One process holds all pipelines. Each round trains a few steps of every pipeline in turn, so that other load on the
+machine affects all alike. All have the same model (the modules of `blocks.py`), AdamW, and bf16 autocast around the
+whole step, so that both libraries can cast a weight once per step.
 
-``memory`` is the peak of a rank beyond the parameters and optimizer states of the other pipelines.
+The blocks are distributed evenly over the ranks, or (``cut``) as ``--cut`` says, or (``auto``) by `auto_partition`,
+whose result is printed. With ``--halves`` the units are halves of blocks. ``ZB2`` is zero bubble with twice as many
+active microbatches as ranks.
+
+``memory`` is the peak of a rank without the parameters and optimizer states of the other pipelines.
 """
 
 from __future__ import annotations
@@ -34,13 +37,15 @@ import smdistributed.modelparallel.torch as smp
 
 @dataclass(frozen=True)
 class ScheduleOptions:
-    """A schedule, and how it divides the model: in ``pieces`` for each rank, even ones or those of ``--cut``, or as `auto_partition` does."""
+    """A schedule and how the model is partitioned for it: into ``pieces`` for each rank, evenly or as ``--cut`` says,
+    or by `auto_partition`.
+    """
 
     schedule: Any
     pieces: int = 1
     cut: bool = False
     auto: bool = False
-    #: Microbatches that may be active, for each rank.
+    #: Number of active microbatches, as a multiple of the ranks.
     active: int | None = None
 
 
@@ -72,20 +77,20 @@ THEIRS = {
 
 @dataclass
 class Trained:
-    """A pipeline: what makes one step of it, the last loss, and the bytes that it keeps between steps."""
+    """A pipeline: the function that runs a step, and the tensors that it keeps between steps."""
 
     step: Callable[[torch.Tensor, torch.Tensor], Any]
     optimizer: torch.optim.Optimizer
     parameters: list[torch.Tensor]
 
-    def kept(self) -> int:
+    def state_bytes(self) -> int:
         states = self.optimizer.state.values()
         tensors = [item for state in states for item in state.values() if isinstance(item, torch.Tensor)]
         return sum(tensor.nbytes for tensor in [*self.parameters, *tensors])
 
 
 class Bench:
-    """The pipelines of this process."""
+    """Makes the pipelines of this process."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -103,38 +108,44 @@ class Bench:
         self.ranks = int(os.environ["WORLD_SIZE"])
         self.contexts: dict[str, dict[str, Any]] = {}
 
-    def chunks(self, way: ScheduleOptions) -> list[int]:
-        """The piece of each module: the embedding goes with the first block, the head with the last."""
-        if not way.cut:
-            return [chunk_of(place, self.shape, way.pieces * self.ranks) for place in range(self.shape.middle + 2)]
-        blocks = self.arguments.cut if way.pieces == 1 else self.arguments.cut_there_and_back
+    def chunks(self, options: ScheduleOptions) -> list[int]:
+        """Returns the piece of each module. The embedding is in the piece of the first block, the head in that of the
+        last.
+        """
+        if not options.cut:
+            return [chunk_of(place, self.shape, options.pieces * self.ranks) for place in range(self.shape.middle + 2)]
+        blocks = self.arguments.cut if options.pieces == 1 else self.arguments.cut_there_and_back
         cuts = [piece for piece, count in enumerate(blocks) for _ in range(count)]
-        if len(cuts) != self.shape.middle or len(blocks) != way.pieces * self.ranks:
-            raise SystemExit(f"{blocks} are not {self.shape.middle} modules in {way.pieces * self.ranks} pieces")
+        if len(cuts) != self.shape.middle or len(blocks) != options.pieces * self.ranks:
+            raise SystemExit(
+                f"expected {options.pieces * self.ranks} pieces with {self.shape.middle} modules in all, got {blocks}"
+            )
         return [*cuts[:1], *cuts, *cuts[-1:]]
 
     def ours(self, name: str) -> Trained:
-        """One of ours. A script has one configuration and one model; what `smp` knows of each is put aside here."""
-        way = OURS[name]
+        """Makes a pipeline of this library. A script has one configuration and one model; the state of `smp` is saved
+        and restored for each pipeline.
+        """
+        options = OURS[name]
         smp.state.__dict__ = {}
         smp.state.__init__()
-        config = {"partitions": self.ranks, "microbatches": self.arguments.microbatches, "pipeline": way.schedule}
-        if way.active:
-            config["active_microbatches"] = way.active * self.ranks
-        if way.auto:
+        config = {"partitions": self.ranks, "microbatches": self.arguments.microbatches, "pipeline": options.schedule}
+        if options.active:
+            config["active_microbatches"] = options.active * self.ranks
+        if options.auto:
             smp.init({**config, "memory_weight": self.arguments.memory_weight})
         else:
             smp.init({**config, "auto_partition": False, "default_partition": 0})
         self.seed()
         with smp.delay_param_initialization():
             model = build_meta(self.shape)
-        v_form = way.schedule == "zero_bubble" and way.pieces == 2
-        for chunk, module in () if way.auto else zip(self.chunks(way), model, strict=True):
-            there_and_back = min(chunk, 2 * self.ranks - 1 - chunk)
-            smp.set_partition(module, there_and_back if v_form else chunk % self.ranks)
+        v_form = options.schedule == "zero_bubble" and options.pieces == 2
+        for chunk, module in () if options.auto else zip(self.chunks(options), model, strict=True):
+            rank_in_v = min(chunk, 2 * self.ranks - 1 - chunk)
+            smp.set_partition(module, rank_in_v if v_form else chunk % self.ranks)
         model = smp.DistributedModel(model)
-        if way.auto:
-            model.register_post_partition_hook(self.tell_cut)
+        if options.auto:
+            model.register_post_partition_hook(self.print_partition)
         trained = Trained(lambda *_: None, None, [])  # type: ignore[arg-type]
 
         @smp.step
@@ -160,8 +171,8 @@ class Bench:
         self.contexts[name] = smp.state.__dict__
         return trained
 
-    def tell_cut(self, model: Any, _: Any) -> None:
-        """Prints the modules of each rank; those that are taken apart count for each rank that has a part."""
+    def print_partition(self, model: Any, _: Any) -> None:
+        """Prints the modules of each rank. A module whose parts are on several ranks counts for each."""
         found: list[list[str]] = [[] for _ in range(self.ranks)]
         for place, module in enumerate(model.module):
             for rank in sorted({model.placement.of(part) for part in module.modules()}):
@@ -171,9 +182,9 @@ class Bench:
             print(f"of {self.shape.middle + 2} modules each rank has {', '.join(each)}", flush=True)
 
     def theirs(self, name: str) -> Trained:
-        """One of theirs."""
-        way, rank = THEIRS[name], c10d.get_rank()
-        schedule, chunks, chunk = way.schedule, way.pieces * self.ranks, self.chunks(way)
+        """Makes a pipeline of torch.distributed.pipelining."""
+        options, rank = THEIRS[name], c10d.get_rank()
+        schedule, chunks, chunk = options.schedule, options.pieces * self.ranks, self.chunks(options)
         v_form = schedule is pipelining.ScheduleZBVZeroBubble
         mine = [rank, 2 * self.ranks - 1 - rank] if v_form else list(range(rank, chunks, self.ranks))
         whole = build_meta(self.shape)
@@ -197,8 +208,8 @@ class Bench:
             )
             for index, module in zip(mine, modules, strict=True)
         ]
-        options = {"n_microbatches": self.arguments.microbatches, "loss_fn": loss_of}
-        plan = schedule(stages[0] if way.pieces == 1 else stages, **options)
+        arguments = {"n_microbatches": self.arguments.microbatches, "loss_fn": loss_of}
+        plan = schedule(stages[0] if options.pieces == 1 else stages, **arguments)
         parameters = [parameter for module in modules for parameter in module.parameters()]
         optimizer = self.adam(parameters)
         first, last = 0 in mine, chunks - 1 in mine
@@ -226,7 +237,7 @@ class Bench:
 
     @torch.no_grad()
     def fill(self, module: nn.Module) -> None:
-        """The same numbers for each kind of parameter, whoever holds it."""
+        """Fills parameters with values that depend on their names only, so that they are equal in all pipelines."""
         for name, parameter in module.named_parameters():
             if type(parameter) is not nn.Parameter:
                 continue
@@ -244,7 +255,7 @@ class Bench:
 
 
 def build_meta(shape: Shape) -> nn.Sequential:
-    """The model without numbers."""
+    """Makes the model on the meta device."""
     return build(shape, "meta")
 
 
@@ -255,13 +266,13 @@ def main() -> None:
     parser.add_argument("--microbatch", type=int, default=2, help="sequences in each")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--steps", type=int, default=4, help="steps of each pipeline in a round, after one that does not count"
+        "--steps", type=int, default=4, help="timed steps of each pipeline in a round, after one step of warm-up"
     )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     for name, value in (("width", 2048), ("blocks", 32), ("heads", 16), ("vocabulary", 50_304), ("sequence", 1024)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument(
-        "--halves", action="store_true", help="cut blocks between attention and feed-forward network, too"
+        "--halves", action="store_true", help="also allow cuts between attention and feed-forward network"
     )
     parser.add_argument("--cut", type=int, nargs="+", default=[9, 9, 8, 6], help="blocks of each rank, for `cut`")
     parser.add_argument(
@@ -269,19 +280,21 @@ def main() -> None:
         type=int,
         nargs="+",
         default=[3, 5, 5, 4, 4, 4, 4, 3],
-        help="blocks of each piece, for `ZBV cut`: the last rank's two pieces are in the middle",
+        help="blocks of each piece, for `ZBV cut`: the last rank has the two pieces in the middle",
     )
     parser.add_argument(
         "--memory-weight", type=float, default=0.0, help="for `auto`: 0.2 is `optimize: speed`, 0.8 memory"
     )
-    parser.add_argument("--profile", metavar="MODE", help="prints where the host's time goes in the steps of this one")
-    parser.add_argument("--trace", metavar="FOLDER", help="writes a profile of one step of each mode and rank there")
+    parser.add_argument("--profile", metavar="MODE", help="print a profile of the host in steps of this mode")
+    parser.add_argument(
+        "--trace", metavar="FOLDER", help="write a profile of one step of each mode and rank into this folder"
+    )
     arguments = parser.parse_args()
     if arguments.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     smp.init({"partitions": int(os.environ["WORLD_SIZE"])})
     rank, ranks = smp.rank(), smp.size()
-    # Torch's own group: `smdrun` gives no place to meet, so the ranks agree on one.
+    # `smdrun` sets no address for PyTorch's rendezvous, so the ranks agree on a port.
     backend = "nccl" if arguments.device == "cuda" else "gloo"
     port = smp.allgather(_free_port(), smp.WORLD)[0]
     store = c10d.TCPStore("127.0.0.1", port, ranks, rank == 0, timedelta(seconds=60))
@@ -299,21 +312,21 @@ def main() -> None:
     for name in arguments.modes:
         start = time.perf_counter()
         trained[name] = (bench.ours if name in OURS else bench.theirs)(name)
-        # In the first step of ours, parameters have no memory yet.
+        # In this library's first step, parameters get their memory.
         for _ in range(3 + (name in OURS)):
             loss = trained[name].step(tokens_BT, targets_BT)
         losses[name] = float(loss) if loss is not None else float("nan")
         bench.barrier()
         if rank == ranks - 1:
             print(f"{name}: ready after {time.perf_counter() - start:.1f} s, loss {losses[name]:.5f}", flush=True)
-    # What the pipelines keep is not looked through again by a collection that falls into one of the rounds.
+    # Garbage collections within the rounds must not scan the objects of the pipelines.
     gc.collect()
     gc.freeze()
     times: dict[str, list[float]] = {name: [] for name in trained}
     peaks: dict[str, int] = dict.fromkeys(trained, 0)
     for _ in range(arguments.rounds):
         for name, each in trained.items():
-            others = sum(other.kept() for other in trained.values() if other is not each)
+            others = sum(other.state_bytes() for other in trained.values() if other is not each)
             if bench.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             each.step(tokens_BT, targets_BT)

@@ -1,10 +1,11 @@
-"""Many small tensors with names, reduced by TensorFlow in an order of its own on each rank: all at once, beside one by one.
+"""Negotiation of many small named tensors, which each rank reduces in another order: all at once, and one by one.
 
     smdrun -n 2 benches/negotiation/named.py
     smdrun -n 4 benches/negotiation/named.py --rounds 5
 
-Both ways take turns. `at once` is one `tf.function` that reduces all of them, in an order that is different on each rank;
-`one by one` is the same, but each waits for the one before it, in one order; `in order` is that without names.
+The functions take turns. `at once` is one `tf.function` that reduces all tensors, in an order that differs between
+ranks. In `one by one`, each reduction waits for the one before it, in the same order on all ranks. `in order` is the
+same without names, and `without` reduces nothing.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ def main() -> None:
     """Prints a table on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tensors", type=int, default=1000)
-    parser.add_argument("--elems", type=int, default=256, help="float32 elements of each")
+    parser.add_argument("--elems", type=int, default=256, help="float32 elements of each tensor")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=4, help="repeats a round")
+    parser.add_argument("--repeats", type=int, default=4, help="repeats in each round")
     options = parser.parse_args()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
@@ -66,18 +67,18 @@ def main() -> None:
     def nothing(values: tf.Tensor) -> tf.Tensor:
         return tf.stack([tf.identity(row) for row in tf.unstack(values, options.tensors)])
 
-    ways = {"at once": at_once, "one by one": one_by_one, "in order": in_order, "without": nothing}
-    mine = values * float(rank + 1)
-    for name, way in ways.items():
+    functions = {"at once": at_once, "one by one": one_by_one, "in order": in_order, "without": nothing}
+    inputs = values * float(rank + 1)
+    for name, function in functions.items():
         if name != "without":
-            tf.debugging.assert_equal(way(mine), expected)
-    times: dict[str, list[float]] = {name: [] for name in ways}
+            tf.debugging.assert_equal(function(inputs), expected)
+    times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(options.rounds):
-        for name, way in ways.items():
+        for name, function in functions.items():
             for _ in range(options.repeats):
                 sdp.oob_allreduce(tf.constant(0.0))
                 start = time.perf_counter()
-                way(mine).numpy()
+                function(inputs).numpy()
                 times[name].append(time.perf_counter() - start)
     if rank == 0:
         print(f"{options.tensors} tensors of {4 * options.elems} bytes, {size} processes, ms")

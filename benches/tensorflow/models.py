@@ -1,4 +1,4 @@
-"""The models that the TensorFlow benches train, and the same shapes for PyTorch."""
+"""The models that the TensorFlow benches train, and PyTorch models of the same shapes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-#: Samples of a step of one process.
+#: Batch size of one process.
 BATCH = {"cnn": 16, "mlp": 64, "encoder": 32}
-#: Tokens of a sample of the encoder, features of each, heads and blocks.
+#: Of the encoder: sequence length, features, heads and blocks.
 ENCODER = (128, 768, 12, 15)
 
 
 def keras_model(name: str, keras: Any) -> Any:
-    """A model of Keras 3 or tf_keras; both have these layers."""
+    """Makes a model in Keras 3 or tf_keras; both have these layers."""
     layers = keras.layers
     if name == "mlp":
         # 20 M parameters, 80 MB of gradients, in six tensors.
@@ -42,28 +42,28 @@ def keras_model(name: str, keras: Any) -> Any:
     return keras.Sequential([*stack, layers.GlobalAveragePooling2D(), layers.Dense(2048, "relu"), layers.Dense(10)])
 
 
-#: Of the convolutions: channels and stride.
+#: Channels and stride of the convolutions.
 CHANNELS = ((64, 1), (64, 1), (128, 2), (128, 1), (256, 2), (512, 2), (512, 1), (512, 1))
 
 
 def torch_model(name: str) -> Any:
-    """The same shapes."""
+    """Makes a PyTorch model of the same shapes."""
     from torch import nn
 
     if name == "mlp":
         return nn.Sequential(nn.Linear(784, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10))
     stack: list[nn.Module] = []
-    before = 3
+    channels_in = 3
     for channels, stride in CHANNELS:
-        stack += [nn.Conv2d(before, channels, 3, stride, 1), nn.ReLU()]
-        before = channels
+        stack += [nn.Conv2d(channels_in, channels, 3, stride, 1), nn.ReLU()]
+        channels_in = channels
     return nn.Sequential(
-        *stack, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 2048), nn.ReLU(), nn.Linear(2048, 10)
+        *stack, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels_in, 2048), nn.ReLU(), nn.Linear(2048, 10)
     )
 
 
 def batch(name: str, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs, channels last, and labels."""
+    """Inputs with channels last, and labels."""
     generator = np.random.default_rng(rank)
     shape = {"mlp": (784,), "cnn": (32, 32, 3), "encoder": ENCODER[:2]}[name]
     x = generator.standard_normal((BATCH[name], *shape), dtype=np.float32)

@@ -1,17 +1,18 @@
-"""What data parallelism adds to a training step in TensorFlow, beside MultiWorkerMirroredStrategy and beside PyTorch.
+"""Communication time that data parallelism adds to a TensorFlow step, compared with tf.distribute and PyTorch.
 
     TF_USE_LEGACY_KERAS=1 OMP_NUM_THREADS=1 smdrun -n 2 benches/tensorflow/step_time.py
     TF_USE_LEGACY_KERAS=1 smdrun -n 2 benches/tensorflow/step_time.py --gpu --models encoder
 
-Each round runs a few steps of every mode, one mode after the other, so that all see the same machine:
+Each round runs a few steps of every mode, one mode after the other, so that other load on the machine affects all
+alike:
 
-- `alone`: the model in a tf.function, in all processes side by side. No communication.
+- `alone`: the model in a tf.function, in all processes at the same time, without communication.
 - `opensmd`: the same with DistributedGradientTape.
-- `mwms`: the same in MultiWorkerMirroredStrategy, a ring over gRPC; on GPUs over NCCL.
-- `mirrored`: on GPUs, MirroredStrategy over NCCL: rank 0 drives all of them, and the other processes wait.
-- `torch alone`, `torch opensmd`: the same shapes in PyTorch, without and with this package's DistributedDataParallel.
+- `mwms`: the same in MultiWorkerMirroredStrategy, with a ring over gRPC, or NCCL on GPUs.
+- `mirrored`: on GPUs, MirroredStrategy over NCCL: rank 0 drives all GPUs, and the other processes wait.
+- `torch alone`, `torch opensmd`: the same shapes in PyTorch, without and with DistributedDataParallel of this package.
 
-Exposed communication is the median step of a mode minus that of its `alone`; the slowest rank counts.
+Exposed communication is the median step of a mode minus that of its `alone`, each on the slowest rank.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from collections.abc import Callable
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
-# MultiWorkerMirroredStrategy does not know Keras 3.
+# MultiWorkerMirroredStrategy does not support Keras 3.
 os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")
 
 import numpy as np
@@ -43,12 +44,16 @@ BASE = {"opensmd": "alone", "mwms": "alone", "mirrored": "alone", "torch opensmd
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=("cnn", "mlp", "encoder"), default=["cnn", "mlp"])
-    parser.add_argument("--modes", nargs="+", choices=MODES, help="default: all but `mirrored`, on GPUs without torch")
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, help="default: all except `mirrored`; on GPUs, none of PyTorch's"
+    )
     parser.add_argument("--gpu", action="store_true", help="one GPU for each process")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4, help="steps of each mode in a round")
     parser.add_argument("--inter-op", type=int, default=2, help="inter-op threads, intra-op is always 1; on CPUs")
-    parser.add_argument("--memory-steps", type=int, default=0, help="instead: resident size over so many eager steps")
+    parser.add_argument(
+        "--memory-steps", type=int, default=0, help="only print the resident size over this number of eager steps"
+    )
     parser.add_argument("--json", help="also write the figures to this file")
     arguments = parser.parse_args()
 
@@ -57,7 +62,7 @@ def main() -> None:
             ["alone", "opensmd", "mwms"] if arguments.gpu else [mode for mode in MODES if mode != "mirrored"]
         )
     if {"mwms", "mirrored"} <= set(arguments.modes):
-        parser.error("the first process drives one GPU in `mwms` and all of them in `mirrored`: one run for each")
+        parser.error("rank 0 drives one GPU in `mwms` and all GPUs in `mirrored`: run them separately")
     if arguments.gpu and any(mode.startswith("torch") for mode in arguments.modes):
         parser.error("PyTorch's modes are for CPUs")
     if not arguments.gpu and "mirrored" in arguments.modes:
@@ -65,7 +70,7 @@ def main() -> None:
     sdp.init()
     if arguments.gpu:
         gpus = tf.config.list_physical_devices("GPU")
-        # The first process drives all of them in one mode, and its own in the others.
+        # In `mirrored`, rank 0 drives all GPUs; in the other modes, it drives its own.
         drives_all = sdp.rank() == 0 and "mirrored" in arguments.modes
         tf.config.set_visible_devices(gpus if drives_all else gpus[sdp.local_rank()], "GPU")
     else:
@@ -88,8 +93,9 @@ def main() -> None:
 
 
 def worker_strategy(implementation: str) -> tf.distribute.Strategy:
-    """MultiWorkerMirroredStrategy over the ranks of the job."""
-    # Its cluster must stand before TensorFlow runs anything, so no collective can agree on ports.
+    """Makes a MultiWorkerMirroredStrategy over the ranks of the job."""
+    # The cluster must be configured before TensorFlow runs its first operation, so the ranks cannot agree on ports by a
+    # collective. The session id, which all ranks know, gives the ports.
     first = 20_000 + _core.session_id() % 10_000
     cluster = {"worker": [f"127.0.0.1:{first + rank}" for rank in range(sdp.size())]}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": sdp.rank()}})
@@ -100,7 +106,7 @@ def worker_strategy(implementation: str) -> tf.distribute.Strategy:
 
 
 def measure(name: str, arguments: argparse.Namespace, strategy: tf.distribute.Strategy | None) -> dict[str, float]:
-    """Median step of each mode in milliseconds; of the slowest rank."""
+    """Returns the median step of each mode on the slowest rank, in milliseconds."""
     steps: dict[str, Callable[[], None]] = {}
     for mode in arguments.modes:
         if mode.startswith("torch"):
@@ -120,7 +126,7 @@ def measure(name: str, arguments: argparse.Namespace, strategy: tf.distribute.St
                 start = time.perf_counter()
                 run()
                 elapsed = time.perf_counter() - start
-                # The first round and the first step after another mode warm up.
+                # The first round and the first step after another mode are warm-up.
                 if index > 0 and at > 0:
                     times[mode].append(elapsed * 1e3)
     gc.enable()
@@ -203,7 +209,7 @@ def torch_step(name: str, reduce: bool) -> Callable[[], None]:
 
 
 def table(name: str, medians: dict[str, float]) -> str:
-    """The figures of a model, for people."""
+    """Formats the figures of a model."""
     exposed = {mode: medians[mode] - medians[base] for mode, base in BASE.items() if {mode, base} <= set(medians)}
     lines = [f"{name}:"]
     for mode, milliseconds in medians.items():
@@ -218,7 +224,7 @@ def table(name: str, medians: dict[str, float]) -> str:
 
 
 def memory(steps: int) -> None:
-    """Prints the resident size on the way through eager steps."""
+    """Prints the resident size after each tenth of the eager steps."""
     model = tf.keras.Sequential([tf.keras.layers.Dense(256, activation="relu"), tf.keras.layers.Dense(10)])
     optimizer = tf.keras.optimizers.SGD(0.01)
     x, labels = map(tf.constant, batch("mlp", sdp.rank()))

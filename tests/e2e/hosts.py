@@ -1,7 +1,7 @@
-"""What `make demo-hosts` shows: the demo's training with four processes on two hosts, over MPI and over TCP, gives the loss curve that
-four processes on one host and one process give.
+"""`make demo-hosts`: training with four processes on two hosts has the loss curve of one host and of one process.
 
-The hosts are network namespaces of this machine. Ends with an error if a result is not what it should be.
+The demo runs over MPI and over TCP. The hosts are network namespaces of this machine. Ends with an error if a result is
+not as expected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from support.launchers import Launcher  # noqa: E402
 
 SCRIPT = ROOT / "examples" / "torch_digits.py"
 MIN_ACCURACY = 0.97
-#: The batch is summed up in another order by one process. In float64, because a training amplifies rounding.
+#: One process sums the batch in another order. The comparison is in float64, because training amplifies rounding.
 MAX_LOSS_DIFFERENCE = 1e-9
 _TIMEOUT_SECONDS = 300.0
 
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "demo-hosts", help="folder for the results")
     arguments = parser.parse_args()
     if reason := missing():
-        sys.exit(f"two hosts cannot be had here: {reason}")
+        sys.exit(f"two hosts cannot be made on this machine: {reason}")
 
     def train(name: str, processes: int, launcher: Launcher) -> dict:
         out = arguments.out / name.replace(" ", "-").replace(",", "")
@@ -65,7 +65,7 @@ def main() -> None:
     for text, passed in checks:
         print(f"{'ok' if passed else 'FAILED':6} {text}")
     if not all(passed for _, passed in checks):
-        sys.exit("the demo did not show what it should")
+        sys.exit("a result of the demo is not as expected")
 
 
 if __name__ == "__main__":

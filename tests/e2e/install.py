@@ -1,6 +1,7 @@
-"""Installs the source distribution into an environment of its own, and looks at what is there: run by `make test-install`.
+"""Installs the source distribution into a virtual environment of its own and checks the result; `make test-install`
+runs it.
 
-Neither PyTorch nor TensorFlow is installed there, so this also shows what the package says without them.
+Neither PyTorch nor TensorFlow is installed there, so the error messages for missing frameworks are checked as well.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FACES = ["smdistributed.dataparallel.torch.distributed", "smdistributed.dataparallel.tensorflow"]
+FRAMEWORK_MODULES = ["smdistributed.dataparallel.torch.distributed", "smdistributed.dataparallel.tensorflow"]
 
 
 def main() -> None:
@@ -29,15 +30,15 @@ def main() -> None:
         subprocess.run([*pip, "-c", options.constraints, archive], check=True)
 
         def python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
-            # Elsewhere, so that nothing of the checkout is found.
+            # Runs in another folder and isolated, so that nothing is imported from the checkout.
             command = [venv / "bin/python", "-I", "-c", code, *words]
             return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
 
         done = python("import smdistributed, horovod, smdistributed._core as core; print(core.__file__)")
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith(str(venv)), done.stdout
-        for face in FACES:
-            done = python(f"import {face}")
+        for module in FRAMEWORK_MODULES:
+            done = python(f"import {module}")
             assert "ImportError" in done.stderr, done.stderr
             assert "which is not installed: `pip install" in done.stderr, done.stderr
         job = Path(folder) / "job.py"
@@ -63,7 +64,7 @@ def main() -> None:
 
 
 def _files(root: Path) -> set[str]:
-    """The package's files below `root`, less what Python writes and what was built in place."""
+    """The package's files below `root`, without files that Python writes and libraries that were built in place."""
     packages = [root / "smdistributed", root / "horovod"]
     files = {path.relative_to(root) for package in packages for path in package.rglob("*") if path.is_file()}
     built = {"__pycache__", "_prebuilt"}

@@ -1,6 +1,7 @@
-"""Runs the guides' PyTorch scripts in every way that the suite runs some of them in: 2 and 4 processes under smdrun, torchrun and mpirun.
+"""Runs the guides' PyTorch scripts with 2 and 4 processes under smdrun, torchrun and mpirun; the test suite runs a
+part.
 
-python tests/e2e/modelparallel_guides.py
+    python tests/e2e/modelparallel_guides.py
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""The table of Keras models on partitions: each learns as in one process, whatever the partitions, microbatches and schedule.
+"""The table of Keras models on partitions: each must learn as in one process.
 
-    python tests/e2e/modelparallel_tensorflow.py [--models mlp,words] [--partitions 1,2,3,4] [--microbatches 1,4,8] [--kinds float64,float32]
-                                                 [--all] [--keras 2]
+    python tests/e2e/modelparallel_tensorflow.py [--models mlp,words] [--partitions 1,2,3,4] [--microbatches 1,4,8]
+                                                 [--kinds float64,float32] [--all] [--keras 2]
 
-Rows: every model, number of partitions, number of microbatches and schedule in float64, with `get_gradients` and with a tape; with one
-microbatch, `simple` is `interleaved`. In float32, every schedule with 4 microbatches and one with the others, the ways in turns; `--all`
-has float32 in all of float64's rows. `--keras 2` takes tf_keras. It prints a line for each model and number of partitions, and one for each case that is off, and fails
-if there is one. `tests/multiproc/modelparallel_tensorflow/test_training.py` runs a sample.
+Rows in float64: every model, number of partitions, number of microbatches and schedule, with `get_gradients` and with a
+tape. With one microbatch, `interleaved` is left out, because it equals `simple`. In float32: every schedule with 4
+microbatches and `simple` with the other numbers, alternating between `get_gradients` and a tape; `--all` runs the rows
+of float64. `--keras 2` uses tf_keras.
+
+Prints a line for each model and number of partitions and for each case that differs, and fails if there is one.
+`tests/multiproc/modelparallel_tensorflow/test_training.py` runs a sample.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from support.keras_models import NAMES, alone, compare
 
 LIMITS = {"float64": 1e-10, "float32": 1e-5}
 SCHEDULES = ("simple", "interleaved", "zero_bubble")
-WAYS = ("get", "tape")
+GRADIENT_METHODS = ("get", "tape")
 _ENV = {
     "TF_NUM_INTRAOP_THREADS": "1",
     "TF_NUM_INTEROP_THREADS": "2",
@@ -36,24 +39,24 @@ _ENV = {
 }
 _TIMEOUT = 600.0
 
-#: Numbers, microbatches, schedule and way to gradients.
+#: Dtype, microbatches, schedule, and how gradients are computed.
 Case = tuple[str, int, str, str]
 
 
 def cases(kind: str, microbatches: list[int], partitions: int, everything: bool) -> Iterator[Case]:
-    """Those of one model and number of partitions."""
-    ways = itertools.cycle(WAYS if partitions % 2 else WAYS[::-1])
+    """Yields the cases of one model and number of partitions."""
+    methods = itertools.cycle(GRADIENT_METHODS if partitions % 2 else GRADIENT_METHODS[::-1])
     for count, schedule in itertools.product(microbatches, SCHEDULES):
         if count == 1 and schedule == "interleaved":
             continue
         if kind == "float64" or everything:
-            yield from ((kind, count, schedule, way) for way in WAYS)
+            yield from ((kind, count, schedule, method) for method in GRADIENT_METHODS)
         elif count == 4 or schedule == "simple":
-            yield kind, count, schedule, next(ways)
+            yield kind, count, schedule, next(methods)
 
 
 def _references(folder: str, rows: list[tuple[str, str, int]]) -> None:
-    """What plain Keras learns, into files; ranks share the work."""
+    """The function of a rank: writes the results of plain Keras to files. Ranks share the work."""
     import smdistributed.modelparallel.tensorflow as smp
 
     smp.init({"partitions": 1})
@@ -62,13 +65,13 @@ def _references(folder: str, rows: list[tuple[str, str, int]]) -> None:
 
 
 def _differences(folder: str, name: str, partitions: int, rows: list[Case]) -> list[float]:
-    """Of each case, the largest one on any rank."""
+    """The function of a rank: returns the largest difference of each case on any rank."""
     import smdistributed.modelparallel.tensorflow as smp
 
     found = []
-    for kind, microbatches, schedule, way in rows:
+    for kind, microbatches, schedule, method in rows:
         plain = pickle.loads((Path(folder) / f"{name}-{kind}-{microbatches}").read_bytes())
-        difference, _ = compare(name, kind, partitions, microbatches, schedule, way, plain)
+        difference, _ = compare(name, kind, partitions, microbatches, schedule, method, plain)
         found.append(max(smp.allgather(difference)))
     return found
 
@@ -91,10 +94,10 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Runs the table; the exit code says whether all of it is equal."""
+    """Runs the table; returns 0 if all cases are equal."""
     arguments = _arguments()
-    start, off, total = time.monotonic(), 0, 0
-    # Processes that share an imported TensorFlow have its Keras, too.
+    start, num_failed, total = time.monotonic(), 0, 0
+    # Forked ranks have TensorFlow imported with Keras 3, so tf_keras needs new processes.
     launcher, env = Forked("tensorflow"), _ENV
     if arguments.keras == 2:
         launcher, env = "smdrun", {**_ENV, "TF_USE_LEGACY_KERAS": "1"}
@@ -107,7 +110,7 @@ def main() -> int:
                 for kind in arguments.kinds
                 for case in cases(kind, arguments.microbatches, partitions, arguments.all)
             ]
-            said = f"{name:12} {partitions} partitions"
+            label = f"{name:12} {partitions} partitions"
             try:
                 found = run_ranks(
                     _differences,
@@ -121,21 +124,21 @@ def main() -> int:
                     timeout=_TIMEOUT,
                 )[0]
             except Exception as error:
-                print(f"{said}: FAILED\n{error}", flush=True)
+                print(f"{label}: FAILED\n{error}", flush=True)
                 found = [float("inf")] * len(mine)
             bad = [(case, each) for case, each in zip(mine, found, strict=True) if not each < LIMITS[case[0]]]
             worst = {
                 kind: max(each for case, each in zip(mine, found, strict=True) if case[0] == kind)
                 for kind in arguments.kinds
             }
-            verdict = "OFF" if bad else "equal"
+            status = "DIFFERS" if bad else "equal"
             numbers = ", ".join(f"{kind} {each:.1e}" for kind, each in worst.items())
-            print(f"{said}: {verdict}, {len(mine)} cases, {numbers} ({time.monotonic() - start:.0f} s)", flush=True)
+            print(f"{label}: {status}, {len(mine)} cases, {numbers} ({time.monotonic() - start:.0f} s)", flush=True)
             for case, each in bad:
-                print(f"    OFF {each:.1e} {' '.join(map(str, case))}", flush=True)
-            off, total = off + len(bad), total + len(mine)
-    print(f"{total - off} of {total} cases are equal ({time.monotonic() - start:.0f} s)")
-    return int(off > 0)
+                print(f"    DIFFERS {each:.1e} {' '.join(map(str, case))}", flush=True)
+            num_failed, total = num_failed + len(bad), total + len(mine)
+    print(f"{total - num_failed} of {total} cases are equal ({time.monotonic() - start:.0f} s)")
+    return int(num_failed > 0)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Runs the guide's TensorFlow scripts in every way that the suite runs some of them in: 2 and 4 processes, Keras 3 and tf_keras, under
-smdrun and mpirun. The loss at the end of each epoch is that of one process.
+"""Runs the guide's TensorFlow scripts with 2 and 4 processes, Keras 3 and tf_keras, under smdrun and mpirun.
 
     python tests/e2e/modelparallel_tensorflow_guides.py
+
+The loss at the end of each epoch must equal that of one process. The test suite runs a part.
 """
 
 from __future__ import annotations

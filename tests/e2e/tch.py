@@ -1,5 +1,6 @@
-"""What `make example-tch` shows: examples/rust-tch, which is built against the libtorch of this Python's torch, trains with
-two processes as it does with one.
+"""`make example-tch`: examples/rust-tch trains with two processes as with one.
+
+The example is built against the libtorch of this Python's PyTorch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "rust-tch"
 TARGET = ROOT / "build" / "rust-tch"
 MIN_ACCURACY = 0.97
-#: Of the loss after the first step; later ones drift apart, since sums are rounded in another order.
+#: Relative to the loss after the first step. Later losses differ more, because sums are rounded in another order.
 MAX_LOSS_DIFFERENCE = 1e-5
 
 
@@ -24,7 +25,7 @@ def main() -> None:
 
     libraries = Path(torch.__file__).parent / "lib"
     environment = os.environ | {
-        # Where torch-sys looks for the Python whose torch it is to use.
+        # Makes torch-sys use the PyTorch of this Python.
         "LIBTORCH_USE_PYTORCH": "1",
         "VIRTUAL_ENV": sys.prefix,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),

@@ -1,4 +1,4 @@
-"""Every Python block of README.md and of the quickstart pages runs as it stands, on two ranks."""
+"""Every Python block of README.md and of the quickstart pages runs unchanged, on two ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ENV = {
 
 
 def blocks(language):
-    """The blocks of all pages: the page, the line before the block, and its text."""
+    """Returns the blocks of all pages: the page, the line before the block, and its text."""
     found = []
     for page in PAGES:
         text = page.read_text()
@@ -34,13 +34,15 @@ def blocks(language):
 
 
 def run(script):
-    """Runs a block; returns what has to be equal on all ranks: the loss of a pipeline, else the model's parameters."""
+    """Runs a block; returns a value that must be equal on all ranks: the loss of a pipeline, or the model's
+    parameters.
+    """
     namespace = runpy.run_path(script, run_name="__main__")
     if "smp" in namespace:
         return float(namespace["loss"])
     model, optimizer = namespace["model"], namespace.get("optimizer")
     if hasattr(optimizer, "iterations"):
-        assert int(optimizer.iterations) > 0, "the block applies no gradients"
+        assert int(optimizer.iterations) > 0, "the block must apply gradients"
     if hasattr(model, "parameters"):
         return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
     return [variable.numpy().ravel().tolist() for variable in model.trainable_variables]
@@ -49,13 +51,13 @@ def run(script):
 @pytest.mark.parametrize(("page", "line", "source"), blocks("python"))
 @pytest.mark.timeout(180)
 def test_blocks_run_on_two_ranks(page, line, source, tmp_path, monkeypatch):
-    """All ranks end with the same parameters, although each trains on data of its own."""
+    """All ranks must end with the same parameters, although each trains on its own data."""
     framework = "tensorflow" if re.search(r"\.tensorflow|horovod\.keras", source) else "torch"
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
     monkeypatch.chdir(tmp_path)
     script = tmp_path / page.replace(".md", ".py")
-    # The empty lines give tracebacks the line numbers of the page.
+    # Leading empty lines, so that tracebacks have the line numbers of the page.
     script.write_text("\n" * line + source)
     first, second = run_ranks(run, 2, str(script), launcher=Forked(framework), env=_ENV, timeout=170)
     assert first == second
@@ -63,5 +65,5 @@ def test_blocks_run_on_two_ranks(page, line, source, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("page", "line", "source"), blocks("rust"))
 def test_rust_blocks_are_parts_of_the_example(page, line, source):
-    """`make example-tch` builds and runs the example."""
+    """`make example-tch` builds and runs the example that contains the blocks."""
     assert any(source in path.read_text() for path in EXAMPLES.glob("*.rs")), f"{page}:{line}"

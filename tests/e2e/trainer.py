@@ -1,7 +1,8 @@
 """The Trainer of transformers with model parallelism: it trains, saves and resumes.
 
-`make test-trainer` starts this file with two versions: 4.40.2, which public scripts pin, and the one that is tested otherwise, with
-`enable_trainer`. What is not installed goes into a folder of its own; `smdrun` starts this file again as the script of a job.
+`make test-trainer` runs this file with two versions: 4.40.2, which public scripts pin, and with `enable_trainer` the
+version that other tests use. Packages that are not installed go into a folder of their own. The file starts itself
+again with `smdrun` as the script of a job.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ OLD, NEW = "4.40.2", "5.23.0"
 
 
 class Version(NamedTuple):
-    """Packages to install without what they need, what they need beside PyTorch and numpy, and variables of the job."""
+    """Packages to install without their dependencies, the dependencies that are needed beside PyTorch and numpy, and
+    variables of the job.
+    """
 
     packages: list[str]
     needed: list[str]
@@ -31,7 +34,7 @@ VERSIONS = {
     OLD: Version(
         [f"transformers=={OLD}", "tokenizers==0.19.1", "huggingface-hub==0.23.5", "accelerate==0.30.1"],
         ["requests", "psutil", "pyyaml", "regex", "tqdm", "packaging", "filelock", "fsspec", "safetensors"],
-        # The Trainer's file of random states is a pickle, which PyTorch 2.6 and newer do not read by themselves.
+        # The Trainer writes random states as a pickle, which PyTorch 2.6 and newer do not load by default.
         {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"},
     ),
     # `make test-trainer` has installed transformers itself.
@@ -43,22 +46,24 @@ QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def install(folder: Path, version: Version) -> None:
-    """Puts the packages into `folder`, once."""
+    """Installs the packages into `folder`, once."""
     stamp = folder / ".installed"
     wanted = "\n".join(version.packages + version.needed)
     if stamp.exists() and stamp.read_text() == wanted:
         return
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--target", str(folder)]
-    # Without their dependencies: PyTorch is there.
+    # Without their dependencies, since PyTorch is installed.
     subprocess.run([*pip, "--upgrade", *version.needed], check=True)
     subprocess.run([*pip, "--upgrade", "--no-deps", *version.packages], check=True)
     stamp.write_text(wanted)
 
 
 class Feature(NamedTuple):
-    """A configuration, the number of processes that it needs, further arguments of the training, and of the loss scale.
+    """A configuration, the number of processes that it needs, and further arguments of the training and of the loss
+    scale.
 
-    The old Trainer looks for a backend of 16-bit training, though the model does it, and finds none on CPUs.
+    On CPUs, the old Trainer rejects 16-bit training without a backend of its own, though the model handles it. So a
+    backend is named.
     """
 
     parameters: dict[str, Any]
@@ -69,14 +74,14 @@ class Feature(NamedTuple):
 
 #: Large enough to overflow in the first steps, and to grow again.
 SCALE = {"dynamic_loss_scale": True, "init_scale": 2.0**17, "scale_window": 2}
-#: Beside a pipeline of two partitions alone.
+#: Configurations in addition to a pipeline of two partitions.
 FEATURES: dict[str, Feature] = {
     "states": Feature({"ddp": True, "shard_optimizer_state": True}),
     "sharded": Feature({"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}),
     "tensors": Feature({"ddp": True, "partitions": 2, "tensor_parallel_degree": 2}, 4),
     "fp16": Feature({"partitions": 2, "fp16": True}, options={"half_precision_backend": "cuda_amp"}, scale=SCALE),
     "bf16": Feature({"partitions": 2, "bf16": True}),
-    # Small enough to overflow only where the callback below makes it.
+    # Small enough to overflow only in the step in which the callback below causes it.
     "fp16 tensors": Feature(
         {"ddp": True, "partitions": 2, "tensor_parallel_degree": 2, "fp16": True}, 4,
         {"half_precision_backend": "cuda_amp"}, {**SCALE, "init_scale": 2.0**14},
@@ -106,11 +111,11 @@ def launch(folder: Path, version: str, tasks: list[str], feature: Feature) -> No
         subprocess.run(command, env={**os.environ, **own}, check=True, timeout=1800)
 
 
-# A rank.
+# The code of a rank.
 
 
 def models(transformers: Any) -> dict[str, Any]:
-    """By task, what makes its model."""
+    """For each task, a function that makes its model."""
     gpt2 = {"vocab_size": WORDS, "n_positions": 32, "n_embd": 32, "n_layer": 4, "n_head": 4, "use_cache": False}
     gpt2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
     t5 = {
@@ -141,7 +146,7 @@ def models(transformers: Any) -> dict[str, Any]:
 def item(torch: Any, task: str, number: int) -> dict[str, Any]:
     """One example of a data set."""
     generator = torch.Generator().manual_seed(number)
-    # An eighth of the words, which all tasks learn soon.
+    # Uses an eighth of the vocabulary only, which all tasks learn quickly.
     ids = torch.randint(4, WORDS // 8 + 4, (LENGTH,), generator=generator)
     if task == "images":
         return {"pixel_values": torch.randn(3, 16, 16, generator=generator), "labels": ids[0] % 3}
@@ -154,7 +159,7 @@ def item(torch: Any, task: str, number: int) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **labels}
 
 
-#: Options beside those that all tasks have.
+#: Options of each task in addition to the common ones.
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"gradient_accumulation_steps": 2},
     "translation": {"save_safetensors": False},
@@ -176,8 +181,8 @@ def _on_cpu(arguments: Any) -> Any:
     return torch.device("cpu")
 
 
-def renamed(options: dict[str, Any], version: str) -> dict[str, Any]:
-    """Options by the names of a version of the Trainer, which writes safetensors only since version 5."""
+def rename_options(options: dict[str, Any], version: str) -> dict[str, Any]:
+    """Renames options for a version of the Trainer; since version 5, it writes safetensors only."""
     if version == OLD:
         return options
     names = {"evaluation_strategy": "eval_strategy", "save_safetensors": None, "half_precision_backend": None}
@@ -185,7 +190,9 @@ def renamed(options: dict[str, Any], version: str) -> dict[str, Any]:
 
 
 def overflowing(transformers: Any) -> Any:
-    """A callback that makes a gradient of the last rank infinite in one step, and notes loss scales and skipped steps."""
+    """Makes a callback that sets a gradient of the last rank to infinity in one step, and records loss scales and
+    skipped steps.
+    """
     import smdistributed.modelparallel.torch as smp
 
     class Overflow(transformers.TrainerCallback):
@@ -209,18 +216,18 @@ def overflowing(transformers: Any) -> Any:
 
 
 def check_scales(smp: Any, scales: dict[int, tuple[float, bool]], is_first: bool) -> None:
-    """All ranks skip the same steps, and the scale follows."""
+    """Checks that all ranks skip the same steps and that the scale follows."""
     assert all(each == scales for each in smp.allgather(scales, smp.WORLD)), scales
     assert scales[STEPS - 2][1], scales
     assert not scales[STEPS][1], scales
     if is_first:
-        # Nothing was skipped in the step before the overflow, and the scale is half of what it was.
+        # No step was skipped right before the overflow, and the overflow halves the scale.
         assert not scales[STEPS - 3][1], scales
         assert scales[STEPS - 2][0] == scales[STEPS - 3][0] / 2, scales
 
 
 def rank(work: Path, version: str, tasks: list[str], more: dict[str, Any], scale: dict[str, Any]) -> None:
-    """Trains each model without a break and with one, after half of the steps."""
+    """Trains each model without interruption, and again from the checkpoint after half of the steps."""
     if version != OLD or scale:
         from smdistributed.modelparallel.torch.integrations import enable_trainer
 
@@ -234,7 +241,7 @@ def rank(work: Path, version: str, tasks: list[str], more: dict[str, Any], scale
     make = models(transformers)
 
     if version == OLD and not torch.cuda.is_available():
-        # For model parallelism the Trainer takes no device but CUDA's.
+        # For model parallelism, the Trainer accepts CUDA devices only.
         transformers.TrainingArguments._setup_devices = property(_on_cpu)
 
     class Data(torch.utils.data.Dataset):
@@ -259,7 +266,7 @@ def rank(work: Path, version: str, tasks: list[str], more: dict[str, Any], scale
             model = make[task]()
         trainer = transformers.Trainer(
             model,
-            transformers.TrainingArguments(str(work / task), **renamed(options, version)),
+            transformers.TrainingArguments(str(work / task), **rename_options(options, version)),
             train_dataset=Data(task),
             eval_dataset=Data(task),
             callbacks=[callback] if scale else [],
@@ -271,7 +278,7 @@ def rank(work: Path, version: str, tasks: list[str], more: dict[str, Any], scale
         found = {each["step"]: each["loss"] for each in trainer.state.log_history if "loss" in each}
         predicted = trainer.predict(Data(task))
         evaluated = predicted.metrics["test_loss"]
-        # Every example once an epoch, on ranks with different data, and once in the evaluation.
+        # Data-parallel ranks get different examples; each example is used once in an epoch and once in the evaluation.
         examples = STEPS * trainer.args.gradient_accumulation_steps * 4 * smp.dp_size()
         assert trainer.state.epoch == examples / len(Data(task)), (task, trainer.state.epoch)
         if task == "causal":
@@ -284,8 +291,8 @@ def rank(work: Path, version: str, tasks: list[str], more: dict[str, Any], scale
         smp.shutdown()
         return [found[step] for step in sorted(found)], evaluated
 
-    def divide(folder: Path) -> None:
-        """Divide the file of weights of a checkpoint into two, with an index."""
+    def split_file(folder: Path) -> None:
+        """Splits a checkpoint's file of weights into two files with an index."""
         from safetensors.torch import load_file, save_file
 
         weights = load_file(folder / "model.safetensors")
@@ -300,7 +307,7 @@ def rank(work: Path, version: str, tasks: list[str], more: dict[str, Any], scale
     for task in tasks:
         expected, last = train(task, None)
         if task == "images" and version != OLD and int(os.environ["RANK"]) == 0:
-            divide(work / task / f"checkpoint-{STEPS // 2}")
+            split_file(work / task / f"checkpoint-{STEPS // 2}")
         resumed, again = train(task, str(work / task / f"checkpoint-{STEPS // 2}"))
         assert len(expected) == len(resumed) == STEPS, (task, expected, resumed)
         assert resumed == expected, (task, expected, resumed)
@@ -310,29 +317,29 @@ def rank(work: Path, version: str, tasks: list[str], more: dict[str, Any], scale
             whole, half = scales
             assert half.items() <= whole.items(), (whole, half)
             assert len(half) == STEPS // 2
-        # Plain transformers reads what was saved.
+        # Plain transformers must read the saved model.
         plain = make[task]().from_pretrained(work / f"{task}-True")
         assert all(torch.isfinite(parameter).all() for parameter in plain.parameters())
         if int(os.environ["RANK"]) == 0:
-            print(f"{task}: {expected[0]:.4f} to {expected[-1]:.4f}, resumed alike; evaluated {last:.4f}", flush=True)
+            print(
+                f"{task}: {expected[0]:.4f} to {expected[-1]:.4f}, equal when resumed; evaluated {last:.4f}", flush=True
+            )
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def main() -> None:
-    """Of both."""
+    """The command line of both: the launcher, and the ranks that it starts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--versions", nargs="+", choices=list(VERSIONS), default=list(VERSIONS))
     parser.add_argument("--folder", type=Path, default=ROOT / "build", help="where packages are installed")
     parser.add_argument("--processes", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--tasks", nargs="+", default=list(OPTIONS))
     parser.add_argument("--features", nargs="*", choices=list(FEATURES), default=list(FEATURES))
-    parser.add_argument("--work", type=Path, help="set by this file where it starts itself")
-    parser.add_argument("--options", type=json.loads, help="the same")
-    parser.add_argument("--scale", type=json.loads, help="the same")
-    parser.add_argument(
-        "--mp_parameters", help="what the launcher adds for the Trainer; this file has them from the environment"
-    )
+    parser.add_argument("--work", type=Path, help="used internally")
+    parser.add_argument("--options", type=json.loads, help="used internally")
+    parser.add_argument("--scale", type=json.loads, help="used internally")
+    parser.add_argument("--mp_parameters", help="added by the launcher for the Trainer; ignored here")
     arguments = parser.parse_args()
     if arguments.work is not None:
         rank(arguments.work, arguments.versions[0], arguments.tasks, arguments.options, arguments.scale)
@@ -344,7 +351,7 @@ def main() -> None:
             feature = Feature({"partitions": 2, "ddp": processes > 2}, processes)
             launch(folder, version, arguments.tasks, feature)
         for name in arguments.features:
-            # These models have other names in files and under tensor parallelism.
+            # The parameters of these models have other names in files and under tensor parallelism.
             divided = ["causal", "images", "translation", "experts"]
             launch(folder, version, divided if name == "tensors" else ["causal"], FEATURES[name])
 

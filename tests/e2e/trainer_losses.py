@@ -1,7 +1,7 @@
-"""Losses and parameters of the Trainer of transformers 5 under model parallelism, beside the same Trainer in one process.
+"""Losses and parameters of transformers 5's Trainer under model parallelism, compared with the Trainer in one process.
 
-Batches have labels of -100, in different numbers. Epochs end with fewer batches than are accumulated otherwise. `make test-trainer`
-starts this file; it starts itself again in one process and in jobs.
+Batches have different numbers of labels that are -100. Epochs end with fewer batches than are accumulated otherwise.
+`make test-trainer` runs this file, which starts itself again in one process and in jobs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from trainer import LENGTH, NEW, ROOT, TINY, VERSIONS, WORDS, install, models
 
 EXAMPLES, BATCH, STEPS = 40, 8, 6
-#: Processes and configurations. A batch is that of all data-parallel ranks together.
+#: Number of processes and configuration. A batch is that of all data-parallel ranks together.
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"partitions": 2, "microbatches": 4}),
     (4, {"partitions": 2, "microbatches": 2, "ddp": True}),
@@ -31,15 +31,15 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"partitions": 2, "microbatches": 4, "bf16": True}),
     (2, {"partitions": 1, "microbatches": 2, "ddp": True, "tensor_parallel_degree": 2, "bf16": True}),
 ]
-#: Relative difference of losses from those of one process in float64. The loss of causal models is computed in float32;
-#: bfloat16 rounds by up to 2**-9, and the mean over tokens differs by less, since most roundings cancel.
+#: Relative difference of losses from those of one process in float64. The loss of causal models is computed in float32.
+#: bfloat16 rounds by up to 2**-9; the mean over tokens differs by less, since most errors cancel.
 TOLERANCE, BF16_TOLERANCE = 1e-4, 2.0**-9
 #: Models that divide their loss by the number of labels, and models whose loss is the mean over labels.
 TASKS = ["causal", "llama", "masked", "translation"]
 
 
 def example(torch: Any, number: int) -> dict[str, Any]:
-    """One example of a data set; about half of the last ones' labels are ignored."""
+    """One example of a data set. The last labels are ignored; how many depends on its number."""
     generator = torch.Generator().manual_seed(number)
     ids = torch.randint(4, WORDS, (LENGTH,), generator=generator)
     labels = ids.clone()
@@ -58,7 +58,9 @@ def make(task: str) -> Any:
 
 
 def train(task: str, folder: str, ranks: int, wrap: Any) -> dict[str, Any]:
-    """Train a model; return losses by step and the loss of the evaluation. Its weights are written to the folder."""
+    """Trains a model and saves it to the folder; returns losses and gradient norms by step, and the loss of the
+    evaluation.
+    """
     import torch
     import transformers
 
@@ -99,7 +101,7 @@ def train(task: str, folder: str, ranks: int, wrap: Any) -> dict[str, Any]:
 
 
 def norms(trainer: Any) -> list[float]:
-    """The norms of gradients, by step."""
+    """Returns the norms of gradients, by step."""
     return [float(each["grad_norm"]) for each in trainer.state.log_history if "grad_norm" in each]
 
 
@@ -112,7 +114,7 @@ def alone(work: Path) -> None:
 
 
 def rank(work: Path) -> None:
-    """Trains in a job; compares with one process."""
+    """Trains in a job and compares with one process."""
     from smdistributed.modelparallel.torch.integrations import enable_trainer
 
     enable_trainer()
@@ -132,10 +134,10 @@ def rank(work: Path) -> None:
         ranks = smp.rdp_size() if smp.state.cfg.prescaled_batch else smp.dp_size()
         is_bf16, folder = smp.state.cfg.bf16, work / f"{task}-job"
         tolerance = BF16_TOLERANCE if is_bf16 else TOLERANCE
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             found = train(task, str(folder), ranks, lambda: smp.tensor_parallelism(smp.tp_size() > 1))
-        warned = [str(each.message) for each in told if "different numbers of labels" in str(each.message)]
+        warned = [str(each.message) for each in caught if "different numbers of labels" in str(each.message)]
         smp.barrier()
         expected = json.loads((work / f"{task}.json").read_text())
         assert not warned, warned
@@ -148,7 +150,7 @@ def rank(work: Path) -> None:
                 msg=lambda text, at=f"{task}, {key}": f"{at}: {text}",
             )
         weights, other = load_file(folder / "model.safetensors"), load_file(work / task / "model.safetensors")
-        # A job writes tied weights under both names.
+        # A job writes a tied weight under both names.
         assert weights.keys() >= other.keys(), other.keys() - weights.keys()
         for name in () if is_bf16 else other:
             torch.testing.assert_close(
@@ -166,13 +168,13 @@ def rank(work: Path) -> None:
 
 
 def main() -> None:
-    """Of all."""
+    """The command line of the launcher, of the single process, and of the ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=ROOT / "build", help="where packages are installed")
     parser.add_argument("--layouts", type=int, nargs="*", default=range(len(LAYOUTS)))
-    parser.add_argument("--alone", type=Path, help="set by this file where it starts itself")
-    parser.add_argument("--work", type=Path, help="the same")
-    parser.add_argument("--mp_parameters", help="what the launcher adds for the Trainer")
+    parser.add_argument("--alone", type=Path, help="used internally")
+    parser.add_argument("--work", type=Path, help="used internally")
+    parser.add_argument("--mp_parameters", help="added by the launcher for the Trainer; ignored here")
     arguments = parser.parse_args()
     if arguments.alone is not None:
         alone(arguments.alone)

@@ -1,8 +1,9 @@
-"""Elastic training through scripted kills, joins and removals: ``python tests/faults/elastic.py --runs 30``.
+"""Elastic training while a script kills, adds and removes workers: ``python tests/faults/elastic.py --runs 30``.
 
-Each run is a job of ``horovodrun --host-discovery-script`` on this host, whose "hosts" are names of the loopback interface. A seed
-decides what happens to it and when. Afterwards every sample of every epoch must have been seen as often as it should, and the
-loss must be that of an undisturbed run. Called with ``--worker``, this file is the training script.
+Each run is a job of ``horovodrun --host-discovery-script`` on this host; its "hosts" are addresses of the loopback
+interface. A seed decides the events and their times. Afterwards every sample of every epoch must have been seen
+(padding aside) once, and the loss must be that of an undisturbed run. With ``--worker``, this file is the training
+script.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ SAMPLES = 96
 BATCH = 4
 EPOCHS = 3
 HOSTS = ["localhost", "127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5", "127.0.0.6"]
-#: Longest time for a whole run, and for a session to come about after an event.
+#: Longest time for a whole run, and from an event to the next session, in seconds.
 LONGEST_RUN = 240.0
 LONGEST_RESET = 150.0
 
 
 def train(folder: Path, pace: float) -> None:
-    """What each worker runs."""
+    """The training script of each worker."""
     import torch
 
     import horovod.torch as hvd
@@ -53,12 +54,12 @@ def train(folder: Path, pace: float) -> None:
 
     @hvd.elastic.run
     def loop(state):
-        place = {"pid": os.getpid(), "host": os.environ["HOROVOD_HOSTNAME"], "rank": hvd.rank(), "size": hvd.size()}
+        worker = {"pid": os.getpid(), "host": os.environ["HOROVOD_HOSTNAME"], "rank": hvd.rank(), "size": hvd.size()}
         sessions = sorted(folder.glob("session.*"), key=lambda path: int(path.suffix[1:]))
         if hvd.rank() == 0:
-            write(f"session.{len(sessions)}", hvd.allgather_object(place))
+            write(f"session.{len(sessions)}", hvd.allgather_object(worker))
         else:
-            hvd.allgather_object(place)
+            hvd.allgather_object(worker)
         while state.epoch < EPOCHS:
             loader = torch.utils.data.DataLoader(sampler.dataset, batch_size=BATCH, sampler=state.sampler)
             for number, indices in enumerate(loader):
@@ -75,7 +76,7 @@ def train(folder: Path, pace: float) -> None:
             state.seen = [*state.seen, []]
             state.sampler.set_epoch(state.epoch)
             state.commit()
-        # What is to happen to this job happens, however fast it was.
+        # Training does not end before the last planned event has happened, however fast it was.
         while not hvd.broadcast_object((folder / "finish").exists()):
             time.sleep(0.05)
             state.check_host_updates()
@@ -91,7 +92,9 @@ def train(folder: Path, pace: float) -> None:
 
 
 class Job:
-    """A run, seen from outside. `on` starts a command on the launcher's host, `variables` are its own."""
+    """A running job and its discovery script. The launcher is started by the command prefix `on` with the extra
+    environment `variables`.
+    """
 
     def __init__(
         self,
@@ -116,18 +119,18 @@ class Job:
             self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
 
     def announce(self) -> None:
-        """The discovery finds what `hosts` says."""
+        """Lets the discovery script print `hosts`."""
         partial = self.folder / ".hosts"
         partial.write_text("".join(f"{host}:{slots}\n" for host, slots in self.hosts.items()))
         partial.rename(self.folder / "hosts")
 
     def sessions(self) -> list[list[dict]]:
-        """Members of each session so far."""
+        """Returns the members of each session so far."""
         count = len(list(self.folder.glob("session.*")))
         return [json.loads((self.folder / f"session.{number}").read_text()) for number in range(count)]
 
     def wait_for(self, done, what: str) -> None:
-        """Raises if `done` takes too long."""
+        """Waits until `done()` is true; raises if the job ends or the time runs out first."""
         deadline = time.monotonic() + LONGEST_RESET
         while not done():
             if self.process.poll() is not None:
@@ -136,81 +139,83 @@ class Job:
                 raise AssertionError(f"it took too long: {what}")
             time.sleep(0.05)
 
-    def stands(self, hosts: dict[str, int]) -> bool:
-        """Whether the last session is on these hosts."""
+    def runs_on(self, hosts: dict[str, int]) -> bool:
+        """Whether the last session has the given number of workers on each of these hosts."""
         sessions = self.sessions()
         found: dict[str, int] = {}
-        for place in sessions[-1] if sessions else []:
-            found[place["host"]] = found.get(place["host"], 0) + 1
+        for worker in sessions[-1] if sessions else []:
+            found[worker["host"]] = found.get(worker["host"], 0) + 1
         return found == {host: slots for host, slots in hosts.items() if slots}
 
-    def kill(self, place: dict) -> None:
-        """Kills a worker, and with it takes its host out of the job."""
+    def kill(self, worker: dict) -> None:
+        """Kills a worker and removes its host from `hosts`."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(place["pid"], signal.SIGKILL)
-        self.hosts.pop(place["host"])
+            os.kill(worker["pid"], signal.SIGKILL)
+        self.hosts.pop(worker["host"])
 
 
-def disturb(job: Job, draw: random.Random) -> list[str]:
-    """Lets a few things happen to a job; returns them in words."""
-    happened = []
+def disturb(job: Job, rng: random.Random) -> list[str]:
+    """Adds, kills and removes workers at random, two or three times; returns a text for each event."""
+    events = []
     fresh = iter([host for host in HOSTS if host not in job.hosts])
-    job.wait_for(lambda: job.stands(job.hosts), "the first session began")
-    for _ in range(draw.randint(2, 3)):
-        time.sleep(draw.random())
+    job.wait_for(lambda: job.runs_on(job.hosts), "the first session began")
+    for _ in range(rng.randint(2, 3)):
+        time.sleep(rng.random())
         members = job.sessions()[-1]
         room = 4 - sum(job.hosts.values())
         kinds = ["add"] * 2 * (room > 0) + ["kill"] * 3 * (len(job.hosts) > 1) + ["remove"] * (len(job.hosts) > 1)
-        kind = draw.choice(kinds)
+        kind = rng.choice(kinds)
         if kind == "add":
-            host, slots = next(fresh), draw.randint(1, min(2, room))
+            host, slots = next(fresh), rng.randint(1, min(2, room))
             job.hosts[host] = slots
             job.announce()
-            happened.append(f"add {host}:{slots}")
+            events.append(f"add {host}:{slots}")
         else:
-            # Rank 0's host is as good as any.
-            place = draw.choice([place for place in members if place["host"] in job.hosts])
+            # The worker may be rank 0.
+            worker = rng.choice([worker for worker in members if worker["host"] in job.hosts])
             if kind == "kill":
-                job.kill(place)
-                if draw.random() < 0.5 and room > 0:
-                    # Another one comes while the survivors find each other.
+                job.kill(worker)
+                if rng.random() < 0.5 and room > 0:
+                    # A new host appears while the survivors form the next session.
                     job.hosts[next(fresh)] = 1
                 job.announce()
             else:
-                job.hosts.pop(place["host"])
+                job.hosts.pop(worker["host"])
                 job.announce()
-            happened.append(f"{kind} rank {place['rank']} on {place['host']}")
-        job.wait_for(lambda: job.stands(job.hosts), f"a session began after {happened}")
-    return happened
+            events.append(f"{kind} rank {worker['rank']} on {worker['host']}")
+        job.wait_for(lambda: job.runs_on(job.hosts), f"a session began after {events}")
+    return events
 
 
 def check(folder: Path, sizes: list[int], expected_loss: float) -> None:
-    """The result is that of an undisturbed run."""
+    """Checks the result against that of an undisturbed run."""
     result = json.loads((folder / "result").read_text())
-    # Each time that an epoch is divided, its end is padded to a multiple of the ranks.
+    # Whenever the rest of an epoch is distributed again, it is padded to a multiple of the ranks.
     padding = max(sizes) - 1
     for epoch, seen in enumerate(result["seen"]):
         assert set(seen) == set(range(SAMPLES)), f"epoch {epoch} lacks {set(range(SAMPLES)) - set(seen)}"
         assert len(seen) <= SAMPLES + padding, f"epoch {epoch}: {len(seen)} samples of {SAMPLES}, sessions of {sizes}"
     assert result["equal"], "weights or momenta differ between ranks"
-    # It begins at 140, and ends near the noise of the targets, 0.01; with more ranks there are fewer steps.
+    # The loss starts at 140 and ends near the noise of the targets, 0.01. With more ranks there are fewer steps.
     assert math.isclose(result["loss"], expected_loss, abs_tol=0.01), (result["loss"], expected_loss)
 
 
 def run(seed: int, expected_loss: float | None) -> tuple[float, list[str], list[int]]:
-    """One run; returns its loss, what happened, and the sizes of its sessions. `expected_loss` is none for the undisturbed one."""
-    draw = random.Random(seed)
+    """Runs one job; returns its loss, its events and the sizes of its sessions. If `expected_loss` is None, nothing
+    disturbs the job.
+    """
+    rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        job = Job(folder, dict(zip(HOSTS, draw.choice([[1, 1], [2, 1], [1, 2], [1, 1, 1]]), strict=False)), pace=0.03)
+        job = Job(folder, dict(zip(HOSTS, rng.choice([[1, 1], [2, 1], [1, 2], [1, 1, 1]]), strict=False)), pace=0.03)
         try:
-            happened = disturb(job, draw) if expected_loss is not None else []
+            events = disturb(job, rng) if expected_loss is not None else []
             (folder / "finish").touch()
-            assert job.process.wait(LONGEST_RUN) == 0, f"the job failed after {happened}"
+            assert job.process.wait(LONGEST_RUN) == 0, f"the job failed after {events}"
             sizes = [len(members) for members in job.sessions()]
             loss = json.loads((folder / "result").read_text())["loss"]
             check(folder, sizes, loss if expected_loss is None else expected_loss)
-            return loss, happened, sizes
+            return loss, events, sizes
         except BaseException:
             print((folder / "output").read_text()[-6000:], file=sys.stderr)
             raise
@@ -234,13 +239,13 @@ def main() -> int:
     for seed in range(args.first, args.first + args.runs):
         start = time.monotonic()
         try:
-            loss, happened, sizes = run(seed, expected)
-            outcome = f"loss {loss:.4f} beside {expected:.4f}; {', '.join(happened)}; sessions of {sizes}"
+            loss, events, sizes = run(seed, expected)
+            outcome = f"loss {loss:.4f} beside {expected:.4f}; {', '.join(events)}; sessions of {sizes}"
         except Exception as error:
             failures += 1
             outcome = f"FAILED: {error!r}"
         print(f"run {seed}: {time.monotonic() - start:.1f} s; {outcome}", flush=True)
-    print(f"{args.runs - failures} of {args.runs} runs as they should be")
+    print(f"{args.runs - failures} of {args.runs} runs passed")
     return failures
 
 

@@ -1,5 +1,7 @@
-"""Ends steps of Keras models on several partitions in the middle: a rank dies, runs another step than the others or cannot trace it. All of them get
-an error that says who.
+"""Ends steps of Keras models on several partitions midway and checks the errors of all ranks.
+
+A rank dies, runs another step than the others, or cannot trace the step. Every rank must get an error that names that
+rank.
 
     python tests/faults/end_tensorflow_steps.py --runs 100 --seed 0
 """
@@ -23,7 +25,9 @@ LAUNCHER = Forked("tensorflow")
 
 
 def steps(partitions, replicas, victim, differs_at, raises):
-    """A rank: trains until something ends it; the victim runs another step as number ``differs_at``, or cannot trace it."""
+    """The function of a rank: trains until an error. In step ``differs_at`` the victim runs another step function than
+    the others or, with ``raises``, fails to trace it.
+    """
     import tensorflow as tf
 
     import smdistributed.modelparallel.tensorflow as smp
@@ -42,7 +46,7 @@ def steps(partitions, replicas, victim, differs_at, raises):
 
     model = Model()
 
-    def made(last):
+    def make_step(last):
         @smp.step
         def step(x):
             with tf.GradientTape() as tape:
@@ -51,22 +55,22 @@ def steps(partitions, replicas, victim, differs_at, raises):
 
         return step
 
-    def raising(_):
+    def failing_loss(_):
         raise KeyError("no such thing")
 
-    def apart(x):
+    def differing_loss(x):
         if smp.rank() == victim:
-            return raising(x) if raises else tf.exp(x)
+            return failing_loss(x) if raises else tf.exp(x)
         return tf.sin(x)
 
-    step, other = made(tf.square), made(apart)
+    step, other = make_step(tf.square), make_step(differing_loss)
     x = tf.ones([8, 32])
     for number in range(1 << 30):
         if number == differs_at:
             try:
                 other(x)
             except Exception:
-                # All are told while nobody ends.
+                # The error must reach all ranks before any of them exits.
                 smp.barrier()
                 raise
         step(x)
@@ -75,13 +79,16 @@ def steps(partitions, replicas, victim, differs_at, raises):
 
 
 def run(partitions, victim, kind, delay, limit, replicas=1):
-    """One run, in which the victim dies ``delay`` seconds into training, runs another step or raises in its first or a later one (``kind``: "dies",
-    "differs", "raises first", "raises").
+    """Runs one job and checks the errors of all ranks.
+
+    Args:
+        kind: "dies": the victim is killed ``delay`` seconds into training. "differs": it runs another step function.
+            "raises first" and "raises": tracing fails on it, in its first or in a later step.
 
     Returns:
-        Seconds until the last rank knew.
+        Seconds from the failure, or the first error, to the last rank's error.
     """
-    # Not a number that a step has, if it is to die.
+    # A victim that dies must not run another step first: -1 is the number of no step.
     differs_at = {"dies": -1, "raises first": 0}.get(kind, 4 + int(100 * delay))
     arguments = partitions, replicas, victim, differs_at, kind.startswith("raises")
     with start_ranks(steps, partitions * replicas, *arguments, launcher=LAUNCHER, env=ENV, timeout=150) as job:
@@ -95,13 +102,13 @@ def run(partitions, victim, kind, delay, limit, replicas=1):
     assert not outcome.timed_out, outcome.describe()
     if kind.startswith("raises"):
         assert outcome.ranks[victim].error_types[:1] == ("KeyError",), outcome.describe()
-    told = [rank for rank in outcome.ranks if kind == "differs" or rank.rank != victim]
+    informed = [rank for rank in outcome.ranks if kind == "differs" or rank.rank != victim]
     error, name = ("SMPPeerFailedError", "rank") if kind == "dies" else ("SMPMismatchError", "partition")
-    for rank in told:
+    for rank in informed:
         assert rank.error_types[:1] == (error,), outcome.describe()
         assert f"{name} {victim} " in rank.error, outcome.describe()
         assert "no such thing" in rank.error or not kind.startswith("raises"), outcome.describe()
-    ends = [rank.ended_at for rank in told]
+    ends = [rank.ended_at for rank in informed]
     seconds = max(ends) - (min(ends) if began is None else began)
     assert seconds < limit, f"it took {seconds:.1f} s\n{outcome.describe()}"
     return seconds
@@ -112,20 +119,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=5.0, help="most seconds until the last rank knows")
+    parser.add_argument("--limit", type=float, default=5.0, help="longest time until the last rank's error, in seconds")
     arguments = parser.parse_args()
-    dice, longest = random.Random(arguments.seed), dict.fromkeys(("dies", "differs", "raises", "raises first"), 0.0)
+    rng, longest = random.Random(arguments.seed), dict.fromkeys(("dies", "differs", "raises", "raises first"), 0.0)
     start = time.monotonic()
     for number in range(arguments.runs):
-        partitions, kind = dice.choice([2, 2, 3]), list(longest)[number % 4]
-        # Rank 0 serves the rendezvous, where there is no `smdrun`: who tells of deaths is gone with it.
-        victim = dice.randrange(1 if kind == "dies" else 0, partitions)
-        seconds = run(partitions, victim, kind, dice.uniform(0, 0.2), arguments.limit)
+        partitions, kind = rng.choice([2, 2, 3]), list(longest)[number % 4]
+        # Rank 0 serves the rendezvous. Without `smdrun`, the death of rank 0 also ends the service that reports deaths.
+        victim = rng.randrange(1 if kind == "dies" else 0, partitions)
+        seconds = run(partitions, victim, kind, rng.uniform(0, 0.2), arguments.limit)
         longest[kind] = max(longest[kind], seconds)
         if (number + 1) % 10 == 0:
-            known = ", ".join(f"{kind} {1e3 * most:.0f} ms" for kind, most in longest.items())
+            latest = ", ".join(f"{kind} {1e3 * most:.0f} ms" for kind, most in longest.items())
             print(
-                f"{number + 1} runs, known at the latest after: {known} ({time.monotonic() - start:.0f} s)", flush=True
+                f"{number + 1} runs, longest time to an error: {latest} ({time.monotonic() - start:.0f} s)", flush=True
             )
 
 

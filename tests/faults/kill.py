@@ -1,12 +1,12 @@
-"""Kill -9 of a random rank at a random moment of a training job, many times; what the survivors make of it.
+"""Kills a random rank at a random moment of a training job, many times, and checks the errors of the survivors.
 
     python tests/faults/kill.py --runs 200 --seed 1
     python tests/faults/kill.py --runs 50 --cuda --at-once 10
 
-Each run is decided by its seed alone: how many ranks, which launcher, who dies, in which phase, and when in it (as a
-share of the time that the phase takes). A survivor must end with an error that names the dead rank within 5 s of the
-death, within 10 s where a device has to be stopped first; nothing may be left of the job. A rank that dies in `shutdown`
-may have done its part: then the others end well.
+The seed alone decides a run: the number of ranks, the launcher, the victim, the phase, and when in the phase (as a
+share of its duration). A survivor must end with an error that names the dead rank within 5 s of the death, or within 10
+s where a device has to be stopped first. No process or file of the job may be left. If the victim dies in `shutdown`,
+it may have done its part already: then survivors may end without an error.
 """
 
 from __future__ import annotations
@@ -31,49 +31,49 @@ if __name__ == "__main__":
 from support import Forked, devices, start_ranks
 
 PHASES = ("init", "wrap", "forward", "backward", "collective", "shutdown")
-#: A survivor knows of a death within this time, without and with devices.
+#: Longest time from the death to a survivor's error, without and with devices.
 LIMIT_SECONDS = {False: 5.0, True: 10.0}
-#: The longest run; most of it is the import of torch on a busy machine.
+#: Timeout of a run. Most of it is for the import of torch on a busy machine.
 _TIMEOUT_SECONDS = 300.0
-#: How long the phases take that happen once, about.
+#: Approximate duration of the phases that happen once.
 _ONCE_SECONDS = {"init": 0.05, "wrap": 0.05, "shutdown": 0.01}
-#: The same on devices: to wrap a model is the first time that ranks use them together.
+#: The same on devices. In "wrap", ranks use their devices together for the first time.
 _ONCE_SECONDS_CUDA = {"init": 0.05, "wrap": 1.0, "shutdown": 0.1}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run."""
+    """The parameters of one run."""
 
     seed: int
     launcher: str | Forked
     n: int
     victim: int
     phase: str
-    #: When in the phase, as a share of its duration.
+    #: When the victim dies, as a share of the duration of the phase.
     share: float
-    #: The step in which a phase that repeats is hit.
+    #: The step in which the victim dies, if the phase is part of each step.
     step: int
-    #: Whether ranks train on devices, each on one of its own where there are two.
+    #: Whether ranks train on CUDA devices: each on its own, or all on the only one.
     cuda: bool = False
 
     @classmethod
     def of(cls, seed: int, cuda: bool = False) -> Case:
-        """The case of this seed; six seeds in a row have all six phases."""
-        dice = random.Random(seed)
-        n = 2 if cuda else dice.choice((2, 2, 3))
+        """Draws the case of this seed; six consecutive seeds cover all six phases."""
+        rng = random.Random(seed)
+        n = 2 if cuda else rng.choice((2, 2, 3))
         phase = PHASES[seed % len(PHASES)]
-        # Of a rank that dies before it has met any other only a launcher can know; alone, the others wait for it
-        # until SMD_INIT_TIMEOUT_SECONDS and then name it.
-        launcher = "smdrun" if phase == "init" else dice.choice(("smdrun", "raw"))
+        # If a rank dies before it has met any other rank, only a launcher can know. Without one, the others wait until
+        # SMD_INIT_TIMEOUT_SECONDS and then name the rank that is missing.
+        launcher = "smdrun" if phase == "init" else rng.choice(("smdrun", "raw"))
         return cls(
             seed=seed,
             launcher=launcher,
             n=n,
-            victim=dice.randrange(n),
+            victim=rng.randrange(n),
             phase=phase,
-            share=dice.random(),
-            step=dice.randrange(2, 6),
+            share=rng.random(),
+            step=rng.randrange(2, 6),
             cuda=cuda,
         )
 
@@ -85,15 +85,15 @@ class Case:
 
 
 def train(seed: int, folder: str, cuda: bool) -> None:
-    """The body of every rank: a training loop that ends only with a death."""
+    """The function of every rank: a training loop that ends only with a death."""
     from support.rank_main import this_rank
 
     case, rank = Case.of(seed, cuda), this_rank()
-    phase = _Phases(case, _Fate(case, Path(folder)) if rank == case.victim else None)
+    phase = _Phases(case, _Killer(case, Path(folder)) if rank == case.victim else None)
     try:
         _train(case, rank, phase)
     except BaseException:
-        # Who was still importing torch when the victim died could not know earlier.
+        # A survivor that was still importing torch at the death could not learn of it before its next call.
         (Path(folder) / f"entered.{rank}").write_text(str(phase.entered))
         raise
     if rank == case.victim:
@@ -110,7 +110,7 @@ def _train(case: Case, rank: int, phase: _Phases) -> None:
     device = torch.device("cuda", devices.own()) if case.cuda else torch.device("cpu")
     if case.cuda:
         torch.cuda.set_device(device)
-        # The context takes seconds, and has nothing to do with other ranks.
+        # Making the CUDA context takes seconds and does not involve other ranks; it is kept out of the phase "init".
         torch.zeros(1, device=device)
     with phase("init"):
         dist.init_process_group()
@@ -123,7 +123,7 @@ def _train(case: Case, rank: int, phase: _Phases) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     inputs, targets = torch.randn(64, 256, device=device), torch.randint(10, (64,), device=device)
     metric = torch.ones(200_000, device=device)
-    # In the phases that repeat, ranks go on until one of them dies.
+    # If the victim dies in a phase of each step, the other ranks train until they notice.
     last_step = case.step if case.phase == "shutdown" else sys.maxsize
     for step in range(last_step):
         phase.step = step
@@ -136,43 +136,44 @@ def _train(case: Case, rank: int, phase: _Phases) -> None:
         with phase("collective"):
             dist.all_reduce(metric)
             if step % 2:
-                # The host of a rank that trains on a device seldom waits for it, but it does.
+                # A rank on a device rarely synchronizes with it. Every other step does, so that deaths while the host
+                # waits are tested too.
                 metric[0].item()
     with phase("shutdown"):
         dist.destroy_process_group()
 
 
-class _Fate:
-    """Kills this process at a given time, from a thread, wherever the process then is."""
+class _Killer:
+    """Kills this process after a delay, from a thread, whatever the main thread then does."""
 
     def __init__(self, case: Case, folder: Path) -> None:
         self._case = case
         self._folder = folder
         self._thread: threading.Thread | None = None
 
-    def draw_near(self, phase_seconds: float) -> None:
-        """Starts the clock."""
+    def start_timer(self, phase_seconds: float) -> None:
+        """Starts the delay: the share of `phase_seconds` at which this process dies."""
         if self._thread is None:
             delay = self._case.share * phase_seconds
-            self._thread = threading.Thread(target=self._strike, args=(time.monotonic() + delay,), daemon=True)
+            self._thread = threading.Thread(target=self._kill_at, args=(time.monotonic() + delay,), daemon=True)
             self._thread.start()
 
-    def _strike(self, at: float) -> None:
+    def _kill_at(self, at: float) -> None:
         time.sleep(max(0.0, at - time.monotonic()))
         (self._folder / "death").write_text(str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class _Phases:
-    """Marks where the process is, so that its fate can find it there."""
+    """Context manager that records the current phase and starts the victim's timer in the phase of the case."""
 
-    def __init__(self, case: Case, fate: _Fate | None) -> None:
+    def __init__(self, case: Case, killer: _Killer | None) -> None:
         self._case = case
-        self._fate = fate
+        self._killer = killer
         self._seconds = dict(_ONCE_SECONDS_CUDA if case.cuda else _ONCE_SECONDS)
         self._name = ""
         self.step = 0
-        #: When the present phase began.
+        #: `time.monotonic()` when the current phase began.
         self.entered = time.monotonic()
 
     def __call__(self, name: str) -> _Phases:
@@ -181,8 +182,8 @@ class _Phases:
 
     def __enter__(self) -> None:
         once = self._name in _ONCE_SECONDS
-        if self._fate and self._name == self._case.phase and (once or self.step >= self._case.step):
-            self._fate.draw_near(self._seconds.get(self._name, 0.01))
+        if self._killer and self._name == self._case.phase and (once or self.step >= self._case.step):
+            self._killer.start_timer(self._seconds.get(self._name, 0.01))
         self.entered = time.monotonic()
 
     def __exit__(self, *_: object) -> None:
@@ -192,19 +193,20 @@ class _Phases:
 
 @dataclass
 class CaseResult:
-    """How a run ended."""
+    """The result of one run."""
 
     case: Case
-    #: What went wrong; empty if nothing did.
+    #: Violations of the requirements; empty if there are none.
     problems: list[str]
-    #: From the death, or the survivor's next call if that came later, to the last survivor's error, in seconds.
+    #: Seconds from the death to the last survivor's error. For a survivor that entered its phase later, the time counts
+    #: from there.
     latency: float
-    #: Everything that was printed.
-    story: str
+    #: The output of the job.
+    output: str
 
 
 def run(case: Case, folder: Path, timeout: float = _TIMEOUT_SECONDS) -> CaseResult:
-    """Runs one case; `folder` is empty and belongs to it."""
+    """Runs one case. `folder` must be empty; the run writes its files there."""
     shared_before = _shared_memory()
     problems = []
     arguments = (case.seed, str(folder), case.cuda)
@@ -226,20 +228,20 @@ def run(case: Case, folder: Path, timeout: float = _TIMEOUT_SECONDS) -> CaseResu
             problems.append(f"rank {rank.rank} neither returned nor raised")
             continue
         entered = folder / f"entered.{rank.rank}"
-        knowable = max(death, float(entered.read_text())) if entered.exists() else death
-        latency = max(latency, rank.ended_at - knowable)
+        since = max(death, float(entered.read_text())) if entered.exists() else death
+        latency = max(latency, rank.ended_at - since)
         if rank.error is None:
             if case.phase != "shutdown":
                 problems.append(f"rank {rank.rank} ended without an error")
         elif f"rank {case.victim} died" not in rank.error:
             problems.append(f"rank {rank.rank} does not name rank {case.victim}: {rank.error}")
     if latency > LIMIT_SECONDS[case.cuda]:
-        problems.append(f"the last survivor knew after {latency:.1f} s")
+        problems.append(f"the last survivor raised after {latency:.1f} s")
     if case.launcher == "smdrun" and f"rank {case.victim} failed first: killed by SIGKILL" not in outcome.output:
-        problems.append("smdrun does not say who failed first")
-    # NCCL has files there for a moment.
+        problems.append("smdrun does not name the rank that failed first")
+    # On devices, NCCL may have temporary files in /dev/shm.
     if not case.cuda and (left := _shared_memory() - shared_before):
-        # Another program's file may come and go; ours would stay.
+        # Another program's file may be there for a moment. A file that the job left would stay.
         time.sleep(1.0)
         if left := left & _shared_memory():
             problems.append(f"left in /dev/shm: {sorted(left)}")
@@ -254,7 +256,7 @@ def _shared_memory() -> set[str]:
 
 
 def _device_memory() -> list[int]:
-    """MiB in use on each device."""
+    """Returns the memory in use on each device, in MiB."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return [int(line) for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
 
@@ -265,7 +267,7 @@ def _run_seed(seed: int, cuda: bool) -> CaseResult:
 
 
 def main() -> int:
-    """Runs many cases and prints a table."""
+    """Runs many cases and prints a table of latencies by phase."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="the first seed; run i has seed + i")
@@ -279,11 +281,11 @@ def main() -> int:
     memory_before = _device_memory() if options.cuda else []
     seeds = range(options.seed, options.seed + options.runs)
     with ThreadPoolExecutor(options.at_once) as jobs:
-        for done, verdict in enumerate(jobs.map(_run_seed, seeds, [options.cuda] * options.runs), 1):
-            latencies[verdict.case.phase].append(verdict.latency)
-            if verdict.problems:
-                failed[verdict.case.phase] += 1
-                print(f"FAILED {verdict.case}: {'; '.join(verdict.problems)}\n{verdict.story}", flush=True)
+        for done, result in enumerate(jobs.map(_run_seed, seeds, [options.cuda] * options.runs), 1):
+            latencies[result.case.phase].append(result.latency)
+            if result.problems:
+                failed[result.case.phase] += 1
+                print(f"FAILED {result.case}: {'; '.join(result.problems)}\n{result.output}", flush=True)
             elif sys.stdout.isatty():
                 print(f"\r{done}/{options.runs}", end="", flush=True)
     print(f"\n{'died in':12} {'runs':>5} {'failed':>7} {'median ms':>10} {'worst ms':>9}")
@@ -296,7 +298,7 @@ def main() -> int:
     if options.cuda:
         memory = _device_memory()
         print(f"device memory in use before and after: {memory_before} and {memory} MiB")
-        # The driver itself takes some.
+        # The driver itself may allocate some memory.
         failed["memory"] = sum(after > before + 64 for before, after in zip(memory_before, memory, strict=True))
     return int(failed.total() > 0)
 

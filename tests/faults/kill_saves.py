@@ -1,12 +1,16 @@
-"""Kills processes that save checkpoints at random moments. Whenever that is, the newest complete checkpoint is whole, and what saves did
-not write is as it was.
+"""Kills processes at random moments while they save checkpoints.
+
+The newest complete checkpoint must then be intact, and files of others must be unchanged.
 
     python tests/faults/kill_saves.py --runs 500 --seed 0
 
-Two ranks save one step after another into one folder, which later runs go on with, as a job that is started again does. Every
-tensor's bytes follow from its name and the step, so whoever loads knows what must be there. Sharded checkpoints get their names by an exchange and without one;
-between them, ranks save partial and full ones. The folder also holds files of the user's, under names that the ranks try to save to as well, and
-older checkpoints of every kind: their bytes are compared after each kill. It needs no framework.
+Two ranks save one step after another into one folder. Later runs continue in the same folder, like a job that is
+restarted. The bytes of each tensor follow from its name and the step, so a reader can compute the expected content.
+Sharded checkpoints agree on their names either by an exchange or without one. Between them, ranks save partial and full
+checkpoints.
+
+The folder also holds files of the user, some under names that the ranks try to save to, and older checkpoints of every
+kind. Their bytes are compared after each kill. No framework is needed.
 """
 
 from __future__ import annotations
@@ -23,9 +27,9 @@ from pathlib import Path
 
 RANKS = 2
 TENSORS = 6
-#: Attempts of saves have numbers that no two share: of each kind in a range of its own.
+#: Offset of the attempt numbers of each kind of checkpoint, so that no two attempts share a number.
 _NUMBERS = {"sharded": 0, "partial": 1 << 62, "full": 1 << 61}
-#: What a user has in the folder: files, and under `links` where links lead to.
+#: Files of the user in the folder, with their content.
 _FOREIGN = {
     "notes.txt": b"by hand",
     "photos/one.jpg": b"a photo",
@@ -37,7 +41,7 @@ _FOREIGN = {
     "user_content_occupied-content": b"no archive",
 }
 _LINKS = {"best": "older", "occupied-link": "photos", "occupied-nowhere": "nowhere"}
-#: Names that a save must refuse, each with its kind.
+#: Names at which a save must be refused, each with the kind of the checkpoint.
 _REFUSED = [
     ("sharded", "occupied"),
     ("sharded", "occupied-file"),
@@ -63,24 +67,24 @@ def _content(name: str, step: int, size: int) -> bytearray:
 
 
 def _names(rank: int) -> list[tuple[str, int]]:
-    """Some larger than a chunk of the format."""
+    """Names and sizes in bytes of the tensors of a rank. Some are larger than a chunk of the format."""
     return [(f"rank{rank}.{index}", (1 << 12) << (2 * index)) for index in range(TENSORS)]
 
 
-def _places(rank: int, step: int) -> tuple[list[tuple], dict[str, bytearray]]:
-    """What a rank saves of a step, and the memory of it."""
+def _tensors_of(rank: int, step: int) -> tuple[list[tuple], dict[str, bytearray]]:
+    """Describes the tensors that a rank saves in a step; also returns their memory, which must outlive the save."""
     import ctypes
 
-    held = {name: _content(name, step, size) for name, size in _names(rank)}
-    places = []
-    for name, memory in held.items():
+    buffers = {name: _content(name, step, size) for name, size in _names(rank)}
+    tensors = []
+    for name, memory in buffers.items():
         address = ctypes.addressof((ctypes.c_char * len(memory)).from_buffer(memory))
-        places.append((name, "U8", [len(memory)], [0], [len(memory)], address, False))
-    return places, held
+        tensors.append((name, "U8", [len(memory)], [0], [len(memory)], address, False))
+    return tensors, buffers
 
 
 def _archive(text: str) -> bytes:
-    """What ends as a file of `torch.save` does."""
+    """Content that ends like a file of `torch.save`: with the end record of an empty zip archive."""
     return text.encode() * 4096 + b"PK\5\6" + bytes(18)
 
 
@@ -91,7 +95,9 @@ def _attempt(folder: str, kind: str, tag: str, rank: int, world: int, number: in
 
 
 def _save_partial(folder: str, tag: str, rank: int, number: int, step: int) -> None:
-    """Both ranks: the second one goes on when it has written its part."""
+    """Saves a partial checkpoint; both ranks call it. Rank 0 commits when rank 1 has reported its file, and rank 1
+    returns without waiting.
+    """
     attempt = _attempt(folder, "partial", tag, rank, RANKS, number)
     name = f"model_{rank}_0.pt"
     Path(attempt.folder, name).write_bytes(f"{step} ".encode() * 50_000)
@@ -111,8 +117,8 @@ def _save_full(folder: str, tag: str, number: int, step: int) -> None:
     attempt.leave()
 
 
-def plant(folder: str) -> None:
-    """Puts what nobody may touch into the folder of checkpoints."""
+def write_foreign(folder: str) -> None:
+    """Fills the folder of checkpoints with files, links and older checkpoints that later saves must not touch."""
     from smdistributed import _core
 
     for name, content in _FOREIGN.items():
@@ -122,9 +128,9 @@ def plant(folder: str) -> None:
     for name, target in _LINKS.items():
         Path(folder, name).symlink_to(target)
     saver = _core.CheckpointSaver(folder, 0, 1, 2, True, None, 30.0)
-    places, _held = _places(0, 0)
-    saver.save("older", 0, 1, "{}", "0", places, False)
-    # So a job that keeps three checkpoints keeps this one, too.
+    tensors, _buffers = _tensors_of(0, 0)
+    saver.save("older", 0, 1, "{}", "0", tensors, False)
+    # The user's file within it keeps a job that keeps three checkpoints from deleting this one.
     Path(folder, "older/notes.txt").write_bytes(b"by hand")
     attempt = _attempt(folder, "partial", "older-partial", 0, 1, 1)
     Path(attempt.folder, "model_0_0.pt").write_bytes(b"older")
@@ -135,8 +141,8 @@ def plant(folder: str) -> None:
     Path(folder, "newest").unlink()
 
 
-def planted(folder: str) -> dict[str, object]:
-    """What :func:`plant` has made, as it is now."""
+def read_foreign(folder: str) -> dict[str, object]:
+    """Reads everything that :func:`write_foreign` has made, as it is now."""
     found: dict[str, object] = {name: os.readlink(Path(folder, name)) for name in _LINKS}
     roots = {name.partition("/")[0] for name in _FOREIGN} | {
         "older",
@@ -152,7 +158,7 @@ def planted(folder: str) -> dict[str, object]:
 
 
 def _refuse(folder: str) -> None:
-    """Tries to save to names that are taken."""
+    """Tries to save at names that are taken, each of which must be refused."""
     from smdistributed._common.errors import InvalidArgumentError
 
     for number, (kind, tag) in enumerate(_REFUSED):
@@ -160,22 +166,22 @@ def _refuse(folder: str) -> None:
             _attempt(folder, kind, tag, 0, 1, 1 << 60 | number)
         except InvalidArgumentError:
             continue
-        raise AssertionError(f"a {kind} checkpoint was begun at `{tag}`")
+        raise AssertionError(f"a {kind} checkpoint was not refused at `{tag}`")
 
 
 def _save(folder: str, rank: int, first: int, run: int) -> None:
-    """A rank: saves until it is killed."""
+    """The main function of a rank: saves until it is killed."""
     from smdistributed import _core
 
     if rank == 0:
         _refuse(folder)
-    # Each way in turns: durable or not, by an exchange of names or without.
+    # Runs alternate: durable or not, with or without an exchange of names.
     saver = _core.CheckpointSaver(folder, rank, RANKS, 2, bool(run % 2), 3, 30.0, bool(run % 4 < 2))
     for step in range(first, first + 10_000):
-        places, _held = _places(rank, step)
+        tensors, _buffers = _tensors_of(rank, step)
         number = run << 32 | step
-        # A tag that is used again replaces what was there.
-        saver.save(f"step-{step}" if run % 3 else "again", step, number, "{}", str(step), places, bool(step % 2))
+        # In every third run all steps have the same tag: each save replaces the previous checkpoint.
+        saver.save(f"step-{step}" if run % 3 else "again", step, number, "{}", str(step), tensors, bool(step % 2))
         if step % 2 == 0:
             _save_partial(folder, f"t{step % 4}_partial", rank, number, step)
         if rank == 0 and step % 3 == 0:
@@ -195,17 +201,21 @@ def _check(folder: str) -> int:
     reader.verify(2)
     expected = dict(pair for rank in range(RANKS) for pair in _names(rank))
     assert [name for name, _, _ in reader.tensors()] == sorted(expected), "tensors are missing"
-    assert reader.content == str(reader.step), f"content {reader.content} in step {reader.step}"
+    assert reader.content == str(reader.step), (
+        f"content of step {reader.content} in the checkpoint of step {reader.step}"
+    )
     for name, size in expected.items():
         memory = bytearray(size)
         address = ctypes.addressof((ctypes.c_char * size).from_buffer(memory))
         reader.read([(name, [0], [size], address, size)], 2)
-        assert memory == _content(name, reader.step, size), f"`{name}` of step {reader.step} is not as it was saved"
+        assert memory == _content(name, reader.step, size), (
+            f"`{name}` of step {reader.step} differs from what was saved"
+        )
     return reader.step
 
 
 def _check_files(folder: str) -> None:
-    """What partial and full checkpoints there are is whole, and of one step each."""
+    """Checks that each partial and full checkpoint is complete and that all its files are of one step."""
     from smdistributed import _core
 
     for tag in ("t0_partial", "t2_partial"):
@@ -216,32 +226,30 @@ def _check_files(folder: str) -> None:
         names = [f"model_{rank}_0.pt" for rank in range(RANKS)]
         reader.check_files(names)
         steps = {Path(place, name).read_bytes().split()[0] for name in names}
-        assert len(steps) == 1, f"`{tag}` is of the steps {steps}"
+        assert len(steps) == 1, f"`{tag}` has files of several steps: {steps}"
     for tag in ("full0", "full1"):
         if not Path(folder, tag).exists():
             continue
         content = _core.checkpoint_content(folder, tag)
-        assert content is not None, f"`{tag}` has lost its content"
+        assert content is not None, f"`{tag}` has lost its `user_content` file"
         files = [str(Path(folder, tag)), content]
         for file in files:
             _core.checkpoint_verify_file(file)
         steps = {Path(file).read_bytes().split()[0] for file in files}
-        assert len(steps) == 1, f"`{tag}` is of the steps {steps}"
+        assert len(steps) == 1, f"`{tag}` has files of several steps: {steps}"
 
 
 def run(folder: str, number: int, seed: int) -> int:
-    """
-    One run: ranks start, and some time after their first save one or both are killed.
+    """Starts the ranks and kills one after the other some time after their first save.
 
-    Returns:
-        The step of the newest checkpoint, which was found whole.
+    Returns: |    The step of the newest checkpoint, which was intact.
     """
     from smdistributed import _core
 
-    dice = random.Random(f"{seed} {number}")
+    rng = random.Random(f"{seed} {number}")
     if not Path(folder, "older").exists():
-        plant(folder)
-    expected = planted(folder)
+        write_foreign(folder)
+    expected = read_foreign(folder)
     before = _check(folder)
     ranks = [
         subprocess.Popen(
@@ -253,27 +261,28 @@ def run(folder: str, number: int, seed: int) -> int:
     ]
     try:
         assert ranks[0].stdout.readline() == f"{before + 1}\n", "the first save failed"
-        time.sleep(dice.uniform(0, 0.25))
+        time.sleep(rng.uniform(0, 0.25))
     finally:
         victims = list(ranks)
-        dice.shuffle(victims)
+        rng.shuffle(victims)
         for victim in victims:
             os.kill(victim.pid, signal.SIGKILL)
-            time.sleep(dice.choice([0, 0, 0.03]))
-        said = [rank.communicate()[0].split() for rank in ranks]
-    assert planted(folder) == expected, "a save has touched what is not its own"
-    # Readers find all of it before the next job takes away what this one has left, and after.
+            time.sleep(rng.choice([0, 0, 0.03]))
+        outputs = [rank.communicate()[0].split() for rank in ranks]
+    assert read_foreign(folder) == expected, "a save has touched what is not its own"
+    # Readers must find it both before and after the next job cleans up the attempts that were interrupted.
     found = _check(folder)
     _check_files(folder)
     _core.checkpoint_clean(folder)
     assert _check(folder) == found
     _check_files(folder)
-    assert planted(folder) == expected, "cleaning has touched what is not its own"
-    rests = [each for each in Path(folder).glob(".*.smd-attempt") if any(each.glob("*.status"))]
-    assert not rests, f"a broken attempt has left {rests}"
-    # What a rank was told is saved, is: saves with odd numbers may be under way, in the background.
-    told = max((int(steps[-1]) for steps in said if steps), default=before)
-    assert found >= told - told % 2, f"step {told - told % 2} was saved, and the newest is {found}"
+    assert read_foreign(folder) == expected, "cleaning has touched what is not its own"
+    leftovers = [each for each in Path(folder).glob(".*.smd-attempt") if any(each.glob("*.status"))]
+    assert not leftovers, f"cleaning left interrupted attempts: {leftovers}"
+    # A step that a rank has printed was saved. Saves of odd steps are asynchronous, so the last of these may be
+    # incomplete.
+    reported = max((int(steps[-1]) for steps in outputs if steps), default=before)
+    assert found >= reported - reported % 2, f"step {reported - reported % 2} was saved, and the newest is {found}"
     return found
 
 
@@ -294,7 +303,8 @@ def main() -> None:
             step = run(folder, number, arguments.seed)
             if (number + 1) % 50 == 0:
                 print(
-                    f"{number + 1} runs, at step {step}: every newest checkpoint was whole, and nothing else was touched ({time.monotonic() - start:.0f} s)"
+                    f"{number + 1} runs, at step {step}: the newest checkpoint was always complete, and no other file "
+                    f"changed ({time.monotonic() - start:.0f} s)"
                 )
 
 

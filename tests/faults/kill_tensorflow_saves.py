@@ -1,11 +1,12 @@
-"""Kills the ranks of a divided Keras model that save checkpoints at random moments. Whenever that is, the latest complete checkpoint
-restores, bit by bit; so it does with other numbers of partitions, and in plain TensorFlow.
+"""Kills the ranks of a Keras model on two partitions at random moments while they save checkpoints.
+
+The latest complete checkpoint must restore bit by bit, also with other numbers of partitions and in plain TensorFlow.
 
     python tests/faults/kill_tensorflow_saves.py --runs 200 --seed 0
 
-Two partitions save one checkpoint after another into one folder, which later runs go on with, as a job that is started again does.
-The values of a variable follow from its name and the checkpoint's number, so whoever restores knows what must be there. Each run
-begins with that comparison.
+The ranks save one checkpoint after another into one folder. Later runs continue in the same folder, like a job that is
+restarted. The values of a variable follow from its name and the number of the checkpoint, so a reader can compute them.
+Each run begins with that comparison.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from support.rank_main import announce
 from support.tf_env import ENV
 
 FORMATS = ("tensorflow", "sharded")
-#: What ranks get: TensorFlow on one processor.
+#: Ranks are forked with TensorFlow imported; they use CPUs only.
 LAUNCHER = Forked("tensorflow")
 _LAYERS, _UNITS = 4, 96
 
 
-def _made(base):
+def _make_model(base):
     import tensorflow as tf
 
     class Model(base):
@@ -47,14 +48,16 @@ def _made(base):
     return Model(), tf.keras.optimizers.Adam()
 
 
-def _divided(partitions):
-    """A model after its first step, with its optimizer, in a checkpoint."""
+def _make_checkpoint(partitions):
+    """Makes the distributed model, runs one step so that the optimizer has its variables, and returns a
+    `tf.train.Checkpoint` of both.
+    """
     import tensorflow as tf
 
     import smdistributed.modelparallel.tensorflow as smp
 
     smp.init({"partitions": partitions, "microbatches": 1})
-    model, optimizer = _made(smp.DistributedModel)
+    model, optimizer = _make_model(smp.DistributedModel)
 
     @smp.step
     def gradients(x):
@@ -68,12 +71,12 @@ def _divided(partitions):
 def _content(name, number, shape, dtype):
     import numpy as np
 
-    dice = np.random.default_rng([zlib.crc32(name.encode()), number])
-    return dice.integers(-1000, 1000, size=shape).astype(dtype) / dtype.type(7)
+    rng = np.random.default_rng([zlib.crc32(name.encode()), number])
+    return rng.integers(-1000, 1000, size=shape).astype(dtype) / dtype.type(7)
 
 
-def _own(checkpoint):
-    """Names and variables of floats that are here."""
+def _local_floats(checkpoint):
+    """Yields the names and variables of floating-point type that this rank holds."""
     from smdistributed.dataparallel.tensorflow.keras_variable import underlying
     from smdistributed.modelparallel.tensorflow.checkpoint import saving
     from smdistributed.modelparallel.tensorflow.state import state
@@ -91,16 +94,20 @@ def _compare(number, variables):
     count = 0
     for name, variable in variables:
         value = variable.numpy()
-        assert np.array_equal(value, _content(name, number, value.shape, value.dtype)), f"`{name}` of {number}"
+        assert np.array_equal(value, _content(name, number, value.shape, value.dtype)), (
+            f"`{name}` of checkpoint {number} differs"
+        )
         count += value.size
     return count
 
 
 def restored(folder, form, partitions):
-    """A rank: restores the latest and compares; returns its number, or 0, and how many numbers it has compared."""
+    """The function of a rank: restores the latest checkpoint and compares it. Returns its number, 0 if there is none,
+    and how many values were compared.
+    """
     import smdistributed.modelparallel.tensorflow as smp
 
-    return _restored(smp.CheckpointManager(_divided(partitions), folder, max_to_keep=3, format=form))
+    return _restored(smp.CheckpointManager(_make_checkpoint(partitions), folder, max_to_keep=3, format=form))
 
 
 def _restored(manager):
@@ -108,39 +115,39 @@ def _restored(manager):
     if path is None:
         return 0, 0
     number = int(path.rpartition("-")[2])
-    return number, _compare(number, _own(manager.checkpoint))
+    return number, _compare(number, _local_floats(manager.checkpoint))
 
 
 def saves(folder, form):
-    """A rank: compares, then saves until it is killed."""
+    """The function of a rank: restores and compares, then saves until it is killed."""
     import smdistributed.modelparallel.tensorflow as smp
 
-    checkpoint = _divided(2)
+    checkpoint = _make_checkpoint(2)
     manager = smp.CheckpointManager(checkpoint, folder, max_to_keep=3, format=form)
     number, _ = _restored(manager)
-    told = Path(folder, "told")
-    assert number >= (int(told.read_text()) if told.exists() else 0), (
-        f"{number} is the latest, {told.read_text()} was saved"
+    saved = Path(folder, "saved")
+    assert number >= (int(saved.read_text()) if saved.exists() else 0), (
+        f"the latest checkpoint is {number}, but {saved.read_text()} was saved"
     )
     announce(f"restored-{smp.rank()}")
     while True:
         number += 1
-        for name, variable in _own(checkpoint):
+        for name, variable in _local_floats(checkpoint):
             variable.assign(_content(name, number, variable.shape, variable.numpy().dtype))
         manager.save(number)
         if smp.rank() == 0:
-            Path(folder, "telling").write_text(str(number))
-            Path(folder, "telling").rename(told)
+            Path(folder, "saved.part").write_text(str(number))
+            Path(folder, "saved.part").rename(saved)
         if number % 2 == 0:
             announce("saving")
 
 
-def plain(folder, form):
-    """TensorFlow alone reads what two partitions have saved."""
+def restored_by_tensorflow(folder, form):
+    """The function of a single process: reads with plain TensorFlow what two partitions have saved, and compares it."""
     import tensorflow as tf
 
     assert form == "tensorflow"
-    model, optimizer = _made(tf.keras.Model)
+    model, optimizer = _make_model(tf.keras.Model)
     model(tf.ones([1, _UNITS]))
     optimizer.build(model.trainable_variables)
     path = tf.train.latest_checkpoint(folder)
@@ -156,29 +163,29 @@ def plain(folder, form):
 
 
 def run(folder, form, number, seed):
-    """One run: ranks restore, and some time after their first saves they are killed."""
-    dice = random.Random(f"{seed} {form} {number}")
+    """Starts the ranks, waits until they have restored and saved, and kills them at a random moment."""
+    rng = random.Random(f"{seed} {form} {number}")
     with start_ranks(saves, 2, folder, form, launcher=LAUNCHER, env=ENV, timeout=120) as job:
         job.wait_for("saving")
-        time.sleep(dice.uniform(0, 0.15))
-        for rank in dice.sample(range(2), 2):
+        time.sleep(rng.uniform(0, 0.15))
+        for rank in rng.sample(range(2), 2):
             job.kill(rank)
-            time.sleep(dice.choice([0, 0, 0.02]))
+            time.sleep(rng.choice([0, 0, 0.02]))
         job.wait()
 
 
 def check(folder, form, sizes=(1, 2, 3)):
-    """The latest with other numbers of partitions, and in TensorFlow alone; returns its number."""
+    """Restores the latest checkpoint with other numbers of partitions and in plain TensorFlow; returns its number."""
     found = {}
     for partitions in sizes:
         ranks = run_ranks(restored, partitions, folder, form, partitions, launcher=LAUNCHER, env=ENV, timeout=120)
         found[partitions] = {number for number, _ in ranks}, sum(count for _, count in ranks)
     if form == "tensorflow":
-        [(number, count)] = run_ranks(plain, 1, folder, form, launcher=LAUNCHER, env=ENV, timeout=120)
+        [(number, count)] = run_ranks(restored_by_tensorflow, 1, folder, form, launcher=LAUNCHER, env=ENV, timeout=120)
         found["plain"] = {number}, count
     numbers = set.union(*(numbers for numbers, _ in found.values()))
     assert len(numbers) == 1, found
-    # Weights, biases and two slots for each of them; what all ranks have is compared by each.
+    # Weights and biases, each with two slots of Adam. Variables that all ranks hold are counted on each of them.
     assert all(count >= 3 * _LAYERS * _UNITS * (_UNITS + 1) for _, count in found.values()), found
     return numbers.pop()
 
@@ -195,8 +202,8 @@ def main():
             for number in range(arguments.runs):
                 run(folder, form, number, arguments.seed)
                 if (number + 1) % 20 == 0:
-                    told = Path(folder, "told").read_text()
-                    print(f"{form}: {number + 1} runs, {told} saves, {time.monotonic() - start:.0f} s", flush=True)
+                    saved = Path(folder, "saved").read_text()
+                    print(f"{form}: {number + 1} runs, {saved} saves, {time.monotonic() - start:.0f} s", flush=True)
             print(f"{form}: number {check(folder, form)} restores with 1, 2 and 3 partitions")
 
 

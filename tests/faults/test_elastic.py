@@ -1,4 +1,6 @@
-"""Ends of elastic jobs, which must be clear. Training through kills and joins: ``python tests/faults/elastic.py``."""
+"""How elastic jobs fail: the reason is clear and no process is left. elastic.py tests training while workers are killed
+and added.
+"""
 
 import signal
 import subprocess
@@ -55,7 +57,7 @@ def test_all_failed(tmp_path):
 
 def is_running(pid):
     try:
-        # Who has ended, and is asked for by nobody, is still there.
+        # A zombie still has an entry in /proc, but does not run.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False

@@ -1,4 +1,6 @@
-"""Elastic jobs whose hosts join, leave and disappear while they train: every sample is seen, and all ranks end with one state."""
+"""Hosts join, leave and disappear during elastic training: every sample is seen, and all ranks end in the same
+state.
+"""
 
 from __future__ import annotations
 
@@ -23,27 +25,29 @@ pytestmark = [
     pytest.mark.timeout(240),
 ]
 
-#: So much silence, and a host counts as gone.
+#: Silence after which a host counts as gone, in seconds.
 SILENCE_SECONDS = 3
-#: Loss of a job that nothing disturbs, near the noise of the targets.
+#: Loss of an undisturbed job, near the noise of the targets.
 LOSS = 0.01
 
 
 @contextlib.contextmanager
 def training(folder, network, slots):
-    """A job that `horovodrun` on the first host has started on hosts with so many slots."""
+    """Starts `horovodrun` on the first host, for the given number of slots on each host; yields the job, then waits for
+    its end and checks its result.
+    """
     listed = {hosts.address(host): count for host, count in slots.items()}
     variables = {
         **network.with_ssh(),
         "SMD_PEER_TIMEOUT_SECONDS": str(SILENCE_SECONDS),
-        # Results of tests of the network are kept there.
+        # `horovodrun` keeps results of its network tests in the home directory.
         "HOME": str(folder),
         "SMD_CACHE_DIR": os.environ.get("SMD_CACHE_DIR", str(Path.home() / ".cache" / "opensmd")),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     job = elastic.Job(folder, listed, 0.1, network.on(0), variables)
     try:
-        job.wait_for(lambda: job.stands(job.hosts), "the first session began")
+        job.wait_for(lambda: job.runs_on(job.hosts), "the first session began")
         yield job
         (folder / "finish").touch()
         assert job.process.wait(elastic.LONGEST_RUN) == 0
@@ -56,40 +60,40 @@ def training(folder, network, slots):
         job.process.wait()
 
 
-def changed(job, *, add=(), remove=()):
-    """Lets the discovery find other hosts, and waits until the job runs on them."""
+def change_hosts(job, *, add=(), remove=()):
+    """Changes the hosts that the discovery script lists, and waits until the job runs on them."""
     for host in remove:
         job.hosts.pop(hosts.address(host))
     for host in add:
         job.hosts[hosts.address(host)] = 1
     job.announce()
-    job.wait_for(lambda: job.stands(job.hosts), f"the hosts became {job.hosts}")
+    job.wait_for(lambda: job.runs_on(job.hosts), f"the hosts became {job.hosts}")
 
 
 def test_a_host_joins_and_another_one_leaves(tmp_path):
     with hosts.Hosts(3) as network, training(tmp_path, network, {0: 1, 1: 1}) as job:
-        changed(job, add=[2])
-        changed(job, remove=[1])
-        changed(job, add=[1])
+        change_hosts(job, add=[2])
+        change_hosts(job, remove=[1])
+        change_hosts(job, add=[1])
         sessions = job.sessions()
     assert [len(members) for members in sessions] == [2, 3, 2, 3]
-    # Who stays keeps its process.
+    # A worker whose host stays keeps its process.
     first, last = ({each["host"]: each["pid"] for each in members} for members in (sessions[0], sessions[-1]))
     assert first[hosts.address(0)] == last[hosts.address(0)]
     assert first[hosts.address(1)] != last[hosts.address(1)]
 
 
 def test_the_host_of_rank_0_leaves(tmp_path):
-    """`horovodrun` goes on there."""
+    """`horovodrun` itself continues on that host."""
     with hosts.Hosts(3) as network, training(tmp_path, network, {0: 1, 1: 1, 2: 1}) as job:
-        changed(job, remove=[0])
+        change_hosts(job, remove=[0])
         members = job.sessions()[-1]
     assert {each["host"] for each in members} == {hosts.address(1), hosts.address(2)}
 
 
 @pytest.mark.parametrize("end", ["killed", "cut off"])
 def test_a_host_disappears(tmp_path, end):
-    """The discovery still lists it, for a while; another one takes its place."""
+    """The discovery script still lists the host for a while. Later another host takes its place."""
     with hosts.Hosts(4) as network, training(tmp_path, network, {0: 1, 1: 1, 2: 1}) as job:
         (lost,) = [each for each in job.sessions()[-1] if each["host"] == hosts.address(2)]
         if end == "killed":
@@ -97,6 +101,6 @@ def test_a_host_disappears(tmp_path, end):
         else:
             network.cut(2)
         left = {host: 1 for host in job.hosts if host != hosts.address(2)}
-        job.wait_for(lambda: job.stands(left), "the others went on")
-        changed(job, add=[3], remove=[2])
+        job.wait_for(lambda: job.runs_on(left), "the others went on")
+        change_hosts(job, add=[3], remove=[2])
         job.wait_for(lambda: not os.path.exists(f"/proc/{lost['pid']}"), "the lost worker ended")

@@ -1,4 +1,4 @@
-"""A host that disappears: every rank elsewhere hears who was there."""
+"""A host disappears: every rank on the other hosts gets an error that names a rank of that host."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from support import hosts, start_ranks
 pytestmark = pytest.mark.skipif(hosts.missing_network() is not None, reason=hosts.missing_network() or "")
 needs_mpi = pytest.mark.skipif(hosts.missing() is not None, reason=hosts.missing() or "")
 
-#: The longest time in which survivors must learn of a death.
+#: Longest time until survivors learn of a death, in seconds.
 NOTICE_SECONDS = 5.0
-#: So much silence, and a host counts as gone.
+#: Silence after which a host counts as gone, in seconds.
 SILENCE_SECONDS = 3
 
 
-def meet_for_ever():
+def repeat_barriers():
     from smdistributed import _core
     from smdistributed._common import lifecycle
     from support.rank_main import announce
@@ -39,7 +39,7 @@ def kill_the_second_host(_, job):
 
 
 def kill_the_second_host_of_mpirun(_, job):
-    """Also the daemon through which mpirun would hear of it."""
+    """Kills the ranks and also mpirun's daemon on the host, through which mpirun would learn of their death."""
     parent = int(Path(f"/proc/{job.pid(2)}/stat").read_text().rpartition(")")[2].split()[1])
     for pid in (job.pid(2), job.pid(3), parent):
         os.kill(pid, signal.SIGKILL)
@@ -61,7 +61,7 @@ ALL_CUT_OFF = {0: SILENT, 1: SILENT, 2: OTHER_SIDE, 3: OTHER_SIDE}
 
 
 @pytest.mark.parametrize(
-    ("way", "end", "said"),
+    ("start", "disappear", "errors"),
     [
         pytest.param("mpirun", kill_the_second_host_of_mpirun, {0: KILLED, 1: KILLED}, marks=needs_mpi),
         pytest.param("mpirun", cut_the_second_host_off, ALL_CUT_OFF, marks=needs_mpi),
@@ -71,23 +71,23 @@ ALL_CUT_OFF = {0: SILENT, 1: SILENT, 2: OTHER_SIDE, 3: OTHER_SIDE}
     ],
     ids=["mpirun, killed", "mpirun, cut off", "TCP, killed", "TCP, one killed", "TCP, cut off"],
 )
-def test_a_host_that_disappears_is_named_everywhere(way, end, said):
+def test_all_survivors_name_the_host_that_disappears(start, disappear, errors):
     environment = {"SMD_PEER_TIMEOUT_SECONDS": str(SILENCE_SECONDS)}
-    # By default mpirun kills the others when it sees that a rank is gone, and they might not get to say why.
-    options = ["--enable-recovery"] if way == "mpirun" else []
+    # By default mpirun kills the other ranks when a rank dies, possibly before they can report their error.
+    options = ["--enable-recovery"] if start == "mpirun" else []
     with hosts.Hosts(2) as two:
-        launcher = two if way == "mpirun" else two.by_hand()
-        with start_ranks(meet_for_ever, 4, launcher=launcher, options=options, env=environment, timeout=60) as job:
+        launcher = two if start == "mpirun" else two.by_hand()
+        with start_ranks(repeat_barriers, 4, launcher=launcher, options=options, env=environment, timeout=60) as job:
             for rank in range(4):
                 job.wait_for(f"met.{rank}")
-            start = time.monotonic()
-            end(two, job)
-            for rank in said:
+            began = time.monotonic()
+            disappear(two, job)
+            for rank in errors:
                 job.wait_for_end(rank)
-            if way == "mpirun":
-                # It may wait for the host that is gone, or for ranks that ended without its help.
+            if start == "mpirun":
+                # mpirun may wait for the host that is gone, or for ranks that ended without its daemon.
                 os.kill(job.launcher_pid, signal.SIGKILL)
             outcome = job.wait()
-    for rank, text in said.items():
+    for rank, text in errors.items():
         assert re.search(f"PeerFailedError: {text}", outcome.ranks[rank].error), outcome.describe()
-        assert outcome.ranks[rank].ended_at - start < NOTICE_SECONDS, outcome.describe()
+        assert outcome.ranks[rank].ended_at - began < NOTICE_SECONDS, outcome.describe()

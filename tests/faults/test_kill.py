@@ -21,7 +21,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 
 def warm_up():
-    """The shim is built before the clock runs."""
+    """Imports torch and builds the shim before the first timed case."""
     import smdistributed.dataparallel.torch.distributed as dist
 
     dist.init_process_group()
@@ -35,16 +35,17 @@ def shim():
 @pytest.mark.parametrize("seed", [*range(2), *map(more, range(2, 12))])
 def test_survivors_name_the_dead(seed, tmp_path):
     case = kill.Case.of(seed)
-    # The second six meet the same phases again: under smdrun, whose ranks import torch anew, those only that need it.
+    # Seeds from 6 on repeat the phases. Ranks under smdrun import torch anew, so only phase "init", which needs it,
+    # uses it there.
     if case.launcher == "raw" or (seed >= 6 and case.phase != "init"):
         case = dataclasses.replace(case, launcher=Forked("torch"))
-    verdict = kill.run(case, tmp_path, timeout=110.0)
-    assert not verdict.problems, f"{case}: {'; '.join(verdict.problems)}\n{verdict.story}"
+    result = kill.run(case, tmp_path, timeout=110.0)
+    assert not result.problems, f"{case}: {'; '.join(result.problems)}\n{result.output}"
 
 
 @needs_one
 @pytest.mark.parametrize("seed", range(6))
 def test_survivors_on_devices_name_the_dead(seed, tmp_path):
     case = kill.Case.of(seed, cuda=True)
-    verdict = kill.run(case, tmp_path, timeout=60.0)
-    assert not verdict.problems, f"{case}: {'; '.join(verdict.problems)}\n{verdict.story}"
+    result = kill.run(case, tmp_path, timeout=60.0)
+    assert not result.problems, f"{case}: {'; '.join(result.problems)}\n{result.output}"

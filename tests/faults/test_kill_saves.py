@@ -1,4 +1,4 @@
-"""A few runs of kill_saves.py; `make bench-faults` makes many."""
+"""A few of the runs of kill_saves.py; `make bench-faults` does many."""
 
 from __future__ import annotations
 

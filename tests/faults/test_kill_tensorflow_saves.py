@@ -1,4 +1,4 @@
-"""A few runs of kill_tensorflow_saves.py."""
+"""A few of the runs of kill_tensorflow_saves.py."""
 
 from __future__ import annotations
 

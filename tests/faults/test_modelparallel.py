@@ -1,4 +1,4 @@
-"""A rank of a pipeline that dies ends all others with an error that names it."""
+"""A rank of a pipeline dies: all other ranks end with an error that names it."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def test_a_killed_rank_is_named_by_all_others(victim, launcher):
         assert rank.error is not None, outcome.describe()
         assert rank.error_types[0] == "SMPPeerFailedError", outcome.describe()
         assert f"rank {victim} " in rank.error, outcome.describe()
-        # It takes milliseconds; a machine that does much else needs longer for anything.
-        print(f"rank {rank.rank} knew after {1e3 * (rank.ended_at - killed):.0f} ms")
+        # Normally takes milliseconds. The limit allows for a busy machine.
+        print(f"rank {rank.rank} raised after {1e3 * (rank.ended_at - killed):.0f} ms")
         assert rank.ended_at - killed < 5.0, outcome.describe()

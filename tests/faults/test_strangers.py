@@ -1,4 +1,6 @@
-"""Processes that are not of the job, and know all that the launcher's variables say, try to join it."""
+"""Processes outside the job try to join it. They know all variables that the launcher sets, but not the job's
+secret.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,12 @@ from support import hosts, more, run_ranks, start_ranks
 from support.forks import Forked
 from support.hosts import ByHand, Hosts, address
 
-NOBODY = 65534
-PATIENCE_SECONDS = "3"
+NOBODY_USER = 65534
+INIT_TIMEOUT_SECONDS = "3"
 
-#: Joins with the variables of rank 1, then asks for the secret; as the user `argv[1]`.
-STRANGER = """
+#: Script: joins with the variables of rank 1, then connects to each named socket and asks for the secret. It runs as
+#: user `argv[1]`.
+INTRUDER_SCRIPT = """
 import os, socket, sys
 from smdistributed import _core
 
@@ -44,8 +47,8 @@ os._exit(0)
 """
 
 
-def meet_late(folder):
-    """Rank 1 comes when others have tried to be it."""
+def join_late(folder):
+    """Joins the job. Rank 1 first waits for the file `go`, so that an intruder can try to take its place."""
     from smdistributed import _core
     from support.rank_main import announce
 
@@ -89,8 +92,8 @@ def _environment(pid):
 
 
 def _try_to_join(variables, *arguments, on=()):
-    command = [*on, sys.executable, "-c", STRANGER, *arguments]
-    variables = variables | {"SMD_INIT_TIMEOUT_SECONDS": PATIENCE_SECONDS}
+    command = [*on, sys.executable, "-c", INTRUDER_SCRIPT, *arguments]
+    variables = variables | {"SMD_INIT_TIMEOUT_SECONDS": INIT_TIMEOUT_SECONDS}
     run = subprocess.run(
         command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60
     )
@@ -98,34 +101,34 @@ def _try_to_join(variables, *arguments, on=()):
     return run.stdout
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="another user's processes can be started by root only")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start processes of another user")
 @pytest.mark.parametrize("launcher", ["raw", more("torchrun")])
-def test_another_user_of_the_host_is_given_nothing(launcher, tmp_path):
-    with start_ranks(meet_late, 2, str(tmp_path), launcher=launcher, timeout=110) as job:
+def test_another_user_of_the_host_does_not_get_the_secret(launcher, tmp_path):
+    with start_ranks(join_late, 2, str(tmp_path), launcher=launcher, timeout=110) as job:
         job.wait_for("joining")
         job.wait_for("waiting")
         time.sleep(1)
         variables = _environment(job.pid(1))
-        said = _try_to_join(variables, str(NOBODY))
-        assert "joined" not in said, said
-        assert "this user on this host (nobody listens) timed out" in said, said
+        output = _try_to_join(variables, str(NOBODY_USER))
+        assert "joined" not in output, output
+        assert "this user on this host (nobody listens) timed out" in output, output
         names = _eventually(lambda: _sockets(job.pid(0)))
         assert names, "rank 0 serves no socket"
-        # Somebody who reads this file would ask under the other user's name.
-        asked = _try_to_join(variables, str(NOBODY), names[0])
+        # An intruder that reads /proc/net/unix finds the socket, and asks there as another user.
+        secret_reply = _try_to_join(variables, str(NOBODY_USER), names[0])
         (tmp_path / "go").touch()
         outcome = job.wait()
     assert outcome.exit_code == 0, outcome.describe()
     assert outcome.values == [(0, True), (1, True)]
-    assert "was given b''" in asked, asked
+    assert "was given b''" in secret_reply, secret_reply
     assert re.search(r"refused process \d+ of user 65534, which asked for the secret", outcome.output), (
         outcome.describe()
     )
 
 
 @dataclass(frozen=True)
-class _Placed(ByHand):
-    """Ranks on the hosts with these numbers, of which each has as many."""
+class _OnHosts(ByHand):
+    """Starts ranks by hand on the given hosts, the same number on each."""
 
     places: tuple[int, ...] = (0,)
 
@@ -150,30 +153,30 @@ needs_network = pytest.mark.skipif(hosts.missing_network() is not None, reason=s
 def test_another_host_without_the_secret_does_not_join(case, tmp_path):
     spread = case != "one host"
     with Hosts(3) as three:
-        launcher = _Placed(three, places=(0, 1) if spread else (0,))
+        launcher = _OnHosts(three, places=(0, 1) if spread else (0,))
         secret = {"SMD_SECRET": "of this job"} if spread else {}
-        with start_ranks(meet_late, 2, str(tmp_path), launcher=launcher, env=secret) as job:
+        with start_ranks(join_late, 2, str(tmp_path), launcher=launcher, env=secret) as job:
             job.wait_for("joining")
             job.wait_for("waiting")
             time.sleep(1)
             variables = _environment(job.pid(1)) | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
             variables.pop("SMD_SECRET", None)
-            said = _try_to_join(variables, "0", on=three.on(2))
+            output = _try_to_join(variables, "0", on=three.on(2))
             (tmp_path / "go").touch()
             outcome = job.wait()
-    assert "joined" not in said, said
-    assert "init(): finding the rendezvous" in said, said
-    assert "to wait longer, set `SMD_INIT_TIMEOUT_SECONDS`" in said, said
-    assert ("does not accept this job's secret" in said) is spread, said
+    assert "joined" not in output, output
+    assert "init(): finding the rendezvous" in output, output
+    assert "to wait longer, set `SMD_INIT_TIMEOUT_SECONDS`" in output, output
+    assert ("does not accept this job's secret" in output) is spread, output
     assert outcome.exit_code == 0, outcome.describe()
     assert outcome.values == [(0, True), (1, True)]
     assert "open to the network" not in outcome.output, outcome.describe()
 
 
 @needs_network
-def test_a_job_on_several_hosts_without_a_secret_says_that_it_is_open(tmp_path):
+def test_a_job_on_several_hosts_without_a_secret_warns_that_it_is_open(tmp_path):
     (tmp_path / "go").touch()
-    with Hosts(2) as two, start_ranks(meet_late, 2, str(tmp_path), launcher=_Placed(two, places=(0, 1))) as job:
+    with Hosts(2) as two, start_ranks(join_late, 2, str(tmp_path), launcher=_OnHosts(two, places=(0, 1))) as job:
         outcome = job.wait()
     assert outcome.values == [(0, False), (1, False)], outcome.describe()
     assert outcome.output.count("this job is open to the network") == 1, outcome.describe()
@@ -181,7 +184,7 @@ def test_a_job_on_several_hosts_without_a_secret_says_that_it_is_open(tmp_path):
 
 
 def exchange_objects(evidence):
-    """Rank 1 sends a pickle that runs a command."""
+    """Rank 1 sends an object whose unpickling would run a command; returns the errors of this rank."""
     import pickle
 
     import smdistributed.modelparallel.torch as smp
@@ -202,7 +205,7 @@ def exchange_objects(evidence):
                 smp.recv_from(1)
         except pickle.UnpicklingError as error:
             found.append(str(error))
-    # The job goes on.
+    # A rejected object does not end the job.
     assert smp.allgather(smp.rank()) == [0, 1]
     return found
 
@@ -212,7 +215,7 @@ def test_objects_of_other_ranks_run_no_code(tmp_path):
     first, second = run_ranks(exchange_objects, 2, str(evidence), launcher=Forked("torch"))
     assert not evidence.exists()
     assert len(first) == 2
-    assert len(second) == 1, "a rank that broadcasts does not look at its own object"
+    assert len(second) == 1, "the source of a broadcast does not unpickle its own object"
     for text in first:
         assert text.startswith("rank 1 sent an object of `posix.system`, which is not unpickled: it is no class"), text
         assert "SMD_SAFE_GLOBALS=posix.system" in text

@@ -1,4 +1,6 @@
-"""A few runs of end_tensorflow_steps.py."""
+"""A failure within a model-parallel step of TensorFlow ends the step on every rank, with an error that names the rank.
+Some cases of end_tensorflow_steps.py.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ pytestmark = [
     ("partitions", "replicas", "victim", "kind"),
     [(2, 1, 1, "dies"), (3, 1, 1, "differs"), (2, 2, 3, "dies"), (3, 1, 2, "raises"), (2, 1, 0, "raises first")],
 )
-def test_what_ends_a_step_is_told_to_all(partitions, replicas, victim, kind):
-    # It takes milliseconds; a machine that does much else needs longer for anything.
+def test_all_ranks_get_the_error_that_ends_a_step(partitions, replicas, victim, kind):
+    # Normally takes milliseconds. The limit allows for a busy machine.
     end_tensorflow_steps.run(partitions, victim, kind, 0.03, limit=30.0, replicas=replicas)
 
 
@@ -76,8 +78,8 @@ def _train_in_a_function(kind):
 
 
 @pytest.mark.parametrize(("kind", "victim"), [("dies", 1), ("fails", 0)])
-def test_steps_of_a_function_that_was_traced_before_end_with_a_name(kind, victim):
-    """TensorFlow's errors then, as no Python of the step's runs."""
+def test_a_failure_in_a_traced_function_names_the_rank(kind, victim):
+    """The step's Python code does not run again once `tf.function` has traced it, so TensorFlow raises the errors."""
     with start_ranks(_train_in_a_function, 2, kind, launcher=Forked("tensorflow"), env=ENV, timeout=100) as job:
         job.wait_for("training")
         began = job.kill(victim) if kind == "dies" else None
@@ -88,12 +90,12 @@ def test_steps_of_a_function_that_was_traced_before_end_with_a_name(kind, victim
         assert "too much" in outcome.ranks[victim].error
     other = outcome.ranks[1 - victim]
     assert f"rank {victim} " in other.error, outcome.describe()
-    # It takes milliseconds, or three seconds; a machine that does much else needs longer for anything.
+    # Normally takes milliseconds, or three seconds. The limit allows for a busy machine.
     assert began is None or other.ended_at - began < 30.0, outcome.describe()
 
 
 def _model_that_asserts():
-    """Two partitions of one layer each; the second one's takes only what is less than 2."""
+    """Makes a model of two partitions with one layer each; the second partition asserts that its input is less than 2."""
     import tensorflow as tf
 
     import smdistributed.modelparallel.tensorflow as smp
@@ -114,7 +116,9 @@ def _model_that_asserts():
 
 
 def _catch(kind):
-    """What the rank of the last partition catches, that of the first one hears of, though no message is under way."""
+    """Rank 1 catches the error of an operation and goes on to a barrier. Rank 0 must still learn of the error, though
+    it waits for no message of the step.
+    """
     import numpy as np
     import tensorflow as tf
 
@@ -132,7 +136,7 @@ def _catch(kind):
         train = tf.function(lambda x: step(x).merge())
 
         def run():
-            # What follows a step may fail without ending the job; all ranks go on.
+            # An operation after the step may fail without ending the job: the step itself is complete on all ranks.
             with pytest.raises(tf.errors.InvalidArgumentError, match="afterwards"):
                 checked(tf.constant(x))
             train(tf.constant(x))
@@ -143,20 +147,20 @@ def _catch(kind):
                 return tf.identity(x)
 
     run()
-    # Longer than a step that failed would be given.
+    # Longer than the time after which a failed step ends the job: a step that succeeded must not start that clock.
     time.sleep(1.5)
     run()
     announce("trained")
-    # The last microbatch's, so nothing is still to be received.
+    # Only the last microbatch fails, so rank 0 has nothing left to receive.
     x[-1] = 30.0
     with pytest.raises(tf.errors.InvalidArgumentError, match="too much") if smp.rank() else contextlib.nullcontext():
         train(tf.constant(x)) if kind == "function" else run()
     smp.barrier()
-    raise AssertionError("what failed is told to nobody")
+    raise AssertionError("no rank was told of the failed operation")
 
 
 @pytest.mark.parametrize("kind", ["function", "fit", "fit eagerly"])
-def test_an_operation_that_fails_is_told_to_all_though_it_was_caught(kind):
+def test_all_ranks_learn_of_an_operation_error_that_was_caught(kind):
     with start_ranks(_catch, 2, kind, launcher=Forked("tensorflow"), env=ENV, timeout=60) as job:
         job.wait_for("trained")
         began = time.monotonic()
@@ -165,6 +169,6 @@ def test_an_operation_that_fails_is_told_to_all_though_it_was_caught(kind):
     assert "rank 1 " in outcome.ranks[0].error, outcome.describe()
     if kind != "function":
         assert outcome.ranks[0].error.count("too much") == 1, outcome.describe()
-    # Long before what is waited for would be given up.
+    # Well before the timeouts of the waiting ranks.
     assert outcome.ranks[0].ended_at - began < 25.0, outcome.describe()
-    assert "told to nobody" not in outcome.ranks[1].error, outcome.describe()
+    assert "no rank was told" not in outcome.ranks[1].error, outcome.describe()

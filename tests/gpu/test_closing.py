@@ -1,4 +1,4 @@
-"""Groups on CUDA devices that are closed, or cannot be made, while the other members do nothing."""
+"""Groups on CUDA devices that one member closes, or cannot create, while the other members do not take part."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _closed_body():
     torch.cuda.synchronize()
     start = time.monotonic()
     if dist.get_rank() == 0:
-        # Rank 1 never calls it.
+        # Rank 1 never calls this all-reduce.
         dist.all_reduce(x, group=group)
         dist.destroy_process_group(group)
         torch.cuda.synchronize()
@@ -48,7 +48,7 @@ def _closed_body():
 
 
 @pytest.mark.parametrize("peer_bytes", ["0", "8388608"])
-def test_an_operation_of_a_closed_group_ends_at_its_limit(peer_bytes):
+def test_an_operation_of_a_closed_group_ends_at_its_timeout(peer_bytes):
     env = {"SMD_TIMEOUT_SECONDS": "6", "SMD_P2P_MAX_BYTES": peer_bytes}
     first, _ = run_ranks(_closed_body, 2, env=env, timeout=90)
     assert 5 < first < 30, first
@@ -62,7 +62,7 @@ def _absent_body():
     group = dist.new_group()
     start, before = time.monotonic(), _threads("smd-")
     if dist.get_rank() == 1:
-        # Never uses the group on a device.
+        # Rank 1 never uses the group on a device, so its communicator cannot be made.
         time.sleep(14)
         return "", 0.0, 0
     text = ""
@@ -73,7 +73,7 @@ def _absent_body():
     return text, time.monotonic() - start, len(_threads("smd-")) - len(before)
 
 
-def test_a_member_that_does_not_join_is_named_and_no_thread_stays():
+def test_a_member_that_does_not_join_is_named_and_no_thread_is_left():
     env = {"SMD_TIMEOUT_SECONDS": "6", "SMD_P2P_MAX_BYTES": "0"}
     (text, seconds, more_threads), _ = run_ranks(_absent_body, 2, env=env, timeout=90)
     assert "timed out" in text, text
@@ -95,7 +95,7 @@ def _launches_body(count):
     torch.cuda.synchronize()
     total = (time.monotonic() - start) / count * 1e6
 
-    # The same work by a graph: what NCCL queues from a thread of its own is captured.
+    # The same all-reduce in a CUDA graph: the work that NCCL queues from a thread of its own must be captured as well.
     y = torch.ones(1 << 20, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -111,5 +111,5 @@ def test_operations_of_nccl_are_queued_within_a_millisecond_and_captured():
     print(f"an all-reduce of 4 MiB: {outcome[0][0]:.0f} us to queue, {outcome[0][1]:.0f} us in all")
     for queued, _, value in outcome:
         assert value == 2.0
-        # Ranks that share a device go over sockets, and wait for each other's kernels.
+        # Ranks that share a device communicate over sockets and wait for each other's kernels.
         assert queued < (1e5 if devices.SHARED else 1e3), outcome

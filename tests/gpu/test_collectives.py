@@ -1,6 +1,6 @@
-"""Collectives on CUDA tensors, against PyTorch's NCCL backend in the same processes.
+"""Collectives on CUDA tensors, compared with PyTorch's NCCL backend in the same processes.
 
-A job on GPUs takes long to start, so each one makes many checks and reports the ones that failed.
+A job on GPUs takes long to start, so each job makes many checks and reports those that failed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def _values(torch, dtype, elems, salt):
 
 def _equal(torch, mine, theirs, what):
     if not torch.equal(mine, theirs):
-        at = (mine != theirs).nonzero()[0].tolist()
-        raise AssertionError(f"{what}: at {at} {mine[tuple(at)].item()} instead of {theirs[tuple(at)].item()}")
+        index = (mine != theirs).nonzero()[0].tolist()
+        raise AssertionError(f"{what}: at {index} {mine[tuple(index)].item()} instead of {theirs[tuple(index)].item()}")
 
 
 def collectives_body():
@@ -82,9 +82,9 @@ def collectives_body():
                 dist.gather(inputs[rank], gathered, dst=1)
                 for output, expected in zip(gathered or [], inputs, strict=False):
                     _equal(torch, output, expected, "gather")
-                got = torch.empty_like(x)
-                dist.scatter(got, inputs if rank == 0 else None, src=0)
-                _equal(torch, got, inputs[rank], "scatter")
+                received = torch.empty_like(x)
+                dist.scatter(received, inputs if rank == 0 else None, src=0)
+                _equal(torch, received, inputs[rank], "scatter")
                 blocks = [_values(torch, dtype, elems, 1000 * rank + to) for to in range(size)]
                 outputs = [torch.empty_like(x) for _ in range(size)]
                 dist.all_to_all(outputs, blocks)
@@ -93,8 +93,8 @@ def collectives_body():
                 if rank == 0:
                     dist.send(inputs[0], 1)
                 elif rank == 1:
-                    dist.recv(got, 0)
-                    _equal(torch, got, inputs[0], "recv")
+                    dist.recv(received, 0)
+                    _equal(torch, received, inputs[0], "recv")
 
             checks(f"moves {dtype} {elems}", check)
 
@@ -102,7 +102,7 @@ def collectives_body():
         for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.bool):
             inputs = [_values(torch, dtype, 5 * size, 70 + r) for r in range(size)]
             total = torch.stack(inputs).any(0) if dtype is torch.bool else torch.stack(inputs).sum(0)
-            # NCCL rounds each sum of two of them.
+            # NCCL rounds to the dtype after each addition.
             close = {"rtol": 2**-6, "atol": 2**-5} if dtype is torch.bfloat16 else {"rtol": None, "atol": None}
             x = inputs[rank].clone()
             dist.reduce(x, 1)
@@ -152,7 +152,8 @@ def collectives_body():
     checks("what NCCL lacks", refusals)
 
     def order_and_memory():
-        # The operation starts when the tensor is there, and its memory is not given away before it is done.
+        # An operation must wait for the work that produces its tensor, and the caching allocator must not reuse the
+        # tensor's memory before the operation is done.
         side = torch.cuda.Stream()
         for turn in range(20):
             with torch.cuda.stream(side if turn % 2 else torch.cuda.current_stream()):
@@ -194,7 +195,8 @@ def collectives_body():
 
 
 def test_collectives_equal_nccl():
-    # NCCL's order of summation is compared with itself.
+    # All-reduces between peers are disabled (`SMD_P2P_MAX_BYTES` is 0): NCCL sums in another order, so only its own
+    # results are equal bit by bit.
     failed = run_ranks(
         collectives_body, NUM_RANKS, env={"SMD_TIMEOUT_SECONDS": "40", "SMD_P2P_MAX_BYTES": "0"}, timeout=90
     )
@@ -272,14 +274,14 @@ def backend_body():
             compare(f"{run.__name__} async={asynchronous}", run)
 
     def ring(pg):
-        out, got = fill(1 << 18), torch.empty(1 << 18, device="cuda")
+        out, received = fill(1 << 18), torch.empty(1 << 18, device="cuda")
         ops = [
             c10d.P2POp(c10d.isend, out, (rank + 1) % size, group=pg),
-            c10d.P2POp(c10d.irecv, got, (rank - 1) % size, group=pg),
+            c10d.P2POp(c10d.irecv, received, (rank - 1) % size, group=pg),
         ]
         for work in c10d.batch_isend_irecv(ops):
             work.wait()
-        return [got]
+        return [received]
 
     compare("batch_isend_irecv", ring)
 
@@ -304,9 +306,9 @@ def backend_body():
     checks("completion follows the device", completion)
 
     def objects():
-        got = [None] * size
-        c10d.all_gather_object(got, {"rank": rank}, group=group)
-        assert got == [{"rank": r} for r in range(size)]
+        received = [None] * size
+        c10d.all_gather_object(received, {"rank": rank}, group=group)
+        assert received == [{"rank": r} for r in range(size)]
         c10d.barrier(group=group)
 
     checks("objects and barrier", objects)
@@ -352,7 +354,7 @@ def same_device_body():
     dist.all_reduce(torch.ones(3, device="cuda"))
 
 
-def test_two_ranks_on_one_device_are_told():
+def test_two_ranks_on_one_device_are_an_error():
     from support.ranks import RanksFailedError
 
     with pytest.raises(RanksFailedError) as caught:
@@ -382,7 +384,7 @@ def stuck_body(kind):
             dist.all_reduce(x[:1024])
         else:
             dist.all_reduce(x)
-        # The device says at once that something is wrong, the host's threads a moment later.
+        # The device notices at once that something is wrong, the host's threads a moment later: a later call raises.
         while time.monotonic() < start + 30:
             torch.cuda.synchronize()
             dist.all_reduce(x)
@@ -396,8 +398,8 @@ def dist_errors():
 
 
 @pytest.mark.parametrize("kind", ["missing", "mismatch"])
-def test_a_stuck_operation_says_why(kind):
-    # The first operation, which compiles kernels, has as much.
+def test_the_error_of_a_stuck_operation_has_the_reason(kind):
+    # The same limit holds for the first operation, which compiles kernels.
     env = {"SMD_TIMEOUT_SECONDS": "12"}
     (first, seconds), (second, _) = run_ranks(stuck_body, 2, kind, env=env, timeout=90)
     assert seconds < 22, seconds

@@ -1,4 +1,4 @@
-"""DistributedDataParallel on GPUs: gradients are those of torch's own over NCCL, whatever the model and the options."""
+"""DistributedDataParallel on GPUs: gradients equal those of PyTorch's DDP over NCCL, for many models and options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.timeout(280), needs_one]
 
 
 def _models(torch):
-    """Name, model, inputs of one rank, and options that both implementations take."""
+    """Name, model, inputs of one rank, and options that both implementations accept."""
     from torch import nn
 
     class Tied(nn.Module):
@@ -73,13 +73,13 @@ def _models(torch):
         ("static graph", Tied(), tokens, {"static_graph": True}),
         ("branches", Branches(), torch.randn(3, 32), {"find_unused_parameters": True}),
         ("sparse", Sparse(), tokens, {}),
-        # The last bucket is one tensor, and larger than what goes to peers whole.
+        # The last bucket is one tensor, too large for the all-reduce that sends peers the whole tensor.
         ("large", nn.Sequential(nn.Linear(2048, 4096), nn.ReLU(), nn.Linear(4096, 8)), torch.randn(4, 2048), {}),
     ]
 
 
 def _train(torch, model, x, steps, set_to_none=True, grads=None):
-    """Gradients after every step."""
+    """Returns the gradients after every step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     seen = []
     for step in range(steps):
@@ -101,7 +101,8 @@ def _compare(torch, mine, theirs, rtol=2e-6, atol=1e-7):
                 assert a[name] is b[name], f"{name} in step {step}: {a[name]} and {b[name]}"
                 continue
             x, y = a[name].to_dense(), b[name].to_dense()
-            # More than two ranks sum in another order than NCCL's rings do: of the tensor's largest number so many roundings.
+            # More than two ranks sum in another order than NCCL's rings. The error is a few roundings at the magnitude
+            # of the largest element.
             largest = y.abs().amax().item() if y.numel() else 0.0
             if x.dtype is torch.bfloat16:
                 rtol, atol = 1e-2, max(1e-3, largest * 2**-6)
@@ -124,7 +125,7 @@ def gradients_body():
         mine = copy.deepcopy(model).cuda()
         for module in theirs.modules():
             if isinstance(module, torch.nn.Embedding):
-                # NCCL has no sparse tensors.
+                # NCCL does not support sparse tensors.
                 module.sparse = False
         return (
             DDP(mine, device_ids=[device], **options),
@@ -138,7 +139,7 @@ def gradients_body():
             x = x.cuda()
             mine, theirs = pair(model, **options)
             _compare(torch, _train(torch, mine, x, 4), _train(torch, theirs, x, 4))
-            # Ours follow rank 0's after backward, torch's before the next forward.
+            # Buffers of the library follow rank 0 after backward, those of PyTorch before the next forward.
             if rank != 0:
                 return
             for (n, a), (_, b) in zip(mine.module.named_buffers(), theirs.module.named_buffers(), strict=True):
@@ -148,22 +149,22 @@ def gradients_body():
 
     mlp, x = _models(torch)[0][1], torch.randn(16, 64).cuda()
 
-    def kept():
+    def keep_gradients():
         mine, theirs = pair(mlp, bucket_cap_mb=0.5)
-        held = []
-        first = _train(torch, mine, x, 4, grads=held)
+        kept = []
+        first = _train(torch, mine, x, 4, grads=kept)
         _compare(torch, first, _train(torch, theirs, x, 4))
-        for step, gradients in enumerate(held):
+        for step, gradients in enumerate(kept):
             for gradient, value in zip(gradients, first[step].values(), strict=True):
-                assert torch.equal(gradient, value), "a gradient that the script kept was overwritten"
+                assert torch.equal(gradient, value), "a gradient that the caller still holds was overwritten"
 
-    checks("kept gradients", kept)
+    checks("kept gradients", keep_gradients)
     checks(
         "zeroed gradients",
         lambda: _compare(torch, *(_train(torch, m, x, 4, set_to_none=False) for m in pair(mlp, bucket_cap_mb=0.5))),
     )
 
-    def accumulated():
+    def accumulate():
         results = []
         for model in pair(mlp):
             seen = []
@@ -177,21 +178,21 @@ def gradients_body():
             results.append(seen)
         _compare(torch, *results)
 
-    checks("no_sync", accumulated)
+    checks("no_sync", accumulate)
 
-    def compressed():
+    def compress():
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         for hook in (default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook):
             mine, theirs = pair(mlp, bucket_cap_mb=0.5)
             mine.register_comm_hook(None, hook)
             theirs.register_comm_hook(None, hook)
-            # One step: they round at different places, and drift apart.
+            # One step only: the two sides round at different places, so later steps differ.
             _compare(torch, _train(torch, mine, x, 1), _train(torch, theirs, x, 1), rtol=2e-2, atol=1e-3)
 
-    checks("compression", compressed)
+    checks("compression", compress)
 
-    def hooked():
+    def use_hook():
         def hook(group, bucket):
             return c10d.all_reduce(bucket.buffer().div_(size), async_op=True).get_future().then(lambda f: f.value()[0])
 
@@ -200,14 +201,15 @@ def gradients_body():
         theirs.register_comm_hook(None, hook)
         _compare(torch, _train(torch, mine, x, 3), _train(torch, theirs, x, 3))
 
-    checks("communication hook", hooked)
+    checks("communication hook", use_hook)
 
-    def captured():
+    def capture_step():
         results = []
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         for capture in (True, False):
-            # Made in the stream that is captured, in which autograd then accumulates: so it is with torch's own.
+            # The model is made on the stream that is captured, so autograd accumulates on it. PyTorch's DDP needs the
+            # same.
             with torch.cuda.stream(stream):
                 model = pair(mlp, bucket_cap_mb=0.5)[0]
                 static = x.clone()
@@ -236,7 +238,7 @@ def gradients_body():
                 torch.cuda.synchronize()
         _compare(torch, *results)
 
-    checks("a captured step", captured)
+    checks("a captured step", capture_step)
 
     def mixed_precision():
         mine, theirs = pair(mlp, bucket_cap_mb=0.5)
@@ -285,7 +287,7 @@ def test_gradients_equal_those_of_torch():
 
 
 def smddp_body():
-    """torch's own DDP and FSDP2 over the backend."""
+    """Trains with PyTorch's own DDP and FSDP2 over the `smddp` backend."""
     import copy
 
     torch, c10d, _, rank, _ = start_on_device()
@@ -296,7 +298,7 @@ def smddp_body():
     group = c10d.new_group(backend="smddp")
     for name, model, x, options in _models(torch):
         if name == "sparse":
-            # NCCL, which this is compared with, has no sparse tensors.
+            # NCCL, the reference, does not support sparse tensors.
             continue
 
         def check(model=model, x=x, options=options):
@@ -339,7 +341,7 @@ def smddp_body():
     return checks.failed
 
 
-def test_torch_over_the_backend():
+def test_ddp_and_fsdp2_of_torch_over_the_backend():
     failed = run_ranks(smddp_body, NUM_RANKS, env={"SMD_TIMEOUT_SECONDS": "40"}, timeout=90)
     assert failed == [[]] * NUM_RANKS, "\n".join(line for rank in failed for line in rank)
 
@@ -350,7 +352,7 @@ def abandoned_body():
     torch, c10d, dist, rank, _ = start_on_device()
     from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel as DDP
 
-    # Plans that differ are told when they are made.
+    # Bucket plans that differ between ranks are an error when the model is wrapped.
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="ranks disagree") as caught:
         DDP(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2 + rank)).cuda())
@@ -359,7 +361,7 @@ def abandoned_body():
     step = 0
 
     def interrupt(gradient):
-        # The last layer's gradient is reduced already.
+        # By then, the bucket of the last layer's gradient is reduced already.
         if rank == 1 and step == 3:
             raise ArithmeticError("the script's own")
         return gradient
@@ -374,13 +376,13 @@ def abandoned_body():
             torch.cuda.synchronize()
         except Exception as error:
             texts.append((f"{type(error).__name__}: {error}", time.monotonic() - start))
-    # Who ended at once would be missed for that.
+    # A rank that exited now would be reported as dead instead.
     dist.barrier()
     c10d.destroy_process_group()
     return [*texts, differs]
 
 
-def test_a_rank_that_cannot_go_on_in_the_middle_is_named():
+def test_a_rank_that_fails_during_backward_is_named():
     texts = run_ranks(abandoned_body, 2, env={"SMD_TIMEOUT_SECONDS": "60"}, timeout=90)
     assert "ArithmeticError: the script's own" in texts[1][0][0], texts
     assert "rank 1" in texts[0][0][0], texts

@@ -1,4 +1,4 @@
-"""Groups on CUDA devices that are made out of other groups."""
+"""Process groups on CUDA devices that are split from other groups."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ def groups_body(bound):
         dist.all_reduce(x, group=group)
         return x[-1].item()
 
-    everybody = size * (size + 1) / 2
+    sum_of_all = size * (size + 1) / 2
     if not bound:
-        # Nothing is there to divide before the first operation.
-        assert total(None) == everybody
+        # The parent has no communicator that could be split before its first operation.
+        assert total(None) == sum_of_all
 
     whole = dist.new_group()
-    assert total(whole) == everybody
+    assert total(whole) == sum_of_all
     pair = dist.new_group([0, 1])
     if rank < 2:
         assert total(pair, 3 << 20) == 3.0
     parts = [list(range(0, size, 2)), list(range(1, size, 2))]
     mine = dist.split_group(split_ranks=parts)
     assert total(mine) == sum(other + 1 for other in parts[rank % 2])
-    # Its ranks have other numbers, and the last one is in none.
+    # The ranks of the new group differ from those of the parent, and the last rank is in no new group.
     nested = dist.split_group(whole, [list(range(size - 1))])
     assert (nested is None) == (rank == size - 1)
     if nested is not None:
-        assert total(nested) == everybody - size
-    # On other devices than its parent's, so that what was divided does not fit.
+        assert total(nested) == sum_of_all - size
+    # On other devices than the parent's, so its communicator cannot be split.
     if not bound:
         other = torch.device("cuda", (device.index + 1) % torch.cuda.device_count())
         with torch.cuda.device(other):
-            assert total(dist.new_group(), device=other) == everybody
-    # Never used.
+            assert total(dist.new_group(), device=other) == sum_of_all
+    # A group that is never used.
     dist.new_group()
-    # The parents are as they were, and those that end leave the others alone.
+    # Parent groups still work, and destroying one does not affect the groups that were split from it.
     dist.destroy_process_group(whole)
-    assert total(None) == everybody
+    assert total(None) == sum_of_all
     assert total(mine) == sum(other + 1 for other in parts[rank % 2])
 
     from torch.distributed.device_mesh import init_device_mesh
@@ -67,11 +67,11 @@ def groups_body(bound):
 
 
 @pytest.mark.parametrize("bound", [False, True])
-def test_groups_are_made_out_of_groups(bound):
+def test_groups_are_split_from_groups(bound):
     env = {"SMD_TIMEOUT_SECONDS": "20", "SMD_P2P_MAX_BYTES": "0", "SMD_LOG": "debug"}
     with start_ranks(groups_body, NUM_RANKS, bound, env=env, timeout=70) as job:
         outcome = job.wait()
     assert all(rank.error is None for rank in outcome.ranks), outcome.describe()
     assert "was not divided on devices" not in outcome.output, outcome.output
-    # The five that come before the mesh at least, on each rank.
+    # Each rank splits at least the five groups before the device mesh.
     assert outcome.output.count("was divided on devices") >= 5 * NUM_RANKS, outcome.output

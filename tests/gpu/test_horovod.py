@@ -1,4 +1,6 @@
-"""`horovod.torch` on CUDA tensors: values beside those of the same calls on CPU tensors, names, errors, optimizers."""
+"""`horovod.torch` and `horovod.tensorflow` on CUDA tensors: results compared with those on CPU tensors, names, errors,
+optimizers.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,19 @@ def _start():
     return torch, hvd, hvd.rank(), hvd.size()
 
 
-def _same(torch, here, there):
-    """Of a call on CPU tensors and on CUDA tensors."""
-    if isinstance(here, (list, tuple)):
-        assert len(here) == len(there)
-        for one, other in zip(here, there, strict=True):
+def _same(torch, on_cpu, on_gpu):
+    """Compares the result of a call on CPU tensors with that on CUDA tensors."""
+    if isinstance(on_cpu, (list, tuple)):
+        assert len(on_cpu) == len(on_gpu)
+        for one, other in zip(on_cpu, on_gpu, strict=True):
             _same(torch, one, other)
         return
-    assert here.dtype == there.dtype
-    if here.is_floating_point():
-        tolerance = 1e-2 if here.dtype in (torch.float16, torch.bfloat16) else 1e-5
-        assert torch.allclose(here, there.cpu(), rtol=tolerance, atol=tolerance), (here, there)
+    assert on_cpu.dtype == on_gpu.dtype
+    if on_cpu.is_floating_point():
+        tolerance = 1e-2 if on_cpu.dtype in (torch.float16, torch.bfloat16) else 1e-5
+        assert torch.allclose(on_cpu, on_gpu.cpu(), rtol=tolerance, atol=tolerance), (on_cpu, on_gpu)
     else:
-        assert torch.equal(here, there.cpu()), (here, there)
+        assert torch.equal(on_cpu, on_gpu.cpu()), (on_cpu, on_gpu)
 
 
 def collectives():
@@ -68,11 +70,11 @@ def collectives():
                 "grouped reducescatter": lambda x: hvd.grouped_reducescatter([x, x], op=hvd.Sum),
             }
             for name, call in calls.items():
-                there = call(x.cuda())
-                first = there[0] if isinstance(there, (list, tuple)) else there
+                on_gpu = call(x.cuda())
+                first = on_gpu[0] if isinstance(on_gpu, (list, tuple)) else on_gpu
                 assert first.is_cuda, name
                 try:
-                    _same(torch, call(x), there)
+                    _same(torch, call(x), on_gpu)
                 except AssertionError as error:
                     raise AssertionError(f"{name} of {dtype} {shape}: {error}") from None
     if size & (size - 1) == 0:
@@ -82,7 +84,8 @@ def collectives():
 
 def streams_and_errors():
     torch, hvd, rank, size = _start()
-    # What the current stream still computes is waited for, and what comes after waits for the result.
+    # The operation waits for work that the current stream still runs, and later work of the stream waits for the
+    # result.
     x = torch.ones(1 << 20, device="cuda")
     torch.cuda._sleep(50_000_000)
     x *= 3
@@ -93,7 +96,7 @@ def streams_and_errors():
         y = torch.full((1000,), float(rank), device="cuda")
         hvd.broadcast_(y, size - 1)
         assert (y == size - 1).all()
-    # Many at once, in an order of each rank.
+    # Many operations at once, which each rank submits in an order of its own.
     names = [f"t{at}" for at in range(30)]
     random.Random(rank).shuffle(names)
     handles = {
@@ -101,7 +104,8 @@ def streams_and_errors():
     }
     for name, handle in handles.items():
         assert (hvd.synchronize(handle) == float(name[1:])).all()
-    # One rank on the CPU, another type, another shape: all are told, and the name is free.
+    # One rank passes a tensor on the CPU, of another dtype or of another shape: all ranks get an error, and the name
+    # can be used again.
     odd = rank == size - 1
     for text, mine in (
         ("CPU/GPU device selection", torch.ones(2) if odd else torch.ones(2, device="cuda")),
@@ -111,7 +115,7 @@ def streams_and_errors():
         with pytest.raises(hvd.HorovodInternalError, match=text):
             hvd.allreduce(mine, name="m")
     assert hvd.allreduce(torch.ones(1, device="cuda"), op=hvd.Sum, name="m").item() == size
-    # Factors are applied here, and compared all the same.
+    # Each rank applies the factors itself; nevertheless they must be equal.
     for call in (hvd.allreduce, hvd.reducescatter):
         with pytest.raises(hvd.HorovodInternalError, match="Mismatched prescale and/or postscale factors"):
             call(torch.ones(size, device="cuda"), name="m", prescale_factor=2.0 if odd else 4.0)
@@ -167,7 +171,9 @@ def optimizers():
 
 
 def joins():
-    """Rank r has r + 1 rounds of work; meanwhile the others lend what changes nothing, from memory of their own devices."""
+    """Rank r submits r + 1 rounds of operations, then joins. Joined ranks contribute neutral elements from memory of
+    their own devices.
+    """
     torch, hvd, rank, size = _start()
     for device in (-1, devices.own()):
         for at in range(rank + 1):
@@ -198,7 +204,7 @@ def joins():
                     hvd.broadcast(torch.ones(1, device="cuda"), size - 1, name="never")
         assert hvd.join(device) == size - 1
     assert hvd.allreduce(torch.ones(1, device="cuda"), op=hvd.Sum).item() == size
-    # Training with different numbers of batches: as on the CPU.
+    # Trains with a different number of batches on each rank; results must equal those on CPUs.
     weights = []
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
@@ -217,7 +223,7 @@ def joins():
 
 
 def joins_elsewhere():
-    """Of a script that never calls `set_device`: the current device is 0 on every rank, and so is what it names in the end."""
+    """As in a script that never calls `set_device`: the current device is 0 on every rank, and `join` names device 0."""
     import torch
 
     import horovod.torch as hvd
@@ -232,23 +238,23 @@ def joins_elsewhere():
         assert hvd.join(named) == size - 1
 
 
-def everything():
+def all_operations():
     for part in (joins, collectives, streams_and_errors, gradients, optimizers):
         part()
 
 
 def test_operations_streams_errors_and_optimizers():
-    """Asserted on each rank, in `everything`."""
-    run_ranks(everything, NUM_RANKS, timeout=220)
+    """Each rank asserts, in `all_operations`."""
+    run_ranks(all_operations, NUM_RANKS, timeout=220)
 
 
 def test_joins_without_a_current_device():
-    """Asserted on each rank, in `joins_elsewhere`."""
+    """Each rank asserts, in `joins_elsewhere`."""
     run_ranks(joins_elsewhere, NUM_RANKS, timeout=60)
 
 
 def tensorflow():
-    """Values and gradients beside those of the same calls on CPU tensors, eager and in a function."""
+    """Compares values and gradients with those of the same calls on CPU tensors, eagerly and in a `tf.function`."""
     import numpy as np
     import tensorflow as tf
 
@@ -258,7 +264,7 @@ def tensorflow():
     rank, size = hvd.rank(), hvd.size()
     gpus = tf.config.list_physical_devices("GPU")
     tf.config.set_visible_devices(gpus[devices.own()], "GPU")
-    # What has no kernel for a GPU fails instead of moving.
+    # Without soft placement, an operation that has no GPU kernel fails instead of running on the CPU.
     tf.config.set_soft_device_placement(False)
     calls = {
         "sum": lambda x: hvd.allreduce(x, op=hvd.Sum),
@@ -293,15 +299,15 @@ def tensorflow():
                             return y, tape.gradient(loss, x) if x.dtype.is_floating else y
 
                         got.append([value.numpy() for value in wrapped(run)(x)])
-                for here, there in zip(*got, strict=True):
-                    assert np.allclose(here, there, rtol=1e-2 if dtype == tf.float16 else 1e-5), (name, dtype, got)
-    # Those that have joined take part.
+                for on_cpu, on_gpu in zip(*got, strict=True):
+                    assert np.allclose(on_cpu, on_gpu, rtol=1e-2 if dtype == tf.float16 else 1e-5), (name, dtype, got)
+    # Joined ranks take part in an all-reduce on a GPU.
     with tf.device("/GPU:0"):
         for at in range(rank + 1):
-            got = hvd.allreduce(tf.fill([1000], float(rank + 1)), op=hvd.Sum, name="lent")
+            got = hvd.allreduce(tf.fill([1000], float(rank + 1)), op=hvd.Sum, name="joined")
             assert np.allclose(got, sum(range(at + 1, size + 1)))
     assert hvd.join() == size - 1
-    # Rows of a gradient, objects, and what Keras' callbacks average.
+    # Sparse gradients (IndexedSlices), objects, and the gradients of a tape.
     with tf.device("/GPU:0"):
         rows = tf.IndexedSlices(tf.ones([rank + 1, 2]), tf.range(rank + 1), tf.constant([size, 2]))
         assert hvd.allreduce(rows).values.shape[0] == size * (size + 1) // 2
@@ -314,7 +320,7 @@ def tensorflow():
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 def test_tensorflow():
-    """Asserted on each rank, in `tensorflow`."""
+    """Each rank asserts, in `tensorflow`."""
     import tensorflow as tf
 
     if not tf.test.is_built_with_cuda():

@@ -1,5 +1,6 @@
-"""Pipelines on GPUs: gradients are those of one process, whatever the schedule and the number of replicas; random numbers of
-the body are shared; a rank that dies ends the others."""
+"""Pipelines on GPUs: gradients equal those of one process, for all schedules and numbers of replicas; ranks share the
+random numbers of the body; a rank that dies ends the others.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from support.rank_main import announce
 pytestmark = [pytest.mark.timeout(280), needs_one]
 
 MODELS = ("mlp", "nested", "skip", "tied", "two_by_two", "dictionaries", "batch_norm", "in_place", "asking", "gpt2")
-#: Partitions, microbatches, schedule, several stages a rank; as many ranks as there are.
+#: Partitions, microbatches, schedule, and whether a rank has several stages. Replicas use the remaining ranks.
 ROWS = (
     (1, 4, "interleaved", False),
     (2, 4, "interleaved", False),
@@ -30,7 +31,7 @@ def _device():
 
 
 def _case(smp, torch, name, partitions, microbatches, pipeline, looped, device):
-    """Three steps of one row; returns what is wrong."""
+    """Runs and compares three steps of one model with one row; returns a description of the error, or None."""
     import copy
 
     from support.models import MODELS
@@ -102,17 +103,18 @@ def _equality_body():
         if row[0] > NUM_RANKS:
             continue
         for name in MODELS:
-            # Buffers follow the first replica, so with several of them statistics are not those of one process.
+            # Buffers follow the first replica, so batch statistics with several replicas differ from those of one
+            # process.
             if name == "batch_norm" and row[0] < NUM_RANKS:
                 continue
-            wrong = _case(smp, torch, name, *row, device)
-            if wrong is not None:
-                failed.append(f"{name}, {row}: {wrong}")
+            error = _case(smp, torch, name, *row, device)
+            if error is not None:
+                failed.append(f"{name}, {row}: {error}")
             smp.shutdown()
     return failed
 
 
-def test_pipelines_equal_one_process():
+def test_gradients_of_pipelines_equal_those_of_one_process():
     pytest.importorskip("transformers")
     assert run_ranks(_equality_body, NUM_RANKS, timeout=240) == [[]] * NUM_RANKS
 
@@ -129,15 +131,15 @@ def _sums_body():
     _device()
     torch.manual_seed(1)
     failed = []
-    for narrow in (torch.bfloat16, torch.float16):
-        # Whole vectors and not, one too small for the kernel; a weight that lies the other way round.
+    for half_type in (torch.bfloat16, torch.float16):
+        # Sizes that are whole vectors and not, one too small for the kernel, and a transposed weight.
         sizes = (1024, 513, 1001, 300, 2048, 8)
         model = torch.nn.Sequential(*(torch.nn.Linear(*pair) for pair in itertools.pairwise(sizes))).cuda()
         model[3].weight.data = model[3].weight.data.mT.contiguous().mT
         models = [model, copy.deepcopy(model)]
         inputs = [torch.randn(16, sizes[0], device="cuda") for _ in range(3)]
         for turn, each in enumerate(models):
-            with torch.autocast("cuda", narrow):
+            with torch.autocast("cuda", half_type):
                 outputs = [each(x) for x in inputs]
             if turn == 0:
                 torch.ops.smd.add_up_casts(outputs[:1])
@@ -146,12 +148,12 @@ def _sums_body():
                 output.backward(torch.randn_like(output))
         for (name, one), other in zip(model.named_parameters(), models[1].parameters(), strict=True):
             if not torch.equal(one.grad, other.grad):
-                failed.append(f"{narrow}, {name}")
+                failed.append(f"{half_type}, {name}")
     smp.shutdown()
     return failed
 
 
-def test_sums_of_two_types_are_those_of_pytorch():
+def test_gradients_of_casts_add_up_as_in_pytorch():
     assert run_ranks(_sums_body, 1, timeout=60) == [[]]
 
 
@@ -164,33 +166,33 @@ def _products_body():
     _device()
     torch.manual_seed(1)
     failed = []
-    for narrow in (torch.bfloat16, torch.float16):
+    for half_type in (torch.bfloat16, torch.float16):
         for later in (False, True):
             layer = torch.nn.Linear(1000, 520).cuda()
             exact = torch.zeros(520, 1000, dtype=torch.float64, device="cuda")
             waiting = []
             for _ in range(3):
                 x = torch.randn(4, 16, 1000, device="cuda", requires_grad=True)
-                with torch.autocast("cuda", narrow):
+                with torch.autocast("cuda", half_type):
                     output = layer(x)
                 gradient = torch.randn_like(output)
-                exact += gradient.flatten(0, 1).double().T @ x.detach().to(narrow).flatten(0, 1).double()
+                exact += gradient.flatten(0, 1).double().T @ x.detach().to(half_type).flatten(0, 1).double()
                 weights = torch.classes.smd.WeightGradients([output], [x])
                 torch.autograd.backward(output, gradient, inputs=weights.begin(later))
                 waiting.append(weights)
             if later and layer.weight.grad is not None:
-                failed.append(f"{narrow}: not later")
+                failed.append(f"{half_type}: the gradient was not deferred")
             for weights in waiting:
                 weights.run()
             error = ((layer.weight.grad - exact).norm() / exact.norm()).item()
-            # Of one rounding to the narrow type, it is 1e-4 (float16) or 1e-3.
+            # A rounding to the narrow type would give an error of 1e-4 (float16) or 1e-3 (bfloat16).
             if layer.weight.grad.dtype != torch.float32 or error > 1e-5:
-                failed.append(f"{narrow}, {later}: {error:.1e}")
+                failed.append(f"{half_type}, {later}: {error:.1e}")
     smp.shutdown()
     return failed
 
 
-def test_products_add_up_without_a_rounding_to_the_narrow_type():
+def test_deferred_weight_gradients_are_not_rounded_to_the_narrow_type():
     assert run_ranks(_products_body, 1, timeout=60) == [[]]
 
 
@@ -240,9 +242,10 @@ def _offloading_body():
     return peaks
 
 
-def test_activations_wait_in_host_memory():
+def test_offloaded_activations_save_device_memory():
     for kept, offloaded in run_ranks(_offloading_body, 2, timeout=120):
-        # 16 microbatches x 4 checkpointed modules of 16 MiB each, of which those of 2 tasks are there at once, and what is sent.
+        # Kept are 16 microbatches x 4 checkpointed modules of 16 MiB each. With offloading, the device holds those of 2
+        # tasks and messages.
         assert offloaded < 0.7 * kept, (kept, offloaded)
 
 
@@ -267,10 +270,10 @@ def _check_random():
 
     found = [step(model, torch.ones(4, 64, device=device)) for _ in range(2)]
     drawn = [tensor.cpu() for _, *outputs in found for output in outputs for tensor in output]
-    # The body has drawn from both generators, so every rank continues with its states.
+    # The body draws from both generators, so all ranks must continue with the same generator states.
     drawn += [torch.cuda.get_rng_state(), torch.get_rng_state()]
-    everybody = smp.allgather(drawn, smp.PP_GROUP)
-    assert all(torch.equal(a, b) for a, b in zip(*everybody, strict=True))
+    states_of_ranks = smp.allgather(drawn, smp.PP_GROUP)
+    assert all(torch.equal(a, b) for a, b in zip(*states_of_ranks, strict=True))
     assert len({tuple(tensor.tolist()) for tensor in drawn}) == len(drawn)
 
 

@@ -1,4 +1,6 @@
-"""Reductions between peers' GPUs without NCCL: the same bits as on the CPU, in any order of calls, and never stuck."""
+"""Reductions between peers' GPUs without NCCL: results equal those on CPUs bit by bit, calls keep their order on all
+streams, and no failure hangs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from support.devices import NUM_RANKS, SHARED, needs_four, needs_one
 
 pytestmark = [pytest.mark.timeout(120), needs_one]
 
-#: Less than a vector, whole ones and not, one block and many, one shot and two.
+#: Smaller than a vector, whole vectors and not, one block and several, and both algorithms, one-shot and two-shot.
 SIZES = (0, 1, 7, 1000, 4096, 65_537, 300_007, 700_001)
 CASES = [
     ("float32", "sum"),
@@ -55,7 +57,7 @@ def _values(torch, dtype, elems, salt):
 
 
 def _differ(torch, found, expected):
-    """Where bits differ, as text."""
+    """Describes the first element whose bits differ; None if there is none."""
     a, b = (x.cpu().contiguous().view(torch.uint8) for x in (found, expected))
     if torch.equal(a, b):
         return None
@@ -70,7 +72,7 @@ def bits_body():
         dtype = getattr(torch, name)
         for turn, elems in enumerate(SIZES):
             expected = _values(torch, dtype, elems, 100 * turn + rank)
-            # Not always at a multiple of 16 bytes.
+            # Addresses are not always multiples of 16 bytes.
             shift = turn % 3
             whole = torch.zeros(elems + shift + 3, dtype=dtype, device="cuda")
             x = whole[shift : shift + elems]
@@ -80,7 +82,7 @@ def bits_body():
             if text := _differ(torch, x, expected):
                 failed.append(f"all_reduce {name} {op} {elems}: {text}")
             if whole[:shift].any() or whole[shift + elems :].any():
-                failed.append(f"all_reduce {name} {op} {elems}: wrote beside the tensor")
+                failed.append(f"all_reduce {name} {op} {elems}: wrote outside of the tensor")
     for elems in SIZES:
         whole = _values(torch, torch.bfloat16, elems * size, 7 * elems + rank)
         found, expected = torch.empty(elems, dtype=whole.dtype, device="cuda"), torch.empty(elems, dtype=whole.dtype)
@@ -89,7 +91,7 @@ def bits_body():
         if text := _differ(torch, found, expected):
             failed.append(f"reduce_scatter {elems}: {text}")
     for elems in SIZES:
-        # NCCL would not reduce these; blocks of several lengths are reduced to one member after the other.
+        # NCCL does not reduce int16. Blocks of different lengths are reduced to one member after the other.
         expected = _values(torch, torch.int16, elems, rank)
         x, root = expected.cuda(), elems % size
         for tensor in (x, expected):
@@ -102,7 +104,7 @@ def bits_body():
         dist.reduce_scatter(expected, blocks)
         if text := _differ(torch, found, expected):
             failed.append(f"reduce_scatter int16 {elems} and more: {text}")
-    # NCCL has no such type, so what is larger than the staging memory goes through it in pieces.
+    # NCCL does not support int16, so a tensor larger than the staging memory is reduced in pieces.
     expected = _values(torch, torch.int16, (9 << 20) + 5, rank)
     x = expected.cuda()
     for tensor in (x, expected):
@@ -113,13 +115,13 @@ def bits_body():
 
 
 @several
-def test_bits_are_those_of_the_cpu(n):
+def test_results_equal_those_of_cpus_bit_by_bit(n):
     failed = run_ranks(bits_body, n, env={"SMD_TIMEOUT_SECONDS": "15"}, timeout=90)
     assert failed == [[]] * n, "\n".join(line for rank in failed for line in rank)
 
 
 def _kinds(torch, elems, salt):
-    """Numbers that were bfloat16, numbers that were not, and both: some with rows of the others between them."""
+    """Float32 values that fit bfloat16 ("narrow"), that do not ("full"), and a mixture of rows of both."""
     full, narrow = _values(torch, torch.float32, elems, salt), _values(torch, torch.bfloat16, elems, salt + 1).float()
     rows = torch.arange(elems) // 700 % 5 == 0
     return {"full": full, "narrow": narrow, "mixed": torch.where(rows, full, narrow)}
@@ -132,7 +134,7 @@ def chunks_body():
     import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 - registers the backend
 
     failed = []
-    # Few and many rounds, whole chunks and not, addresses that are no multiples of 16 bytes.
+    # Few rounds and many, whole chunks and not, addresses that are not multiples of 16 bytes.
     for elems, shift, op in (
         (2_500_003, 1, "sum"),
         (3_145_728, 0, "average"),
@@ -150,8 +152,9 @@ def chunks_body():
                 if text := _differ(torch, x, expected):
                     failed.append(f"all_reduce {kind} {op} {elems}, turn {turn}: {text}")
             if whole[:shift].any() or whole[shift + elems :].any():
-                failed.append(f"all_reduce {kind} {op} {elems}: wrote beside the tensor")
-    # Many tensors at once, more than one launch takes, some of them empty; small calls come between.
+                failed.append(f"all_reduce {kind} {op} {elems}: wrote outside of the tensor")
+    # Many tensors in one coalesced call, more than one launch can take, some of them empty; with small calls before and
+    # after.
     c10d.init_process_group("smddp", rank=rank, world_size=size)
     lengths = [(turn * 7919) % 90_001 for turn in range(300)]
     for kind in ("full", "narrow", "mixed"):
@@ -170,7 +173,7 @@ def chunks_body():
         for x, right in zip(tensors, expected, strict=True):
             if text := x.numel() and _differ(torch, x, right):
                 failed.append(f"{kind} of {len(x)} among {len(lengths)}: {text}")
-    # A graph has them as well.
+    # The same in a CUDA graph.
     x = torch.empty(5_000_000, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -186,13 +189,13 @@ def chunks_body():
     return failed
 
 
-def test_large_ones_have_the_bits_of_the_cpu():
+def test_large_tensors_equal_those_of_cpus_bit_by_bit():
     failed = run_ranks(chunks_body, 2, env={"SMD_TIMEOUT_SECONDS": "20"}, timeout=100)
     assert failed == [[]] * 2, "\n".join(line for rank in failed for line in rank)
 
 
 def buckets_body():
-    """Gradients that are known numbers, as a reducer's buckets; twice, as the second step reduces them where they lie."""
+    """Reduces gradients with known values as buckets of DDP. Later steps reduce them in place in their slots."""
     torch, _, rank, _ = _start()
     from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel as DDP
 
@@ -214,7 +217,7 @@ def buckets_body():
 
 
 @several
-def test_gradients_of_large_buckets_have_the_bits_of_the_cpu(n):
+def test_gradients_of_large_buckets_equal_those_of_cpus_bit_by_bit(n):
     failed = run_ranks(buckets_body, n, env={"SMD_TIMEOUT_SECONDS": "20"}, timeout=100)
     assert failed == [[]] * n, "\n".join(line for rank in failed for line in rank)
 
@@ -222,7 +225,7 @@ def test_gradients_of_large_buckets_have_the_bits_of_the_cpu(n):
 def check_order():
     torch, dist, rank, size = _start()
     total = size * (size + 1) // 2
-    # Sizes that change the number of blocks from call to call, some of them NCCL's, in several streams.
+    # On several streams, with sizes that change the number of blocks from call to call; NCCL reduces some of them.
     sizes = [5, 300_000, 17, 1_500_000, 64, 3_000_000, 2048, 9_000_001]
     side = torch.cuda.Stream()
     sums, works = [], []
@@ -247,7 +250,7 @@ def check_order():
             works.clear()
     assert torch.stack(sums).all().item()
 
-    # Calls of a graph and others take turns; each replay is a call of its own.
+    # Calls alternate with replays of a graph; each replay counts as a call of its own.
     small, large = torch.zeros(1000, device="cuda"), torch.zeros(1 << 20, device="cuda")
     dist.all_reduce(large)
     graph = torch.cuda.CUDAGraph()
@@ -280,7 +283,7 @@ def test_calls_in_any_stream_and_graph_keep_their_order(n):
     run_ranks(check_order, n, env={"SMD_TIMEOUT_SECONDS": "15"}, timeout=90)
 
 
-def without_body():
+def without_peers_body():
     torch, dist, rank, size = _start()
     x = torch.full((10,), float(rank), device="cuda")
     dist.all_reduce(x)
@@ -292,16 +295,16 @@ def without_body():
     return ""
 
 
-def test_everybody_uses_nccl_if_one_must():
-    # The body's variable is per rank, so the launcher cannot set it.
-    texts = run_ranks(without_on_one_body, 2, env={"SMD_TIMEOUT_SECONDS": "15"}, timeout=60)
+def test_all_ranks_use_nccl_if_one_rank_has_to():
+    # The launcher cannot set the variable for one rank only, so the body sets it.
+    texts = run_ranks(without_peers_on_one_rank_body, 2, env={"SMD_TIMEOUT_SECONDS": "15"}, timeout=60)
     assert all("NCCL has no reduction" in text for text in texts), texts
 
 
-def without_on_one_body():
+def without_peers_on_one_rank_body():
     if os.environ["LOCAL_RANK"] == "1":
         os.environ["SMD_P2P_MAX_BYTES"] = "0"
-    return without_body()
+    return without_peers_body()
 
 
 def mismatch_body(elems):
@@ -321,7 +324,7 @@ def mismatch_body(elems):
 
 
 @pytest.mark.parametrize("elems", [1000, 5_000_001], ids=["small", "chunks"])
-def test_calls_that_differ_are_told_apart(elems):
+def test_calls_that_differ_are_an_error_that_names_both(elems):
     outcomes = run_ranks(mismatch_body, 2, elems, timeout=60)
     calls = [f"rank {rank} called all_reduce(sum) of {elems - rank} float32" for rank in range(2)]
     for text, seconds in outcomes:
@@ -337,7 +340,7 @@ def late_body(elems, pause):
     start = time.monotonic()
     try:
         if rank:
-            # The other one is in its launch and has written all that it may.
+            # By now the other rank's kernel runs and has written all that it can without this rank.
             time.sleep(pause)
         dist.all_reduce(x[: elems[rank]])
         while time.monotonic() < start + 10:
@@ -348,11 +351,12 @@ def late_body(elems, pause):
     return "", time.monotonic() - start
 
 
-# Calls in chunks and others, of as many blocks and of more; the late one is past the time when members look for notes.
+# Chunked all-reduces and others, with the same number of blocks and with more. A pause of 1 s exceeds the 0.5 s after
+# which waiting members look for errors in the store.
 @pytest.mark.parametrize(
     ("elems", "pause"), [((5_000_000, 1000), 0.1), ((5_000_000, 200_000), 1.0), ((200_000, 5_000_000), 0.1)]
 )
-def test_who_comes_late_with_another_call_finds_out_as_well(elems, pause):
+def test_a_rank_that_is_late_with_another_call_gets_the_error_too(elems, pause):
     outcomes = run_ranks(late_body, 2, elems, pause, env={"SMD_TIMEOUT_SECONDS": "20"}, timeout=60)
     calls = [f"rank {rank} called all_reduce(sum) of {elems[rank]} float32" for rank in range(2)]
     for text, seconds in outcomes:
@@ -360,7 +364,7 @@ def test_who_comes_late_with_another_call_finds_out_as_well(elems, pause):
         assert seconds < 5
 
 
-def together_body():
+def coalesced_body():
     torch, _, rank, size = _start()
     import torch.distributed as c10d
 
@@ -385,8 +389,8 @@ def together_body():
     return ""
 
 
-def test_of_many_calls_at_once_the_one_that_differs_is_named():
-    texts = run_ranks(together_body, 2, env={"SMD_TIMEOUT_SECONDS": "20"}, timeout=60)
+def test_the_call_that_differs_among_coalesced_calls_is_named():
+    texts = run_ranks(coalesced_body, 2, env={"SMD_TIMEOUT_SECONDS": "20"}, timeout=60)
     calls = [f"rank {r} called all_reduce(sum) of {100_000 - r} float32 as number 31 of 40 at once" for r in range(2)]
     for text in texts:
         assert ", ".join(calls) in text
@@ -417,7 +421,7 @@ def death_body(how):
 
 
 @pytest.mark.parametrize("how", ["ahead", "in step", "graph", "chunks"])
-def test_survivors_of_a_death_raise_and_end(how):
+def test_survivors_of_a_death_raise_and_exit(how):
     n = 2 if how == "chunks" else NUM_RANKS
     with start_ranks(death_body, n, how, timeout=60) as job:
         job.wait_for("running")
@@ -436,33 +440,33 @@ def tuned_body():
     torch, dist, rank, size = _start()
     x = torch.full((1 << 18,), float(rank + 1), device="cuda")
     dist.all_reduce(x)
-    # Another group of as many members measures nothing again.
+    # A second group with as many members reuses the measurement.
     dist.all_reduce(x, group=dist.new_group())
     assert x[0].item() == size * size * (size + 1) / 2
     from smdistributed import _core
     from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel as DDP
 
     measured = _core.measure_bucket_bytes(0, torch.cuda.current_device())
-    # Also where nothing has used the model's group on its devices yet.
+    # Also if nothing has used the model's group on its device yet.
     for init_sync in (True, False):
         model = DDP(torch.nn.Linear(100, 100).cuda(), init_sync=init_sync)
         assert model.bucket_bytes_cap == measured
     return model.bucket_bytes_cap
 
 
-@pytest.mark.skipif(SHARED, reason="kernels that are measured would take turns on the only device")
+@pytest.mark.skipif(SHARED, reason="ranks share the only device, so measured times mean nothing")
 @several
-def test_measured_choices_are_said_once_and_kept(n, tmp_path):
+def test_measured_choices_are_logged_once_and_stored(n, tmp_path):
     import json
 
-    kept = tmp_path / "tuned.json"
+    stored = tmp_path / "tuned.json"
     for turn, env in enumerate(({"SMD_AUTOTUNE": "1"}, {})):
-        env = {"SMD_AUTOTUNE_FILE": str(kept), "SMD_TIMEOUT_SECONDS": "20", **env}
+        env = {"SMD_AUTOTUNE_FILE": str(stored), "SMD_TIMEOUT_SECONDS": "20", **env}
         with start_ranks(tuned_body, n, env=env, timeout=60) as job:
             outcome = job.wait()
-        said = [line for line in outcome.output.splitlines() if "opensmd: autotune:" in line]
-        assert len(said) == (1 - turn), outcome.output
-        [choice] = json.loads(kept.read_text())
+        logged = [line for line in outcome.output.splitlines() if "opensmd: autotune:" in line]
+        assert len(logged) == (1 - turn), outcome.output
+        [choice] = json.loads(stored.read_text())
         assert choice["members"] == n
         assert choice["peers"]["channels"] >= 16
         assert choice["bucket_bytes"] >= 1 << 20

@@ -1,4 +1,6 @@
-"""Tensor parallelism, sharded parameters, sharded optimizer states and 16-bit training on GPUs, beside one process on a GPU."""
+"""Tensor parallelism, sharded parameters, sharded optimizer states and 16-bit training on GPUs, compared with one
+process on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ pytestmark = [pytest.mark.timeout(280), needs_one]
 
 
 def _begin():
-    """Tensors of this rank are made on its GPU from here on."""
+    """Selects this rank's GPU and makes it the default device of new tensors."""
     import torch
 
     torch.cuda.set_device(devices.own())
@@ -25,7 +27,8 @@ def _check_tensor_parallelism(names):
 
     layouts = [(NUM_RANKS, 1, 1)] + ([(2, 2, 1), (2, 1, 2)] if NUM_RANKS == 4 else [(1, 2, 1), (1, 1, 2)])
     for number, name in enumerate(names):
-        # Each comparison makes groups of NCCL, which takes seconds, so models take turns with what is varied.
+        # Each comparison makes NCCL groups, which takes seconds. So each model runs with two of the variants only;
+        # models alternate among layouts and batches.
         layout, is_plain = layouts[number % len(layouts)], number % 2 == 0
         variants = {(layouts[0], False, "memory"), (layout, layout[0] > 1 and not is_plain, "speed")}
         for layout, prescaled, optimize in sorted(variants):
@@ -38,11 +41,11 @@ def _check_tensor_parallelism(names):
 @pytest.mark.parametrize(
     "names", [["ends", "gpt", "llama", "bert", "mqa"], ["gptj", "alibi", "output", "layer", "stack"]], ids=" ".join
 )
-def test_slices_train_as_one_process(names):
+def test_tensor_parallelism_trains_as_one_process(names):
     run_ranks(_check_tensor_parallelism, NUM_RANKS, names, timeout=260)
 
 
-#: Degrees of tensor parallelism and pipeline; the other ranks are replicas.
+#: Degrees of tensor and pipeline parallelism, with further settings. The remaining ranks are replicas.
 SHARDED = [
     ((1, 1), {"sharded_data_parallel_degree": 2}),
     ((1, 1), {"sharded_data_parallel_degree": 2, "recompute": True, "passes": 2}),
@@ -73,7 +76,7 @@ def _sharded_body():
     return ran
 
 
-def test_shards_train_as_one_process():
+def test_sharded_parameters_and_states_train_as_one_process():
     assert min(run_ranks(_sharded_body, NUM_RANKS, timeout=260)) >= 5
 
 
@@ -92,7 +95,7 @@ def _check_precision():
     )
 
 
-def test_an_overflow_of_one_rank_is_skipped_by_all():
+def test_all_ranks_skip_the_step_in_which_one_rank_overflows():
     run_ranks(_check_precision, NUM_RANKS, timeout=200)
 
 
@@ -124,25 +127,28 @@ def _memory_body(settings):
 
     ids = torch.randint(8192, (2, 64))
     for _ in range(2):
-        # Gradients stay until the next step begins.
+        # Gradients exist until the next step begins, so they count.
         optimizer.zero_grad()
         step(model, ids).reduce_mean().item()
         optimizer.step()
     torch.cuda.synchronize()
-    # What cuBLAS works in is PyTorch's alone, some 30 MiB for each stream.
+    # The workspaces of cuBLAS are PyTorch's, about 30 MiB for each stream.
     torch._C._cuda_clearCublasWorkspaces()
     numels = [getattr(each, "ds_numel", each.numel()) for each in module.parameters()]
     return made, torch.cuda.memory_allocated(), 4 * sum(numels)
 
 
-def test_a_rank_allocates_its_share():
+def test_a_rank_allocates_only_its_shard():
     pytest.importorskip("transformers")
-    for made, kept, parameters in run_ranks(
+    for made, allocated, parameters in run_ranks(
         _memory_body, NUM_RANKS, {"sharded_data_parallel_degree": NUM_RANKS}, timeout=120
     ):
-        # Parameters, gradients and two states; what else is there is no more than a layer.
-        assert kept <= 1.08 * 4 * parameters / NUM_RANKS, (kept, parameters)
+        # Parameters, gradients and two states of Adam. Other memory, such as gathered parameters, is no more than one
+        # layer.
+        assert allocated <= 1.08 * 4 * parameters / NUM_RANKS, (allocated, parameters)
         assert made <= 1.08 * parameters / NUM_RANKS + parameters / 6, (made, parameters)
-    for _made, kept, parameters in run_ranks(_memory_body, NUM_RANKS, {"shard_optimizer_state": True}, timeout=120):
-        # Sharded are the states only.
-        assert kept <= 1.08 * (2 + 2 / NUM_RANKS) * parameters, (kept, parameters)
+    for _made, allocated, parameters in run_ranks(
+        _memory_body, NUM_RANKS, {"shard_optimizer_state": True}, timeout=120
+    ):
+        # Only the two states are sharded; parameters and gradients are whole.
+        assert allocated <= 1.08 * (2 + 2 / NUM_RANKS) * parameters, (allocated, parameters)

@@ -1,5 +1,8 @@
-"""TensorFlow on CUDA devices: what the tests of its operations and of its tape check on the CPU, on GPU tensors, and what
-only GPUs have. A job takes long to start, so each one makes many checks."""
+"""TensorFlow on CUDA devices: the CPU tests of operations and of the gradient tape, on GPU tensors, and tests for GPUs
+only.
+
+A job takes long to start, so each job makes many checks.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +37,12 @@ def _gpu_build():
 
 
 def start():
-    """Joins the job and takes this rank's GPU."""
+    """Joins the job with this rank's GPU."""
     import tensorflow as tf
 
     import smdistributed.dataparallel.tensorflow as sdp
 
-    # Otherwise products would differ from those of another number of samples.
+    # With TF32, matrix products would depend on the number of samples.
     tf.config.experimental.enable_tensor_float_32_execution(False)
     sdp.init()
     gpus = tf.config.list_physical_devices("GPU")
@@ -48,7 +51,7 @@ def start():
 
 
 class Failures:
-    """Runs checks on and keeps what failed: a check that fails alike on all ranks leaves them at one place."""
+    """Runs checks and keeps the failures. It does not keep ranks in step: a check must fail on all ranks alike."""
 
     def __init__(self):
         self.lines = []
@@ -63,7 +66,7 @@ class Failures:
 
 
 def on_gpus(tf, sdp):
-    """Eager results, and those of functions, come from the GPU."""
+    """The results of eager calls and of functions are on the GPU."""
     from smdistributed.dataparallel.tensorflow import collectives
 
     with tf.device("/GPU:0"):
@@ -81,7 +84,7 @@ def on_gpus(tf, sdp):
             tf.function(collectives.all_gather)(x),
         ]
     assert all("GPU:0" in result.device for result in results), [result.device for result in results]
-    # Kernels of ours alone.
+    # Reductions that NCCL lacks run in the library's kernels.
     size = sdp.size()
     for dtype, op, value in (("int16", "sum", 3 * size), ("int16", "max", 3), ("int32", "bit_or", 3)):
         reduced = collectives.call(collectives.ops.smd_all_reduce, tensor=tf.constant([3, 0, 3], dtype), op=op)
@@ -110,7 +113,7 @@ def on_the_cpu(tf, sdp):
 
 
 def large_gradients(tf, sdp):
-    """Some are reduced where they lie, others travel together; each is what a single process makes."""
+    """Large gradients are reduced in place, small ones in a bucket. All must equal those of a single process."""
     rank, size = sdp.rank(), sdp.size()
     shapes = [(700, 600), (5,), (1000, 1000), (64, 64), (), (300_000,), (3, 3, 3), (2000, 300)]
     variables = [tf.Variable(tf.fill(shape, 0.5)) for shape in shapes]
@@ -128,12 +131,12 @@ def large_gradients(tf, sdp):
                 results = function(tf.constant(rank + 1.0 + step), **options)
                 for i, result in enumerate(results):
                     expected = (mean + step) * (i + 1.0) * scale
-                    wrong = tf.reduce_max(tf.abs(result - expected)).numpy()
-                    assert wrong <= 1e-3 * expected, (options, step, i, wrong, expected)
+                    error = tf.reduce_max(tf.abs(result - expected)).numpy()
+                    assert error <= 1e-3 * expected, (options, step, i, error, expected)
 
 
-def both_places(tf, sdp):
-    """Some variables on the CPU, some on the GPU."""
+def on_both_devices(tf, sdp):
+    """Some variables are on the CPU, others on the GPU."""
     rank, mean = float(sdp.rank()), (sdp.size() - 1) / 2
     with tf.device("/CPU:0"):
         on_cpu = tf.Variable(tf.ones([700, 700]))
@@ -153,7 +156,7 @@ def both_places(tf, sdp):
 
 
 def any_order(tf, sdp):
-    """Named collectives beside gradients in one function: ranks queue them in different orders."""
+    """A function has named collectives and gradients, which the ranks queue in different orders."""
     rank, size = float(sdp.rank()), sdp.size()
     weights = [tf.Variable(tf.eye(512) * 0.5) for _ in range(6)]
     x = tf.ones([512, 512]) * (rank + 1.0)
@@ -181,8 +184,8 @@ def any_order(tf, sdp):
         assert sums == first
 
 
-def memory_is_not_used_again_too_early(tf, sdp):
-    """TensorFlow gives memory away in the order of its own stream, of which communication is no part."""
+def memory_is_not_reused_too_early(tf, sdp):
+    """TensorFlow's allocator reuses memory in the order of its compute stream; communication runs on another stream."""
     rank, size = float(sdp.rank()), sdp.size()
     from smdistributed.dataparallel.tensorflow.collectives import all_gather, grouped_all_reduce
 
@@ -190,7 +193,7 @@ def memory_is_not_used_again_too_early(tf, sdp):
         x = tf.fill([1 << 20], rank + i)
         y = tf.fill([1 << 20], 2.0 * (rank + i))
         a, b = grouped_all_reduce([x * 1.0, y * 1.0], op=sdp.ReduceOp.SUM)
-        # Made and dropped at once, of the same size.
+        # Temporary tensors of the same size, which would get memory that is freed too early.
         noise = tf.reduce_sum(tf.sqrt(tf.fill([1 << 20], 3.0)) * 0.0)
         rows = all_gather(tf.reshape(x * 3.0, [1024, 1024])[: 100 + int(rank)])
         return tf.reduce_max(a) + noise, tf.reduce_min(b), tf.reduce_sum(rows[:, 5])
@@ -205,7 +208,7 @@ def memory_is_not_used_again_too_early(tf, sdp):
 
 
 def fit(tf, sdp):
-    """Keras's own loop."""
+    """Trains with Keras's `fit`."""
     import numpy as np
 
     tf.keras.utils.set_random_seed(7)
@@ -222,18 +225,20 @@ def fit(tf, sdp):
         return made
 
     losses = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    ours, alone = model(), model()
+    ours, single = model(), model()
     ours.compile(sdp.DistributedOptimizer(tf.keras.optimizers.SGD(0.1)), losses, jit_compile=False)
-    alone.compile(tf.keras.optimizers.SGD(0.1), losses, jit_compile=False)
+    single.compile(tf.keras.optimizers.SGD(0.1), losses, jit_compile=False)
     rank, size = sdp.rank(), sdp.size()
     ours.fit(x[rank::size], y[rank::size], batch_size=64 // size, epochs=4, shuffle=False, verbose=0)
-    alone.fit(x, y, batch_size=64, epochs=4, shuffle=False, verbose=0)
-    for a, b in zip(ours.get_weights(), alone.get_weights(), strict=True):
+    single.fit(x, y, batch_size=64, epochs=4, shuffle=False, verbose=0)
+    for a, b in zip(ours.get_weights(), single.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
 def an_error_of_one_rank(tf, sdp):
-    """Between the two gradients of a step. The ranks' reductions no longer fit together then, and all of them hear why."""
+    """One rank fails between the two gradients of a step. The reductions of the ranks then no longer match, and all
+    ranks get an error with the cause.
+    """
     from smdistributed import _core
     from smdistributed.dataparallel.tensorflow.collectives import ops
 
@@ -242,7 +247,7 @@ def an_error_of_one_rank(tf, sdp):
 
     @tf.function
     def step(fine):
-        # The operations that the tape would make, one after the other. Each gradient is larger than a bucket.
+        # The operations that the gradient tape would create, in sequence. Each gradient is larger than a bucket.
         plan = _core.plan_gradients(1 << 40, described, [], 128, None, False, True)
         (b,) = ops.smd_reduce_gradients(gradients=[tf.fill([300_000], rank)], plan=plan, params=[1], whole=False)
         with tf.control_dependencies([b]):
@@ -261,7 +266,7 @@ def an_error_of_one_rank(tf, sdp):
     assert time.monotonic() - started < 20
     with pytest.raises(tf.errors.OpError, match="no longer fit together"):
         step(tf.constant(True))
-    # Others are as they were.
+    # Other operations still work.
     assert float(sdp.oob_allreduce(tf.constant(rank))) == mean
 
 
@@ -269,7 +274,7 @@ def operations():
     tf, sdp = start()
     from multiproc.dataparallel import test_tensorflow_ops as on_cpus
 
-    # Neither NCCL nor kernels of ours reduce it to one rank, or in blocks of several sizes.
+    # Neither NCCL nor the library's kernels can reduce int16 to one rank or with blocks of different sizes.
     on_cpus.NUMBERS.remove("int16")
     failures = Failures()
     rank, size = sdp.rank(), sdp.size()
@@ -279,16 +284,16 @@ def operations():
         failures("values", on_cpus.check_values, sdp, rank, size)
         failures("gradients", on_cpus.check_gradients, sdp, rank, size)
         failures("order", on_cpus.check_order, sdp, rank, size)
-    failures("memory", memory_is_not_used_again_too_early, tf, sdp)
+    failures("memory", memory_is_not_reused_too_early, tf, sdp)
     return failures.lines
 
 
-def test_every_operation():
+def test_operations_on_gpu_tensors():
     failures = run_ranks(operations, 2, env=_ENV, timeout=150)
     assert failures == [[], []], "\n".join(line for lines in failures for line in lines)
 
 
-_AS_ON_CPUS = (
+_CHECKS_OF_CPU_TESTS = (
     "equal_to_a_single_process",
     "first_batch",
     "options",
@@ -310,15 +315,15 @@ def tape():
     from multiproc.dataparallel import test_tensorflow_tape as on_cpus
 
     failures = Failures()
-    for check in (large_gradients, both_places, any_order, fit):
+    for check in (large_gradients, on_both_devices, any_order, fit):
         failures(check.__name__, check, tf, sdp)
-    for name in _AS_ON_CPUS:
+    for name in _CHECKS_OF_CPU_TESTS:
         failures(name, getattr(on_cpus, name), tf, sdp)
     failures("an_error_of_one_rank", an_error_of_one_rank, tf, sdp)
     return failures.lines
 
 
-def test_gradients():
+def test_the_gradient_tape_on_gpu_tensors():
     failures = run_ranks(tape, 2, env=_ENV, timeout=210)
     assert failures == [[], []], "\n".join(line for lines in failures for line in lines)
 
@@ -327,16 +332,16 @@ def differing_steps():
     tf, sdp = start()
     from multiproc.dataparallel import test_tensorflow_tape as on_cpus
 
-    # In functions, one rank may hear of it late.
+    # Only eager steps: in a function, one rank may learn of it late.
     on_cpus.steps_that_differ(tf, sdp, in_functions=False)
 
 
-def test_eager_steps_that_differ_are_told_to_all():
-    """Asserted on each rank, in `differing_steps`."""
+def test_eager_steps_that_differ_are_an_error_on_all_ranks():
+    """Each rank asserts, in `differing_steps`."""
     run_ranks(differing_steps, 2, env=_ENV, timeout=150)
 
 
-def wait_for_the_dead():
+def train_until_a_death():
     tf, sdp = start()
     variable = tf.Variable(tf.ones(1_000_000))
 
@@ -355,7 +360,7 @@ def wait_for_the_dead():
 
 
 def test_a_dead_rank_is_named_within_5_seconds():
-    with start_ranks(wait_for_the_dead, 2, launcher="raw", env=_ENV, timeout=110) as job:
+    with start_ranks(train_until_a_death, 2, launcher="raw", env=_ENV, timeout=110) as job:
         job.wait_for("ready")
         time.sleep(0.5)
         killed = job.kill(1)

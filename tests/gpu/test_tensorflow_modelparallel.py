@@ -1,5 +1,9 @@
-"""Keras models on partitions on GPUs: they learn as in one process, by steps and by `fit`, each rank's variables are on its GPU, and
-replicas work; what a step of equal partitions takes is printed. A job takes long to start, so one makes all checks."""
+"""Keras models on partitions on GPUs.
+
+Models train as in one process, with `smp.step` and with `fit`; each rank's variables are on its GPU; replicas train
+with averaged gradients; and the time of a step of equal partitions is printed. A job takes long to start, so each makes
+many checks.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ pytestmark = [
 ]
 _ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
 
-#: Model, partitions, microbatches, schedule, way to gradients.
+#: Model, partitions, microbatches, schedule, and how the step computes gradients (see `support.keras_models.learn`).
 IN_TWO = [
     ("mlp", 2, 8, "zero_bubble", "tape"),
     ("residual", 2, 4, "interleaved", "get"),
@@ -41,7 +45,9 @@ def _gpu_build():
 
 
 def row(base, partitions):
-    """Equal layers; a step of them, over as many microbatches in one process as on partitions."""
+    """Makes a model of equal layers, and a function that trains one step; one process runs the same microbatches as the
+    partitions.
+    """
     import tensorflow as tf
 
     import smdistributed.modelparallel.tensorflow as smp
@@ -88,7 +94,7 @@ def row(base, partitions):
 
 
 def on_its_gpu(tf, smp, model):
-    """Each rank has its part of the variables, on its GPU."""
+    """Checks that each rank holds its part of the variables, on its GPU."""
     sizes = []
     with model._smp_all_variables():
         for variable in model.trainable_variables:
@@ -101,7 +107,9 @@ def on_its_gpu(tf, smp, model):
 
 
 def pipelining(tf, smp, schedule):
-    """How much of what the simulator predicts for equal partitions, whose transfers cost nothing, a step reaches."""
+    """Measures steps on equal partitions; returns the ratio of predicted to measured time. The prediction has no cost
+    for transfers.
+    """
     count = smp.size()
     options = {"partitions": count, "microbatches": MICROBATCHES, "auto_partition": False, "default_partition": 0}
     smp.shutdown()
@@ -121,19 +129,20 @@ def pipelining(tf, smp, schedule):
             if number:
                 times[name].append((time.perf_counter() - start) / 3)
     on_its_gpu(tf, smp, model)
-    one, other = (statistics.median(times[name]) for name in ("alone", "divided"))
-    # All partitions compute in all but the first and the last turns.
-    predicted = one / count * (MICROBATCHES + count - 1) / MICROBATCHES
+    single, divided = (statistics.median(times[name]) for name in ("alone", "divided"))
+    # In the first and last time slots of the schedule some partitions are idle; in all others, every partition
+    # computes.
+    predicted = single / count * (MICROBATCHES + count - 1) / MICROBATCHES
     print(
-        f"{schedule}: {1e3 * other:.1f} ms on {count} GPUs, {1e3 * one:.1f} ms on one, predicted {1e3 * predicted:.1f} ms: "
-        f"{predicted / other:.3f} of the prediction",
+        f"{schedule}: {1e3 * divided:.1f} ms on {count} GPUs, {1e3 * single:.1f} ms on one, "
+        f"predicted {1e3 * predicted:.1f} ms: {predicted / divided:.3f} of the prediction",
         flush=True,
     )
-    return predicted / other
+    return predicted / divided
 
 
 def replicas(tf, smp):
-    """The gradients that replicas train with are the same, and the mean of theirs."""
+    """Checks that replicas train with the mean of their gradients."""
     smp.shutdown()
     smp.init({"partitions": 1, "microbatches": 2, "ddp": True})
 
@@ -159,35 +168,35 @@ def replicas(tf, smp):
         assert all("GPU:0" in each.device for each in found)
         wide = model.trainable_variables[2]
         expected = 2 * mean * tf.reduce_sum(tf.convert_to_tensor(wide), 1)
-        wrong = float(tf.reduce_max(tf.abs(found[0][5] - expected)))
-        assert wrong < 1e-3, wrong
+        error = float(tf.reduce_max(tf.abs(found[0][5] - expected)))
+        assert error < 1e-3, error
 
 
 def start():
-    """Takes this rank's GPU."""
+    """Initializes with this rank's GPU."""
     import tensorflow as tf
 
     import smdistributed.modelparallel.tensorflow as smp
     from gpu.test_tensorflow import Failures
 
     devices.own()
-    # Otherwise products would differ from those of another number of rows.
+    # With TF32, matrix products would depend on the number of rows.
     tf.config.experimental.enable_tensor_float_32_execution(False)
     smp.init({"partitions": 1})
     return tf, smp, Failures()
 
 
 def learning(failures, cases):
-    """Models learn as in one process."""
+    """Checks that models learn as in one process."""
     import smdistributed.modelparallel.tensorflow as smp
     from support.keras_models import compare
 
-    def alike(name, partitions, *case):
+    def check_equal(name, partitions, *case):
         difference, _ = compare(name, "float32", partitions, *case, replicas=smp.size() // partitions)
         assert difference < 1e-4, difference
 
     for case in cases:
-        failures(" ".join(map(str, case)), alike, *case)
+        failures(" ".join(map(str, case)), check_equal, *case)
 
 
 def in_two():
@@ -199,7 +208,7 @@ def in_two():
 
 def in_four():
     _, _, failures = start()
-    # Without BatchNorm, whose averages are a replica's own.
+    # Without BatchNorm, whose moving averages are those of one replica.
     learning(failures, IN_FOUR + [case for case in IN_TWO if case[0] != "residual"])
     return failures.lines
 
@@ -212,16 +221,16 @@ def fits(folder):
 
     of_replicas = smp.size() > 2
 
-    def alike(name):
+    def check_equal(name):
         difference = keras_fits.compare_replicas(name, "ddp") if of_replicas else keras_fits.compare(name, Path(folder))
         assert difference < 1e-10, difference
 
     for name in ("regression", "words") if of_replicas else ("regression", "classes", "words", "several"):
-        failures(name, alike, name)
+        failures(name, check_equal, name)
     return failures.lines
 
 
-def halves():
+def measure_steps():
     tf, smp, failures = start()
     tf.config.experimental.enable_tensor_float_32_execution(True)
     reached = {}
@@ -234,23 +243,23 @@ def _check(found):
     assert found == [[]] * len(found), "\n".join(line for lines in found for line in lines)
 
 
-def test_two_partitions():
+def test_models_on_two_partitions_learn_as_in_one_process():
     _check(run_ranks(in_two, 2, env=_ENV, timeout=270))
 
 
 @needs_four
-def test_four_ranks():
+def test_models_on_four_ranks_learn_as_in_one_process():
     _check(run_ranks(in_four, 4, env=_ENV, timeout=270))
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(4, marks=needs_four)])
-def test_fit(n, tmp_path):
+def test_fit_learns_as_in_one_process(n, tmp_path):
     _check(run_ranks(fits, n, str(tmp_path), env=_ENV, timeout=270))
 
 
-def test_steps_of_equal_partitions():
-    ranks = run_ranks(halves, NUM_RANKS, env=_ENV, timeout=270)
+def test_steps_of_equal_partitions_reach_half_of_the_predicted_speed():
+    ranks = run_ranks(measure_steps, NUM_RANKS, env=_ENV, timeout=270)
     _check([failures for failures, _ in ranks])
     if not SHARED:
-        # By way of the hosts, tensors would take longer than the computation.
+        # On one shared GPU, tensors go through host memory, which takes longer than the computation.
         assert all(min(reached.values()) > 0.5 for _, reached in ranks), ranks

@@ -1,23 +1,25 @@
-"""Every operation of Horovod's with every type, factor, process set and number of processes, beside numpy's answer in float64.
+"""Every operation of Horovod with every dtype, factor, process set and number of processes, compared with numpy in
+float64.
 
     python tests/parity/horovod_operations.py [--processes 2 3 4] [--frameworks torch tensorflow graph] [--every 1]
 
-A job runs all cases of one framework and one number of processes, and the script prints a table: how many values were equal, and how
-many calls ended with the error that Horovod documents. It fails if a single case differs. `tests/multiproc/horovod/test_operations.py`
-runs a sample.
+A job runs all cases of one framework and one number of processes. The script prints a table: how many values were
+equal, and how many calls raised the error that Horovod documents. It fails if any case differs.
+`tests/multiproc/horovod/test_operations.py` runs a sample.
 
-Equal means, with `u` for the unit roundoff of the type (2^-8 bfloat16, 2^-11 float16, 2^-24 float32, 2^-53 float64), `a` for that of
-the arithmetic (2^-24, for float64 2^-53), `m` members, and `S` for the sum of the absolute scaled values:
+Let `u` be the unit roundoff of the dtype (2^-8 bfloat16, 2^-11 float16, 2^-24 float32, 2^-53 float64), `a` that of the
+arithmetic (2^-24; 2^-53 for float64), `m` the number of members, and `S` the sum of the absolute scaled values. Values
+are equal if they differ by at most:
 
-- what is moved (all-gather, broadcast, all-to-all): every bit;
-- integers: the truncated float64 result; where that is within 1e-12 of a whole number, either neighbour;
-- sums and averages: an error of at most `S |post| (u + (m + 3) a) + 2 u |result|`: one rounding of each prescaled value and of the
-  sum, and one more for a postscale factor. Without factors it is `S (m + 1) a + u |result|`;
-- minima and maxima: `2 u |result|` with factors, every bit without;
+- all-gather, broadcast, all-to-all: nothing;
+- integers: nothing from the truncated float64 result; where that is within 1e-12 of a whole number, either neighbour;
+- sums and averages: `S |post| (u + (m + 3) a) + 2 u |result|`: one rounding of each prescaled value and of the sum, and
+  one more for a postscale factor. Without factors: `S (m + 1) a + u |result|`;
+- minima and maxima: `2 u |result|` with factors, nothing without;
 - products: `((m + 2) u + 2 m a) |result|`;
 - Adasum: `16 u` of the largest value.
 
-Half types have the smallest subnormal number as an additional error for each rounding.
+For half types, each rounding adds the smallest subnormal number.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from support import Forked, run_ranks
 ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 INTEGERS = ("uint8", "int8", "int16", "int32", "int64")
-#: Unit roundoff, and the smallest subnormal number.
+#: Unit roundoff and smallest subnormal number.
 FLOATS = {
     "float16": (2.0**-11, 2.0**-24),
     "bfloat16": (2.0**-8, 2.0**-133),
@@ -45,14 +47,15 @@ FLOATS = {
     "float64": (2.0**-53, 0.0),
 }
 REDUCTIONS = ("Average", "Sum", "Min", "Max", "Product", "Adasum")
-#: Before and after. The first are exact in every type; the last is for floats, since attributes of TensorFlow's nodes are float32.
+#: Prescale and postscale factors. All but the last are exact in every dtype. The last is for floats only, since
+#: attributes of TensorFlow's nodes are float32.
 FACTORS = ((1.0, 1.0), (0.5, 1.0), (1.0, 0.375), (2.0, 0.25), (-1.5, 2.0), (0.1, 3.3))
-#: Process sets beside the global one.
+#: Process sets in addition to the global one, by number of processes.
 SETS = {2: ([1],), 3: ([0, 2], [1]), 4: ([1, 3], [0, 1, 2])}
 FRAMEWORKS = ("torch", "tensorflow", "graph")
 REDUCING = ("allreduce", "grouped_allreduce", "reducescatter", "grouped_reducescatter")
 MOVING = ("allgather", "grouped_allgather", "broadcast", "alltoall")
-#: What follows the name of a collective where an error is expected.
+#: Suffixes of the names of collectives in cases in which an error is expected.
 SCALAR, UNKNOWN, UNREGISTERED, BOTH = (
     " of a scalar",
     " in an unknown set",
@@ -64,7 +67,7 @@ Case = collections.namedtuple("Case", "collective dtype op factors members")
 
 
 def factors_for(dtype):
-    """Those that the type's numbers can be multiplied with."""
+    """Yields the factors that values of the dtype can be multiplied with."""
     for factors in FACTORS:
         is_exact = factors != FACTORS[-1]
         if (is_exact or dtype in FLOATS) and (min(factors) > 0 or dtype != "uint8"):
@@ -72,10 +75,10 @@ def factors_for(dtype):
 
 
 def cases(size):
-    """All of them, for a number of processes."""
-    everybody = list(range(size))
+    """Yields all cases for a number of processes."""
+    all_ranks = list(range(size))
     types = (*INTEGERS, *FLOATS)
-    for members in (everybody, *SETS[size]):
+    for members in (all_ranks, *SETS[size]):
         for collective in REDUCING:
             for dtype, op in itertools.product(types, REDUCTIONS):
                 for factors in factors_for(dtype):
@@ -88,9 +91,9 @@ def cases(size):
             yield Case(f"{collective}{SCALAR}", "float32", None, None, members)
         yield Case("barrier", None, None, None, members)
     for collective, what in itertools.product((*REDUCING, *MOVING, "barrier"), (UNKNOWN, UNREGISTERED)):
-        yield Case(f"{collective}{what}", "float32", None, None, everybody)
+        yield Case(f"{collective}{what}", "float32", None, None, all_ranks)
     for collective in REDUCING[:2]:
-        yield Case(f"{collective}{BOTH}", "float32", None, None, everybody)
+        yield Case(f"{collective}{BOTH}", "float32", None, None, all_ranks)
 
 
 class Torch:
@@ -111,7 +114,7 @@ class Torch:
         return self.torch.tensor(array).to(getattr(self.torch, dtype))
 
     def exact(self, tensor):
-        """The numbers in float64, or whole."""
+        """Converts to float64 or int64, which is exact."""
         return tensor.to(self.torch.float64 if tensor.is_floating_point() else self.torch.int64).numpy()
 
     def dtype(self, tensor):
@@ -122,7 +125,7 @@ class Torch:
 
 
 class TensorFlow:
-    """As `Torch`, for TensorFlow's module, eagerly or in a function."""
+    """Like `Torch`, for TensorFlow's module, eagerly or in a `tf.function`."""
 
     refuses_uint16 = False
 
@@ -145,12 +148,13 @@ class TensorFlow:
         return tensor.dtype.name
 
     def run(self, call, *tensors):
-        # Names follow from those of the arguments, which are the same on all ranks; tensors that a function captures have none.
+        # Names of operations derive from names of arguments, which are the same on all ranks. Tensors that a function
+        # captures have no such name, so all are passed.
         return (self.tf.function(call, autograph=False) if self.in_graph else call)(*tensors)
 
 
 class Table:
-    """Runs cases on a rank and counts what came of them."""
+    """Runs cases on a rank and counts their outcomes."""
 
     def __init__(self, framework):
         import numpy as np
@@ -163,7 +167,7 @@ class Table:
         sets = [hvd.ProcessSet(members) for members in SETS[self.size]]
         hvd.init(process_sets=sets)
         self.sets = {tuple(each.ranks): each for each in (hvd.global_process_set, *sets)}
-        #: By row: equal values, documented errors, the largest part of the tolerance that was needed.
+        #: By row: equal values, documented errors, and the largest share of the tolerance that a difference used.
         self.counts = collections.defaultdict(lambda: [0, 0, 0.0])
         self.failures = []
 
@@ -178,7 +182,9 @@ class Table:
         return dict(self.counts), self.failures
 
     def documented_error(self, case):
-        """The class, and a part of the text where Horovod documents one; `None` if there is to be a result."""
+        """Returns the class and a part of the text of the error that Horovod documents, or None if a result is
+        expected.
+        """
         framework, collective = self.framework, case.collective
         is_reduction = case.op is not None
         if collective.endswith(BOTH):
@@ -199,7 +205,7 @@ class Table:
         if "reducescatter" in collective and case.op not in ("Average", "Sum", None):
             if self.rank in case.members:
                 return framework.unsupported, "only supports AVERAGE and SUM"
-            # Two errors in one call: which of them comes first is not documented.
+            # The call has two errors; which one is raised is not documented.
             return (framework.unsupported, framework.argument), ""
         if self.rank not in case.members:
             return (framework.argument, ValueError), "process set"
@@ -223,7 +229,7 @@ class Table:
         else:
             raise AssertionError(f"expected an error: {text}")
 
-    # What is given, and what is called.
+    # Inputs and calls.
 
     def shapes(self, case):
         shapes = [(3, 5), (1,), (4, 2)] if case.collective.startswith("grouped") else [(3, 5)]
@@ -231,8 +237,8 @@ class Table:
             shapes = [(2 * len(case.members) + 1, *shape[1:]) for shape in shapes]
         return shapes
 
-    def given(self, number, case, rank):
-        """A rank's tensors, as they are in the type."""
+    def inputs(self, number, case, rank):
+        """Returns a rank's tensors, rounded to the dtype."""
         np = self.np
         generator = np.random.default_rng([number, rank])
         shapes = self.shapes(case)
@@ -245,7 +251,7 @@ class Table:
         if case.dtype in FLOATS:
             arrays = [generator.uniform(-4, 4, shape) for shape in shapes]
         else:
-            # Products of all ranks, with their factors, are numbers of the type.
+            # Small enough that products over all ranks, with factors, do not overflow the dtype.
             most = {"Product": 1 if case.dtype.endswith("int8") else 3}.get(case.op, 12)
             low, high = (0, 2) if case.dtype == "bool" else (0 if case.dtype[0] == "u" else -most, most + 1)
             arrays = [generator.integers(low, high, shape) for shape in shapes]
@@ -265,7 +271,7 @@ class Table:
         if collective == "barrier":
             return framework.run(lambda: (hvd.barrier(process_set=members), None)[1])
         function = getattr(hvd, collective)
-        tensors = self.given(number, case, self.rank)
+        tensors = self.inputs(number, case, self.rank)
         options = {"process_set": members}
         if case.op is not None:
             options["op"] = getattr(hvd, case.op)
@@ -277,26 +283,26 @@ class Table:
         if collective == "alltoall":
             options["splits"] = self.splits(case, self.rank)
         is_group = collective.startswith("grouped")
-        result = framework.run(lambda *given: function(list(given) if is_group else given[0], **options), *tensors)
+        result = framework.run(lambda *inputs: function(list(inputs) if is_group else inputs[0], **options), *tensors)
         if case.collective.startswith("grouped"):
             return list(result)
         return [result[0] if isinstance(result, (tuple, list)) else result]
 
-    # What comes back.
+    # Results.
 
     def compare(self, number, case):
-        """Checks all results; returns the largest part of the tolerance that was needed."""
+        """Checks all results; returns the largest share of the tolerance that a difference used."""
         results = self.call(number, case)
         if case.collective == "barrier":
             return 0.0
         np, framework = self.np, self.framework
-        everybodys = [[framework.exact(each) for each in self.given(number, case, rank)] for rank in case.members]
-        assert len(results) == len(everybodys[0])
+        inputs_of_ranks = [[framework.exact(each) for each in self.inputs(number, case, rank)] for rank in case.members]
+        assert len(results) == len(inputs_of_ranks[0])
         place, worst = case.members.index(self.rank), 0.0
         for index, result in enumerate(results):
             assert framework.dtype(result) == case.dtype, result.dtype
             got = framework.exact(result).astype(np.float64)
-            answer, tolerance = self.answer(case, [tensors[index] for tensors in everybodys], place)
+            answer, tolerance = self.answer(case, [tensors[index] for tensors in inputs_of_ranks], place)
             assert got.shape == answer.shape, (got.shape, answer.shape)
             if case.op is not None and case.dtype in INTEGERS:
                 near = np.trunc(answer * (1 - 1e-12)), np.trunc(answer * (1 + 1e-12))
@@ -309,7 +315,7 @@ class Table:
         return worst
 
     def answer(self, case, arrays, place):
-        """numpy's, and the tolerance of each number."""
+        """Returns numpy's result and the tolerance of each value."""
         np = self.np
         arrays = [array.astype(np.float64) for array in arrays]
         exact = np.zeros(1)
@@ -333,7 +339,7 @@ class Table:
     def reduced(self, case, arrays):
         np, (before, after), count = self.np, case.factors, len(arrays)
         if case.dtype in INTEGERS:
-            # Every rank's values are whole again before they are summed.
+            # Integers are truncated on every rank after prescaling, before the sum.
             scaled = np.stack([np.trunc(array * before) for array in arrays])
         else:
             scaled = np.stack([array * before for array in arrays])
@@ -361,16 +367,16 @@ class Table:
                 tolerance = total * (count + 1) * arithmetic + unit * size
             else:
                 tolerance = total * (unit + (count + 3) * arithmetic) + 2.01 * unit * size
-        # The smallest numbers are no multiples of the unit.
+        # The relative error of subnormal numbers exceeds the unit roundoff.
         return answer, tolerance + (0 if is_plain and case.op in ("Min", "Max") else 3 * count * smallest)
 
 
 def adasum(np, values):
-    """Of a power of 2 vectors, by recursive halving."""
+    """Adasum of a power of 2 vectors, by recursive halving."""
     if len(values) == 1:
         return values[0]
     a, b = adasum(np, values[0::2]), adasum(np, values[1::2])
-    # Neighbours first: ranks 0 and 1, then the pairs.
+    # Neighbours are combined first: ranks 0 and 1, then the pairs.
     if len(values) > 2:
         half = len(values) // 2
         a, b = adasum(np, values[:half]), adasum(np, values[half:])
@@ -381,7 +387,7 @@ def adasum(np, values):
 
 
 def body(framework, every):
-    """What every rank runs."""
+    """The function of every rank."""
     import warnings
 
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -390,7 +396,7 @@ def body(framework, every):
 
 
 def run(framework, size, every, timeout):
-    """The counts of all ranks together, and all failures."""
+    """Runs a job; returns the sums of the counts of all ranks, and all failures."""
     launcher = Forked("torch" if framework == "torch" else "tensorflow")
     ranks = run_ranks(body, size, framework, every, launcher=launcher, env=ENV, timeout=timeout)
     counts = collections.defaultdict(lambda: [0, 0, 0.0])
@@ -405,7 +411,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3, 4], choices=[2, 3, 4])
     parser.add_argument("--frameworks", nargs="+", default=list(FRAMEWORKS), choices=FRAMEWORKS)
-    parser.add_argument("--every", type=int, default=1, help="of the cases, only every so many")
+    parser.add_argument("--every", type=int, default=1, help="run only every Nth case")
     arguments = parser.parse_args()
     failed = 0
     for framework, size in itertools.product(arguments.frameworks, arguments.processes):

@@ -1,15 +1,18 @@
-"""The table of Hugging Face's models on several partitions beside one process, and docs/reference/models.md, which it writes.
+"""The table of Hugging Face models on several partitions, compared with one process; writes docs/reference/models.md.
 
-    python tests/parity/huggingface_models.py [--partitions 2 3 4] [--models llama bert ..] [--no-page] [--row-seconds 600]
+    python tests/parity/huggingface_models.py [--partitions 2 3 4] [--models llama bert ..] [--no-page]
+                                                [--row-seconds 600]
 
-Many processes can share the rows; each appends its own to a file of JSON lines, and the page is made of all the files:
+Several processes can share the rows. Each appends its rows to a file of JSON lines, and the page is made from all
+files:
 
-    python tests/parity/huggingface_models.py --shard 0/8 --out rows-0.jsonl    # and 1/8 to 7/8 beside it
+    python tests/parity/huggingface_models.py --shard 0/8 --out rows-0.jsonl    # and 1/8 to 7/8
     python tests/parity/huggingface_models.py --page-from rows-*.jsonl
 
-Each row is an architecture as small as its configuration allows, with its defaults: two steps of four microbatches with each schedule,
-in float64 and, where a model has no float64, in float32. Losses, logits, gradients and parameters differ by at most 1e-10
-(float64) or 1e-5 (float32) of the largest number of their tensor. `tests/multiproc/modelparallel_torch/test_huggingface.py` runs a part.
+Each row is an architecture as small as its configuration allows, otherwise with its defaults. It runs two steps of four
+microbatches with each schedule, in float64 and, if it does not support float64, in float32. Losses, logits, gradients
+and parameters may differ by at most 1e-10 (float64) or 1e-5 (float32) of the largest element of the tensor.
+`tests/multiproc/modelparallel_torch/test_huggingface.py` runs a part.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ def _body(name, dtype, partitions, schedules):
 
 
 def _cases(models: Iterable[str], partitions: Iterable[int]) -> list[tuple[str, str, int]]:
-    """The rows of the table, in its order: model, type and number of partitions."""
+    """The rows of the table in order: model, dtype and number of partitions."""
     cases = []
     for name in models:
         types = ["float32"] if name in FLOAT32_ONLY else ["float64", "float32"] if routes(name) else ["float64"]
@@ -74,7 +77,8 @@ def _row(name: str, dtype: str, partitions: int, seconds: float) -> dict[str, An
     """Runs a row.
 
     Returns:
-        The row, with `good` if all is as it should be. `difference` is missing if a rank raised or ran out of time.
+        The row. `good` is true if all values are equal and every partition has modules. `difference` is missing if a
+        rank raised or ran out of time.
     """
     start = time.monotonic()
     row: dict[str, Any] = {"model": name, "type": dtype, "partitions": partitions}
@@ -98,7 +102,7 @@ def _row(name: str, dtype: str, partitions: int, seconds: float) -> dict[str, An
 
 
 def _line(row: dict[str, Any]) -> str:
-    """A row, as it is printed."""
+    """Formats a row for the output."""
     return f"{row['model']} {row['type']}, {row['partitions']} partitions: {_difference(row)} {row['left']}"
 
 
@@ -110,7 +114,7 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 def _read(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """The rows of these files, in the order of the table. Of a row that is there more than once, the last one counts."""
+    """Returns the rows of the files in the order of the table. If a row occurs more than once, the last one counts."""
     found = {}
     for file in files:
         for line in file.read_text().splitlines():
@@ -149,9 +153,9 @@ def main() -> int:
     parser.add_argument(
         "--models", nargs="+", default=list(ARCHITECTURES), choices=list(ARCHITECTURES), metavar="MODEL"
     )
-    parser.add_argument("--no-page", action="store_true", help="leave docs/reference/models.md as it is")
+    parser.add_argument("--no-page", action="store_true", help="do not write docs/reference/models.md")
     parser.add_argument("--row-seconds", type=float, default=600, help="time limit of a row")
-    parser.add_argument("--shard", type=_shard, metavar="I/N", help="run each Nth row, beginning with row I")
+    parser.add_argument("--shard", type=_shard, metavar="I/N", help="run each Nth row, starting with row I")
     parser.add_argument("--out", type=Path, metavar="FILE", help="append each row to this file, as a line of JSON")
     parser.add_argument(
         "--page-from", type=Path, nargs="+", metavar="FILE", help="write the page from such files; run nothing"

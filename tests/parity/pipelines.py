@@ -1,10 +1,10 @@
-"""The whole table of pipelines beside one process: models x partitions x microbatches x schedules x types.
+"""The whole table of pipelines compared with one process: models x partitions x microbatches x schedules x dtypes.
 
     python tests/parity/pipelines.py [--partitions 1 2 3 4] [--types float64 float32] [--models mlp gpt2 ..]
 
-A launch of ranks runs all rows of one type and one number of partitions. Loss, outputs, every gradient and, after five
-steps, every parameter and buffer differ by at most 1e-12 (float64) or 1e-5 (float32) of the largest number of their tensor, or
-the script fails. `tests/multiproc/modelparallel_torch/test_models.py` runs a part.
+A job runs all rows of one dtype and one number of partitions. Loss, outputs, every gradient and, after five steps,
+every parameter and buffer may differ by at most 1e-12 (float64) or 1e-5 (float32) of the largest element of the tensor.
+`tests/multiproc/modelparallel_torch/test_models.py` runs a part.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support import run_ranks
 
 MICROBATCHES = (1, 4, 8)
-#: Schedule, and whether a partition has two rows of the model that do not touch, so that microbatches come by twice.
+#: Schedule, and whether a partition has two separate runs of the model's layers, so that each microbatch visits it
+#: twice.
 SCHEDULES = (
     ("simple", False),
     ("interleaved", False),
@@ -49,7 +50,7 @@ def main() -> None:
     rows = [(count, *schedule) for count, schedule in itertools.product(MICROBATCHES, SCHEDULES)]
     for dtype, partitions in itertools.product(arguments.types, arguments.partitions):
         start = time.monotonic()
-        # Partitions of one are not visited twice.
+        # With one partition, the two runs are adjacent: the case equals that with one run.
         wanted = [row for row in rows if partitions > 1 or not row[2]]
         ranks = run_ranks(_body, partitions, dtype, partitions, wanted, arguments.models, timeout=3000)
         worst = {name: max(found[name] for found in ranks) for name in ranks[0]}

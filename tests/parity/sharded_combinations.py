@@ -1,10 +1,10 @@
-"""Sharded parameters and optimizer states in layouts that are drawn at random, beside one process.
+"""Sharded parameters and optimizer states in randomly drawn layouts, compared with one process.
 
     python tests/parity/sharded_combinations.py [--draws 20] [--seed 0] [--ranks 4]
 
-Each draw has a family of models, degrees, a way of sharding, a schedule, and what goes with them. Losses, norms,
-parameters and states after two AdamW steps differ by at most 1e-10 (norms, losses) and 1e-8 (others) of one process.
-`tests/multiproc/modelparallel_torch/test_sharded_combinations.py` runs some fixed ones.
+Each draw has a family of models, parallel degrees, a kind of sharding, a schedule and further settings. After two AdamW
+steps, losses and norms may differ by at most 1e-10 from one process, parameters and states by 1e-8.
+`tests/multiproc/modelparallel_torch/test_sharded_combinations.py` runs some fixed layouts.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from support import Forked, RanksFailedError, run_ranks
 FAMILIES = ("gpt", "llama", "gptj", "mqa")
 
 
-def draw(random_numbers: random.Random, ranks: int) -> tuple[tuple[int, int, int], str, dict[str, Any]]:
-    """A layout, a family and settings."""
+def draw(rng: random.Random, ranks: int) -> tuple[tuple[int, int, int], str, dict[str, Any]]:
+    """Draws a layout, a family and settings."""
     layouts = [
         (tp, pp, ranks // tp // pp)
         for tp in (1, 2, 4)
         for pp in (1, 2)
         if tp * pp <= ranks and ranks % (tp * pp) == 0 and ranks // pp > 1
     ]
-    tp, pp, rdp = random_numbers.choice(layouts)
+    tp, pp, rdp = rng.choice(layouts)
     more: dict[str, Any] = {
-        "optimize": random_numbers.choice(["speed", "memory"]),
-        "prescaled": tp > 1 and random_numbers.random() < 0.5,
-        "recompute": random_numbers.random() < 0.5,
-        "passes": random_numbers.choice([1, 1, 2]),
+        "optimize": rng.choice(["speed", "memory"]),
+        "prescaled": tp > 1 and rng.random() < 0.5,
+        "recompute": rng.random() < 0.5,
+        "passes": rng.choice([1, 1, 2]),
     }
     degrees = [degree for degree in (2, 4) if (tp * rdp) % degree == 0]
-    if random_numbers.random() < 0.35:
+    if rng.random() < 0.35:
         more["shard_optimizer_state"] = True
     else:
-        more["sharded_data_parallel_degree"] = random_numbers.choice(degrees)
+        more["sharded_data_parallel_degree"] = rng.choice(degrees)
     if pp > 1:
-        more["pipeline"] = random_numbers.choice(["simple", "interleaved", "zero_bubble"])
-    return (tp, pp, rdp), random_numbers.choice(FAMILIES), more
+        more["pipeline"] = rng.choice(["simple", "interleaved", "zero_bubble"])
+    return (tp, pp, rdp), rng.choice(FAMILIES), more
 
 
 def _body(layout: tuple[int, int, int], family: str, more: dict[str, Any]) -> None:
@@ -74,12 +74,12 @@ def main() -> int:
     parser.add_argument("--draws", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=4)
-    chosen = parser.parse_args()
-    random_numbers, failures = random.Random(chosen.seed), 0
-    for number in range(chosen.draws):
-        drawn = draw(random_numbers, chosen.ranks)
+    arguments = parser.parse_args()
+    rng, failures = random.Random(arguments.seed), 0
+    for number in range(arguments.draws):
+        drawn = draw(rng, arguments.ranks)
         try:
-            run_ranks(_body, chosen.ranks, *drawn, launcher=Forked("torch"), timeout=300)
+            run_ranks(_body, arguments.ranks, *drawn, launcher=Forked("torch"), timeout=300)
         except RanksFailedError as error:
             failures += 1
             print(error, file=sys.stderr)

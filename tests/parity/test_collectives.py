@@ -1,4 +1,4 @@
-"""One table of cases through PyTorch and through TensorFlow: the results are equal bit by bit."""
+"""One table of collectives through PyTorch and through TensorFlow: the results are equal bit by bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def both():
     rank, size = torch_ops.rank(), torch_ops.size()
 
     def to_tf(tensor):
-        # NumPy has no bfloat16; the bytes are the tensor.
+        # Passes the bytes of the tensor, since NumPy lacks bfloat16.
         shape = tensor.shape
         raw = numpy.frombuffer(tensor.contiguous().view(torch.uint8).numpy().tobytes(), numpy.uint8)
         name = str(tensor.dtype).removeprefix("torch.")
@@ -86,7 +86,7 @@ def both():
             assert first == second, (name, with_torch, first, second)
             compared += isinstance(first, bytes)
 
-    # Inside a function: the order of the body, static shapes, and no value twice.
+    # In a function: collectives run in the order of the body, static shapes are known, and results do not share memory.
     @tf.function
     def step(x):
         total = tf_ops.smd_all_reduce(tensor=x, op="sum")
@@ -103,7 +103,7 @@ def both():
     assert total.numpy().tolist() == again.numpy().tolist() == [[sum(range(size))] * 2]
     assert first.numpy().tolist() == [[0.0, 0.0]]
     assert everything.numpy().tolist() == [[r, r] for r in range(size)]
-    assert x.numpy().tolist() == [[rank, rank]], "inputs stay as they are"
+    assert x.numpy().tolist() == [[rank, rank]], "a collective changed its input"
     empty = tf_ops.smd_all_gather(tensor=tf.zeros([0, 4])).output
     assert empty.shape == [0, 4]
     return compared
@@ -111,5 +111,6 @@ def both():
 
 def test_both_frameworks_agree():
     compared = run_ranks(both, 2, timeout=110)
-    # 5 integer types have 8 reductions, bool 7, 4 float types 5, 2 complex types 3; each has 2 movements.
+    # 5 integer dtypes have 8 reductions, bool 7, 4 floating-point dtypes 5, 2 complex dtypes 3. Each dtype also has
+    # all-gather and broadcast.
     assert compared == [5 * 8 + 7 + 4 * 5 + 2 * 3 + 12 * 2] * 2

@@ -1,4 +1,4 @@
-"""The one harness for tests that need several processes; see `run_ranks`."""
+"""The harness for tests that need several processes; start with `run_ranks`."""
 
 from support.forks import Forked
 from support.launchers import missing, more, needs

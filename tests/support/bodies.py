@@ -1,4 +1,6 @@
-"""One step of a body over partitions beside the same body in one process: results, gradients and buffers."""
+"""Compares one step function on several partitions with the same function in one process: results, gradients and
+buffers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ Body = Callable[..., Any]
 
 
 def leaves(value: Any) -> list[torch.Tensor]:
-    """The tensors of a result, and numbers as tensors."""
+    """Flattens a result into its tensors; numbers become tensors."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
@@ -36,15 +38,15 @@ def compare(
     schedule: str = "interleaved",
     tolerance: float = 1e-10,
 ) -> None:
-    """Runs ``body(model, backward, x, y)`` in float64 with ``backward`` being ``model.backward``, and beside it on a copy
-    of the model with plain PyTorch.
+    """Runs ``body(model, backward, x, y)`` in float64 as a step on the partitions, with ``backward`` being
+    ``model.backward``, and on a copy of the model in plain PyTorch; compares both.
 
     Args:
-        build: Makes the model; it sets partitions itself.
-        body: Gets the model, a function that runs the backward of a loss, and a microbatch of two tensors.
+        build: Makes the model and sets its partitions.
+        body: Called with the model, a function that runs the backward of a loss, and the two tensors of a microbatch.
 
     Raises:
-        AssertionError: A result, a gradient or a buffer differs; the text says which.
+        AssertionError: A result, a gradient or a buffer differs; the message names it.
     """
     torch.set_default_dtype(torch.float64)
     smp.init(
@@ -89,7 +91,7 @@ def compare(
 
 
 def structure_of(output: Any, microbatch: int) -> Any:
-    """What one microbatch returned, of what the step returned."""
+    """Returns the part of the step's result that the body returned for one microbatch."""
     if isinstance(output, smp.StepOutput):
         return output[microbatch]
     if isinstance(output, dict):

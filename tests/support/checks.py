@@ -1,4 +1,4 @@
-"""For jobs that make many checks, because they take long to start."""
+"""Many checks in one job, for jobs that take long to start."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from support import devices
 
 
 class Checks:
-    """Runs checks and keeps what failed, a line each.
+    """Runs checks and keeps one line for each that failed.
 
-    A check that failed on some ranks only leaves them at different places: the rest is passed over then.
+    If a check fails on some of the ranks only, the ranks are no longer in step: all remaining checks are skipped.
     """
 
     def __init__(self) -> None:
         self.failed: list[str] = []
-        self._apart = False
+        self._out_of_step = False
 
     def __call__(self, name: str, check: Callable[[], Any]) -> None:
-        if self._apart:
+        if self._out_of_step:
             return
         before = len(self.failed)
         self._run(name, check)
@@ -33,9 +33,9 @@ class Checks:
 
         count = torch.tensor([int(failed)])
         dist.all_reduce(count)
-        self._apart = 0 < count.item() < dist.get_world_size()
-        if self._apart:
-            self.failed.append(f"{name}: the ranks are at different places; the rest was not tried")
+        self._out_of_step = 0 < count.item() < dist.get_world_size()
+        if self._out_of_step:
+            self.failed.append(f"{name}: failed on some ranks only; the remaining checks were skipped")
 
     def _run(self, name: str, check: Callable[[], Any]) -> None:
         try:
@@ -46,10 +46,11 @@ class Checks:
 
 
 def start_on_device() -> tuple[Any, Any, Any, int, int]:
-    """Joins our job, makes torch's NCCL group of the same ranks, and takes this rank's device.
+    """Joins the job with the library, makes PyTorch's NCCL process group of the same ranks, and selects this rank's
+    device.
 
     Returns:
-        ``torch``, ``torch.distributed``, our face, the rank and the number of ranks.
+        ``torch``, ``torch.distributed``, the library's ``distributed`` module, the rank and the world size.
     """
     import torch
 

@@ -1,7 +1,8 @@
-"""How many ranks with a GPU can run here, and which GPU each one takes.
+"""How many ranks with a GPU can run on this machine, and which GPU each rank uses.
 
-Where there is one GPU, ranks share it: each says by ``NCCL_HOSTID`` that it is a host of its own, so that NCCL goes over sockets, and
-kernels of different ranks take turns. Results are those of several GPUs, and times say nothing.
+Where there is one GPU only, all ranks share it. Each rank sets ``NCCL_HOSTID`` to a value of its own. NCCL then takes
+the ranks for processes on different hosts and connects them by sockets. Kernels of different ranks run one after
+another, so results are those of several GPUs, but times mean nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pytest
 
 
 def count() -> int:
-    """CUDA devices of this machine; starts no CUDA in this process."""
+    """Returns the number of CUDA devices of this machine, without initializing CUDA in this process."""
     if importlib.util.find_spec("torch") is None:
         return 0
     import torch
@@ -22,19 +23,19 @@ def count() -> int:
 
 
 NUM_DEVICES = count()
-#: Whether ranks share the only device.
+#: Whether all ranks share the only device.
 SHARED = NUM_DEVICES == 1
-#: Ranks of a job: as many as there are devices, but no more than tests need.
+#: World size of the tests' jobs: the number of devices, but no more than tests need.
 NUM_RANKS = 2 if SHARED else min(NUM_DEVICES, 4)
-needs_one = pytest.mark.skipif(NUM_DEVICES < 1, reason="needs a CUDA device, here is none")
+needs_one = pytest.mark.skipif(NUM_DEVICES < 1, reason="needs a CUDA device, but there is none")
 #: For jobs of four ranks.
 needs_four = pytest.mark.skipif(
-    NUM_DEVICES < 4 and not SHARED, reason=f"needs four CUDA devices, or one for all ranks, here are {NUM_DEVICES}"
+    NUM_DEVICES < 4 and not SHARED, reason=f"needs four CUDA devices, or one for all ranks, but there are {NUM_DEVICES}"
 )
 
 
 def own() -> int:
-    """In a rank, before anything of its job uses devices: the index of the one that it takes."""
+    """Returns the index of this rank's device. Call it before anything in this process uses devices."""
     local_rank = int(os.environ["LOCAL_RANK"])
     if SHARED:
         os.environ["NCCL_HOSTID"] = f"rank {local_rank}"

@@ -1,4 +1,4 @@
-"""Models of Hugging Face's that compute in the type of their weights everything that they compute in float32."""
+"""Models of Hugging Face without casts to float32: every computation is in the dtype of the weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _route(module, hidden):
 
 
 def exact(model):
-    """Replace the parts of a model that compute in float32, and return it."""
+    """Replaces the parts of a model that compute in float32, and returns the model."""
     for each in model.modules():
         kind = type(each).__name__
         if kind.endswith("RMSNorm") or kind == "T5LayerNorm":
@@ -33,7 +33,9 @@ def exact(model):
 
 
 def _balancing_loss(logits, num_experts, experts_per_token, is_token=None):
-    """The loss that balances experts, over the tokens of all layers: ``[batch * S, experts]`` each."""
+    """The load-balancing loss of a mixture of experts over the tokens of all layers. ``logits`` has a tensor of
+    ``[batch * S, experts]`` for each layer.
+    """
     rows = torch.cat(logits)
     if is_token is not None:
         rows = rows[is_token.flatten().bool().repeat(len(logits))]

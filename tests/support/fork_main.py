@@ -1,8 +1,9 @@
-"""What a server of `forks` runs: imports a module once, then forks a rank whenever it is asked to.
+"""The server process of `forks`: imports a module once, then forks a rank for each request.
 
     python fork_main.py FD MODULE
 
-`FD` is a connection: (folder, file for output, working directory, variables) comes in, ("started", pid) and ("ended", pid, exit code) go out.
+`FD` is a connection. A request is (folder, output file, working directory, environment variables). Replies are
+("started", pid) and ("ended", pid, exit code).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import NoReturn
 
 from support import rank_main
 
-#: What the import of a module leaves out and nearly every rank imports: 1.2 s of processor time with PyTorch, 5 s with transformers,
-#: which imports the modules of its models when they are first used.
+#: Modules that the import of a framework leaves out and nearly every rank imports. They take 1.2 s of processor time
+#: with PyTorch. With transformers they take 5 s, because it imports the modules of its models on first use.
 _ALSO = {
     "torch": ("torch._dynamo",),
     "transformers": (
@@ -32,12 +33,12 @@ _ALSO = {
         "transformers.models.llama.modeling_llama",
     ),
 }
-#: Of `linux/prctl.h`: the signal that a process gets when its parent ends.
+#: From `linux/prctl.h`: sets the signal that this process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
 
 
 def _serve(connection: Connection) -> tuple[str, str, str, dict[str, str]] | None:
-    """Forks until the test ends; gives what was asked for in each rank, and None in the server."""
+    """Forks ranks until the test ends. Returns the request in each rank, and None in the server."""
     running: dict[int, int] = {}
     server = os.getpid()
     try:
@@ -48,15 +49,16 @@ def _serve(connection: Connection) -> tuple[str, str, str, dict[str, str]] | Non
                     os.close(ready)
                     connection.send(("ended", pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
                     continue
-                asked = connection.recv()
+                request = connection.recv()
                 pid = os.fork()
-                # A rank and what it starts are one group, which the test can end; whoever comes first makes it.
+                # Each rank leads a process group, so that the test can end it with all its children. Parent and child
+                # both call this, because either may run first.
                 os.setpgid(pid, pid)
                 if pid == 0:
                     _end_with_the_server()
                     for descriptor in (connection.fileno(), *running):
                         os.close(descriptor)
-                    return asked
+                    return request
                 running[os.pidfd_open(pid)] = pid
                 connection.send(("started", pid))
     except (EOFError, ConnectionError):
@@ -85,22 +87,24 @@ def _main(descriptor: int, module: str) -> int:
         importlib.import_module(name)
     tasks = os.listdir("/proc/self/task")
     if len(tasks) != 1:
-        raise RuntimeError(f"`{module}` starts {len(tasks) - 1} threads when it is imported: a fork would lack them")
-    # What is here stays: no collection shall touch, and so copy, the pages that ranks share.
+        raise RuntimeError(f"`{module}` starts {len(tasks) - 1} threads on import, which forked ranks would lack")
+    # Keeps the garbage collector away from objects that exist now: it would write to, and so copy, pages that all ranks
+    # share.
     gc.freeze()
-    asked = _serve(Connection(descriptor))
-    if asked is None:
+    request = _serve(Connection(descriptor))
+    if request is None:
         return 0
-    folder, output, directory, variables = asked
+    folder, output, directory, variables = request
     _become(output, directory, variables)
     sys.argv = [rank_main.__file__, folder]
     return _end(rank_main.main(Path(folder)))
 
 
 def _end(code: int) -> NoReturn:
-    """Ends a rank whose body has returned: as the interpreter ends, but without the teardown of all modules.
+    """Ends a rank whose body has returned, like the interpreter does but without the teardown of modules.
 
-    The teardown writes to nearly every page of a framework, and so copies what the ranks share: 0.4 s of processor time.
+    The teardown writes to nearly every page of a framework and so copies the shared pages, which takes 0.4 s of
+    processor time.
     """
     threading._shutdown()
     atexit._run_exitfuncs()

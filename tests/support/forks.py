@@ -1,7 +1,8 @@
-"""Ranks that are forked from processes which have imported a framework already.
+"""Ranks that are forked from server processes that have already imported a framework.
 
-Importing takes most of the time of a short job (3 to 7 s of processor time a rank). Each rank of a job has a server of its own, so that
-ranks differ in what differs between processes: the addresses of their memory and the order of their sets.
+Imports take most of the time of a short job: 3 to 7 s of processor time for each rank. Each rank of a job has a server
+of its own, so that ranks differ where separate processes differ: in memory addresses and in the iteration order of
+sets.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
 
-#: Variables that a rank gets when it is forked, as nothing reads them before; any other may be read while the framework is imported.
+#: Variables that may differ between the ranks of a server: they are set after the fork, because no import reads them.
+#: Any other variable may be read while the framework is imported, so its value selects the server.
 _OF_THE_JOB = (
     "SMD_",
     "SMP_",
@@ -34,45 +36,46 @@ _OF_THE_JOB = (
     "TF_NUM_",
     "TF_CPP_",
 )
-#: Servers that may wait for work, half a gigabyte each; the one that was used least lately ends for a new one.
+#: Most servers that may be idle at a time; each takes half a gigabyte. The least recently used server ends for a new
+#: one.
 _MOST_SERVERS = 12
 _IMPORT_SECONDS = 120.0
-#: What time limits are multiplied by, which suit a machine that does nothing else: the option `--patience` of pytest.
+#: Factor for all time limits, which are chosen for an idle machine: the option `--patience` of pytest.
 patience = 1.0
 _MAIN = Path(__file__).with_name("fork_main.py")
 
 
 @dataclass(frozen=True)
 class Forked:
-    """A launcher: `Forked("torch")` forks ranks that have imported `torch`, and sets the variables that torch's own scripts have.
-    Ranks that make models of Hugging Face's are of `Forked("transformers")`.
+    """A launcher: `Forked("torch")` forks ranks that have imported `torch`, and sets the variables that `torchrun`
+    would set. Use `Forked("transformers")` for ranks that make models of Hugging Face.
 
-    For bodies that do not set what the framework reads while it is imported, and need no launcher of ours around them.
+    It is for bodies that neither set variables that the framework reads on import nor need `smdrun` around them.
     """
 
     module: str
 
 
 class ForkedProcess:
-    """A rank that a server has forked; the part of `subprocess.Popen` that a job uses."""
+    """A rank that a server has forked, with the methods of `subprocess.Popen` that a job uses."""
 
     def __init__(self, server: _Server, pid: int) -> None:
         self._server = server
         self.pid = pid
-        #: As of `subprocess`: None while it runs, negative if a signal ended it.
+        #: As in `subprocess`: None while the process runs, negative if a signal ended it.
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code, if it has ended."""
+        """Returns the exit code, or None while the process runs."""
         if self.returncode is None:
             self.returncode = self._server.exit_code(self.pid)
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """The exit code, within `timeout` seconds.
+        """Waits up to `timeout` seconds and returns the exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it still runs.
+            subprocess.TimeoutExpired: The process still runs.
         """
         deadline = time.monotonic() + timeout
         while self.poll() is None:
@@ -117,11 +120,11 @@ class _Server:
         raise RuntimeError(f"no rank could be forked:\n{self._errors.read().decode(errors='replace')}")
 
     def has_ended(self) -> bool:
-        """Whether nothing can be forked any more."""
+        """Whether the server can no longer fork ranks."""
         return self._connection.closed or self._process.poll() is not None
 
     def exit_code(self, pid: int) -> int | None:
-        """That of a rank that has ended."""
+        """Returns the exit code of a rank, or None while it runs."""
         with contextlib.suppress(EOFError, OSError):
             while pid not in self._codes and self._connection.poll():
                 _, ended, code = self._connection.recv()
@@ -131,7 +134,7 @@ class _Server:
         return self._codes.pop(pid, None)
 
     def end(self) -> None:
-        """Ends the server, which kills what it has forked."""
+        """Ends the server, which then kills the ranks that it has forked."""
         self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5.0)
@@ -152,7 +155,7 @@ def fork_ranks(
     module: str, folder: Path, outputs: Sequence[Path], environments: Sequence[Mapping[str, str]]
 ) -> list[ForkedProcess]:
     """Forks the ranks of the job in `folder`: each runs `rank_main` with its variables and writes to its output."""
-    # All servers import at once.
+    # Starts missing servers first, so that all of them import at the same time.
     servers = [_server(module, rank, environment) for rank, environment in enumerate(environments)]
     try:
         return [
@@ -160,7 +163,7 @@ def fork_ranks(
             for server, output, environment in zip(servers, outputs, environments, strict=True)
         ]
     except BaseException:
-        # The job's ranks that have been forked: nobody else knows of them.
+        # The caller does not know of the ranks that are already forked; they end with their servers.
         for server in servers:
             server.end()
         raise

@@ -1,4 +1,4 @@
-"""What the jobs of tests of Horovod share: how a rank begins, errors that it expects, and worlds with other settings."""
+"""Helpers for the ranks of Horovod's tests: start, expected errors, captured output, sessions with other settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENV = {
 
 
 def start(framework):
-    """Calls `init`: the framework, Horovod's module for it, this rank and the number of ranks."""
+    """Calls `hvd.init`; returns the framework, Horovod's module for it, the rank and the size."""
     hvd = importlib.import_module(f"horovod.{framework}")
     hvd.init()
     return importlib.import_module(framework), hvd, hvd.rank(), hvd.size()
@@ -32,20 +32,22 @@ def raises(kind, text, call):
 
 @contextlib.contextmanager
 def standard_error():
-    """What is written there, by the core as well: a function that gives it."""
-    kept = os.dup(2)
+    """Captures everything that is written to file descriptor 2, by native code too; yields a function that returns the
+    text so far.
+    """
+    saved = os.dup(2)
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)
         try:
             yield lambda: Path(f"/proc/self/fd/{file.fileno()}").read_text()
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(saved, 2)
+            os.close(saved)
 
 
 @contextlib.contextmanager
 def another_world(hvd, **settings):
-    """One with these settings; then the one as before."""
+    """Restarts Horovod with these environment variables; restarts it again with the previous ones afterwards."""
     hvd.shutdown()
     os.environ.update(settings)
     hvd.init()

@@ -1,8 +1,8 @@
-"""Hugging Face architectures as small as their configurations allow, with defaults untouched otherwise (`use_cache`, the attention's
-implementation, routing, tied weights).
+"""Architectures of Hugging Face with the smallest sizes that their configurations allow. All other defaults stay
+(`use_cache`, the implementation of attention, routing, tied weights).
 
-Probabilities of dropout are 0: each partition draws random numbers of its own, so one process cannot draw the same. So are the
-other random choices of a training forward (LayerDrop, SpecAugment, masks of patches).
+Dropout probabilities are 0. Each partition draws random numbers of its own, so one process cannot draw the same ones.
+The same holds for other random choices of a training forward (LayerDrop, SpecAugment, patch masks).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BATCH = 8
 LENGTH = 12
 VOCABULARY = 64
 
-#: Attributes of a configuration, in the spellings of all architectures; each takes those that it knows.
+#: Small sizes, in the spellings of all architectures. Each configuration uses the attributes that it knows.
 _TINY: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -27,7 +27,7 @@ _TINY: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-#: Probabilities, whatever they are called, that a training forward draws random numbers for.
+#: Parts of the names of probabilities for which a training forward draws random numbers.
 _RANDOM = (
     "dropout",
     "drop_rate",
@@ -43,14 +43,14 @@ _RANDOM = (
 
 @dataclass(frozen=True)
 class Architecture:
-    """One row of the table.
+    """One architecture.
 
     Attributes:
         kind: `model_type` of the configuration.
-        task: Which auto class makes the model, and what goes in: `causal`, `masked`, `seq2seq`, `image`, `speech`, `whisper`,
-            `ctc`, `pretraining`.
-        config: What differs from the small sizes that all have.
-        bare: Whether the small sizes that all have are left out.
+        task: The auto class that makes the model and the kind of its inputs: `causal`, `masked`, `seq2seq`, `image`,
+            `sound`, `whisper`, `ctc`, `pretraining`.
+        config: Values of the configuration beside those of `_TINY`.
+        bare: Whether the values of `_TINY` are left out.
     """
 
     kind: str
@@ -250,7 +250,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "resnet": Architecture(
         "resnet", "image", {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}, bare=True
     ),
-    # Sound.
+    # Audio.
     "whisper": Architecture(
         "whisper",
         "whisper",
@@ -297,10 +297,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 
-#: Models of which one process has no float64.
+#: Models that do not run in float64 even in one process.
 FLOAT32_ONLY = {"xlnet"}
-#: Models that compute parts in float32 whatever their type, so that a difference in the last place of a float64 number may become one
-#: of 1e-7. In float64, these parts run in float64 for both sides of the comparison.
+#: Models that compute parts in float32 whatever their dtype. There, a difference in the last place of a float64 number
+#: may become one of 1e-7. In the comparison in float64, these parts run in float64 on both sides.
 FLOAT32_INSIDE = {
     "deepseek-v2": "its rotary embedding, router and norms cast to float32; here these casts are to float64"
 }
@@ -318,7 +318,7 @@ _AUTO = {
 
 
 def make(name: str) -> nn.Module:
-    """The model of a row, in torch's default type, in training mode."""
+    """Makes the model of an architecture, in PyTorch's default dtype and in training mode."""
     import transformers
 
     row = ARCHITECTURES[name]
@@ -333,18 +333,18 @@ def make(name: str) -> nn.Module:
     }  # fmt: skip
     config = transformers.AutoConfig.for_model(row.kind, **{**random, **values})
     dtype = torch.get_default_dtype()
-    # PyTorch's grouped product, the default of experts, has no float64.
+    # The default implementation of experts, PyTorch's grouped matrix product, does not support float64.
     experts = {"experts_implementation": "eager"} if routes(name) and dtype is torch.float64 else {}
     return getattr(transformers, _AUTO[row.task]).from_config(config, dtype=dtype, **experts).train()
 
 
 def routes(name: str) -> bool:
-    """Whether a row is a mixture of experts."""
+    """Whether an architecture is a mixture of experts."""
     return "num_experts_per_tok" in ARCHITECTURES[name].config
 
 
 def batch(name: str, number: int) -> dict[str, torch.Tensor]:
-    """Arguments of a step."""
+    """Returns the keyword arguments of a step."""
     row = ARCHITECTURES[name]
     generator = torch.Generator().manual_seed(number)
     dtype = torch.get_default_dtype()

@@ -1,4 +1,6 @@
-"""Steps of Hugging Face's models on several partitions beside one process, and what left the pipeline for them."""
+"""Compares steps of Hugging Face models on several partitions with one process, and lists the calls that ran
+synchronously.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import smdistributed.modelparallel.torch as smp
 from support import huggingface
 from support.pipelines import Worst
 
-#: The difference that is allowed, as a part of the largest number of a tensor.
+#: Largest difference that is allowed, relative to the largest element of a tensor.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 MICROBATCHES = 4
 
@@ -34,19 +36,20 @@ def run_model(
     place: Callable[[nn.Module], None] | None = None,
     **config: Any,
 ) -> dict[str, Any]:
-    """Some steps of `model` with the keyword arguments that `batch(step)` gives, beside those of one process.
+    """Runs steps of `model` on partitions and in one process with the keyword arguments of `batch(step)`, and compares
+    them.
 
     Args:
-        model: It returns a dictionary with a loss.
-        batch: The arguments of a step.
-        schedule: Of the pipeline.
-        partitions: How many.
-        steps: How many.
-        place: Puts modules on partitions by hand.
-        config: What else the configuration has.
+        model: Returns a dictionary with a loss.
+        batch: Returns the keyword arguments of a step.
+        schedule: Schedule of the pipeline.
+        partitions: Number of partitions.
+        steps: Number of steps.
+        place: Assigns modules to partitions by hand.
+        config: Further entries of the configuration.
 
     Returns:
-        The largest difference and where it was, the calls that ran synchronously, and the partitions that have modules.
+        The largest difference and its place, the calls that ran synchronously, and the partitions that have modules.
     """
     smp.init({"partitions": partitions, "microbatches": MICROBATCHES, "pipeline": schedule, **config})
     worst = Worst(TOLERANCES[torch.get_default_dtype()])
@@ -93,7 +96,7 @@ def run_model(
 
 @contextlib.contextmanager
 def float32_is_float64() -> Iterator[None]:
-    """What a model casts to float32 is cast to float64 inside."""
+    """Makes casts to float32 inside a model casts to float64."""
     names = {"float32": torch.float64, "float": torch.float64}
     before = {name: getattr(torch, name) for name in names} | {"cast": torch.Tensor.float}
     try:
@@ -110,7 +113,7 @@ def float32_is_float64() -> Iterator[None]:
 def run_rows(
     name: str, dtype: str, partitions: int, schedules: list[str], steps: int = 2, skip_tracing: bool = True
 ) -> list[dict[str, Any]]:
-    """One architecture with each of these schedules."""
+    """Runs one architecture with each of the schedules."""
     torch.set_default_dtype(getattr(torch, dtype))
     rows = []
     is_widened = dtype == "float64" and name in huggingface.FLOAT32_INSIDE
@@ -127,7 +130,8 @@ def run_rows(
                     schedule,
                     partitions,
                     steps,
-                    # A cut by costs may leave a partition of so small a model empty; parameters are spread in any case.
+                    # With tracing, partitioning by cost may leave a partition of so small a model empty. Without it,
+                    # parameters are spread.
                     skip_tracing=skip_tracing,
                 )
             )

@@ -1,4 +1,4 @@
-"""What `fit` does with Keras models, each for `smp.DistributedModel` and for plain Keras."""
+"""Trains Keras models with `fit`, each as an `smp.DistributedModel` and in plain Keras, and compares both."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-#: Batches of seven, which four microbatches do not divide, and a last one of six; of a part, the last one has fewer rows than microbatches.
+#: Batches of 7 rows, which 4 microbatches do not divide evenly, and a last batch of 6. The last batch of PART rows has
+#: 3, fewer than microbatches.
 ROWS, PART, BATCH = 20, 10, 7
 
 
@@ -61,12 +62,12 @@ def _models(base: type, activity: float = 0.02) -> dict[str, Any]:
 
 
 def data(name: str, rows: int, seed: int = 0) -> tuple[Any, Any]:
-    """Inputs and targets of a model."""
+    """Returns inputs and targets of a model."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
     if name == "words":
-        # Rows of different lengths; of one that is a microbatch by itself nothing is left.
+        # Sequences have different lengths. The last row of a batch is a microbatch of its own; all of it is masked.
         words = rng.integers(1, 9, (rows, 6)) * (np.arange(6) < rng.integers(1, 7, (rows, 1)))
         words[BATCH - 1 :: BATCH] = 0
         return words, rng.integers(0, 9, (rows, 6))
@@ -85,12 +86,13 @@ def _compiled(model: Any, name: str, wrapped: Callable[[Any], Any] = lambda opti
     if name == "regression":
         model.compile(wrapped(keras.optimizers.Adam(0.05)), "mse", metrics=["mae"], weighted_metrics=["mse"])
     elif name == "classes":
-        # Of variables, averages are what the model has in the end.
+        # With `use_ema`, `fit` ends by setting the variables to their moving averages.
         inner = keras.optimizers.SGD(0.01, momentum=0.9, use_ema=True, ema_momentum=0.8)
         optimizer = keras.mixed_precision.LossScaleOptimizer(inner)
         model.compile(optimizer, crossentropy(True, reduction="sum"), metrics=["accuracy"], steps_per_execution=2)
     elif name == "words":
-        # Adam takes gradients of few rows for others than those that replicas make dense.
+        # SGD, because Adam treats sparse gradients of the embedding differently from dense ones, and replicas make them
+        # dense.
         model.compile(keras.optimizers.SGD(0.5, momentum=0.9), crossentropy(True), weighted_metrics=["accuracy"])
     else:
         losses = {"near": lambda y, p: tf.reduce_mean(tf.square(y - p)), "far": crossentropy(True)}
@@ -99,7 +101,7 @@ def _compiled(model: Any, name: str, wrapped: Callable[[Any], Any] = lambda opti
 
 
 def fitted(base: type, name: str, folder: Path) -> dict[str, Any]:
-    """What one model has learned, and how."""
+    """Trains one model; returns its losses, predictions and weights."""
     import numpy as np
     import tensorflow as tf
 
@@ -133,7 +135,7 @@ def fitted(base: type, name: str, folder: Path) -> dict[str, Any]:
         options |= {"callbacks": swaps, "validation_data": valid}
         history = model.fit(batches, class_weight={0: 1.0, 1: 2.0, 2: 0.5}, **options)
     else:
-        # Keras 3 does not weigh metrics of several outputs by rows where the last batch is short.
+        # Keras 3 does not weight the metrics of several outputs by the size of the batch; 14 rows are two full batches.
         count = 14 if name == "several" else ROWS
         x, y, valid = (tf.nest.map_structure(lambda each, count=count: each[:count], each) for each in (x, y, valid))
         options |= {"validation_data": valid, "validation_batch_size": PART}
@@ -146,7 +148,7 @@ def fitted(base: type, name: str, folder: Path) -> dict[str, Any]:
 
 
 def _weights(base: type, model: Any) -> dict[int, Any]:
-    """Trainable variables that are here, by their places in the model."""
+    """Returns the trainable variables of this rank, by their index in the whole model."""
     import tensorflow as tf
 
     variables = model.trainable_variables
@@ -156,7 +158,7 @@ def _weights(base: type, model: Any) -> dict[int, Any]:
 
 
 def compare(name: str, folder: Path) -> float:
-    """In a rank: the largest difference between `fit` of the model on all partitions and of plain Keras."""
+    """The function of a rank: returns the largest difference between `fit` on all partitions and in plain Keras."""
     import numpy as np
     import tensorflow as tf
 
@@ -179,7 +181,9 @@ def compare(name: str, folder: Path) -> float:
 
 
 def compare_replicas(name: str, key: str) -> float:
-    """In one of four ranks: the largest difference between weights that two replicas learn, each with a half of the rows, and plain Keras."""
+    """The function of one of four ranks: trains two replicas with half of the rows each. Returns the largest difference
+    of their weights from plain Keras.
+    """
     import numpy as np
     import tensorflow as tf
 
@@ -191,7 +195,8 @@ def compare_replicas(name: str, key: str) -> float:
     found = []
     for base in (smp.DistributedModel, tf.keras.Model):
         tf.keras.utils.set_random_seed(3)
-        # Before 3.14, activities of Keras 3 are sums over rows, and a replica has half of the rows.
+        # Before version 3.14, Keras 3 sums activity losses over rows, so they would differ for a replica with half of
+        # the rows.
         model = _models(base, activity=0.0)[name]()
         x, y = data(name, 2 * BATCH)
         callbacks: list[Any] = []

@@ -1,4 +1,4 @@
-"""Keras models of many forms, each for `smp.DistributedModel` and for plain Keras, and a check that both learn alike."""
+"""Keras models of many forms, each as an `smp.DistributedModel` and in plain Keras; compares their training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROWS, STEPS = 16, 5
 
 
 def _models(base: type) -> dict[str, tuple[Any, Any]]:
-    """By name: what makes the model, and what makes its inputs and targets of a random generator."""
+    """For each name: a function that makes the model, and one that draws inputs and targets from a random generator."""
     import tensorflow as tf
 
     keras = tf.keras
@@ -20,7 +20,7 @@ def _models(base: type) -> dict[str, tuple[Any, Any]]:
         return rng.normal(size=(ROWS, *shape)), rng.normal(size=(ROWS, 4))
 
     class Whole(base):
-        """Around a functional or sequential model."""
+        """Wraps a functional or sequential model."""
 
         def __init__(self, inner):
             super().__init__()
@@ -127,7 +127,7 @@ def _models(base: type) -> dict[str, tuple[Any, Any]]:
             return self.early(x), self.late(self.more(x))
 
     class Scaled(layers.Layer):
-        """With operations and a loop of its own."""
+        """Has a variable, plain operations and a loop of its own."""
 
         def build(self, shape):
             self.scale = self.add_weight(shape=(shape[-1],), initializer="ones", name="scale")
@@ -183,7 +183,7 @@ NAMES = (
 
 
 def two_layers(base: type) -> Any:
-    """A model of three numbers to two, by way of six."""
+    """A model that maps 3 features to 2, with a hidden layer of 6."""
     import tensorflow as tf
 
     keras = tf.keras
@@ -215,13 +215,17 @@ def _cast(value: Any, kind: str) -> Any:
 
 
 def learn(
-    base: type, name: str, kind: str, microbatches: int, way: str | None, replica: tuple[int, int] = (0, 1)
+    base: type, name: str, kind: str, microbatches: int, method: str | None, replica: tuple[int, int] = (0, 1)
 ) -> dict[str, Any]:
-    """Trains the model; `way` is how gradients are computed in a `smp.step`, `None` for plain Keras. Of `replica`, a number and
-    how many there are, it takes the rows.
+    """Trains a model for `STEPS` steps.
+
+    Args:
+        method: How gradients are computed in an `smp.step` ("tape", "get", "pairs" or "graph"); None for plain Keras.
+        replica: Index and number of replicas; the model trains on this replica's part of the rows.
 
     Returns:
-        Losses, the last step's outputs, and by the number of the variable its gradient in the first step and its value.
+        Losses and the outputs of the last step; by the index of each variable, its gradient in the first step and its
+        last value.
     """
     import numpy as np
     import tensorflow as tf
@@ -258,15 +262,15 @@ def learn(
     def with_graph(inputs, targets):
         outputs = model(inputs, training=True)
         loss = _loss(outputs, targets)
-        # A variable of Keras 3 has TensorFlow's inside.
+        # A variable of Keras 3 wraps one of TensorFlow.
         variables = [each if isinstance(each, tf.Variable) else each.value for each in model.trainable_variables]
         return tf.gradients(loss, variables), loss, outputs
 
-    if way is not None:
+    if method is not None:
         import smdistributed.modelparallel.tensorflow as smp
 
-        ways = {"tape": with_tape, "get": with_optimizer, "pairs": with_pairs, "graph": with_graph}
-        step = smp.step(ways[way])
+        methods = {"tape": with_tape, "get": with_optimizer, "pairs": with_pairs, "graph": with_graph}
+        step = smp.step(methods[method])
 
         @tf.function
         def train(inputs, targets):
@@ -301,7 +305,7 @@ def learn(
         places = {id(variable): place for place, variable in enumerate(whole)}
         return [places[id(variable)] for variable in variables]
 
-    if way is None:
+    if method is None:
         trainable, everything = model.trainable_variables, model.weights
     else:
         with model._smp_all_variables():
@@ -319,7 +323,7 @@ def learn(
 
 @functools.cache
 def alone(name: str, kind: str, microbatches: int) -> dict[str, Any]:
-    """What plain Keras learns; it has neither partitions nor schedules."""
+    """Trains with plain Keras. The result is cached, since it depends on neither partitions nor schedules."""
     import tensorflow as tf
 
     return learn(tf.keras.Model, name, kind, microbatches, None)
@@ -331,12 +335,19 @@ def compare(
     partitions: int,
     microbatches: int,
     schedule: str,
-    way: str,
+    method: str,
     plain: Mapping[str, Any] | None = None,
     replicas: int = 1,
 ) -> tuple[float, int]:
-    """In a rank: the largest difference between the model on all partitions and plain Keras (what `alone` gives, if it is known), and
-    how many variables are here. Replicas share the rows, and plain Keras takes their microbatches one after the other."""
+    """The function of a rank: trains on all partitions and compares with plain Keras. Replicas share the rows; plain
+    Keras processes their microbatches one after the other.
+
+    Args:
+        plain: The result of `alone`, if it is known.
+
+    Returns:
+        The largest difference, and the number of variables on this rank.
+    """
     import numpy as np
 
     import smdistributed.modelparallel.tensorflow as smp
@@ -344,7 +355,7 @@ def compare(
     smp.shutdown()
     ddp = {"ddp": True} if replicas > 1 else {}
     smp.init({"partitions": partitions, "microbatches": microbatches, "pipeline": schedule, **ddp})
-    ours = learn(smp.DistributedModel, name, kind, microbatches, way, (smp.dp_rank(), smp.dp_size()))
+    ours = learn(smp.DistributedModel, name, kind, microbatches, method, (smp.dp_rank(), smp.dp_size()))
     plain = plain or alone(name, kind, replicas * microbatches)
     losses = np.mean(smp.allgather(ours["losses"], smp.CommGroup.DP_GROUP), 0)
     differences = [np.max(np.abs(losses - plain["losses"]))]
@@ -355,6 +366,6 @@ def compare(
         for place, value in ours[what].items():
             differences.append(np.max(np.abs(value - plain[what][place])))
     here = smp.allgather(sorted(ours["gradients"]), smp.CommGroup.MP_GROUP)
-    # Each variable is somewhere, once.
+    # Each variable is on one rank of the model-parallel group.
     assert sorted(number for each in here for number in each) == sorted(plain["gradients"]), here
     return float(max(differences)), len(ours["gradients"])

@@ -1,4 +1,4 @@
-"""How ranks can be started: the command line of each launcher, and whether it is there."""
+"""The launchers that start ranks: their command lines, their variables, and whether they are installed."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from support.forks import Forked
 from support.hosts import ByHand, Hosts, Torchrun
 
 LAUNCHERS = ("smdrun", "torchrun", "mpirun", "slurm", "raw")
-#: These have no command: the ranks are started one by one with the variables of each.
+#: Launchers without a command: the harness starts each rank with its variables.
 COMMANDLESS = ("slurm", "raw")
 
 
-#: Ports of `free_port`, a block for each worker of pytest-xdist. They lie below those that Linux gives to sockets that ask for any
-#: port: one of these could be taken by another process of the job before its rank listens.
+#: Ports of `free_port`: a block for each worker of pytest-xdist. They lie below the ephemeral ports of Linux. Another
+#: process of the job could be given an ephemeral port before the rank listens on it.
 _FIRST_PORT, _BLOCK_PORTS, _NUM_BLOCKS = 12000, 1000, 16
-#: Two runs of the tests at the same time start at different places.
+#: Concurrent runs of the tests start at different ports.
 _ports = itertools.count(os.getpid() * 37)
 
-#: What starts the ranks of a job.
+#: Types of the argument `launcher`.
 Launcher = str | Forked | Hosts | ByHand | Torchrun
 
 
 def missing(launcher: str) -> str | None:
-    """Why `launcher` cannot be used here; None if it can."""
+    """Returns the reason why `launcher` cannot be used on this machine, or None if it can."""
     if launcher == "torchrun" and importlib.util.find_spec("torch") is None:
         return "torchrun comes with torch, which is not installed"
     if launcher == "mpirun" and shutil.which("mpirun") is None:
@@ -47,18 +47,18 @@ def missing(launcher: str) -> str | None:
 
 
 def needs(launcher: str) -> pytest.MarkDecorator:
-    """Skips a test, with the reason, where `launcher` is missing."""
+    """Skips a test where `launcher` is missing."""
     reason = missing(launcher)
     return pytest.mark.skipif(reason is not None, reason=reason or "")
 
 
 def more(*values: Any, **options: Any) -> ParameterSet:
-    """A row of `pytest.mark.parametrize` that `make test-more` runs, and `make test` leaves out."""
+    """A case of `pytest.mark.parametrize` that `make test-more` runs and `make test` leaves out."""
     return pytest.param(*values, marks=pytest.mark.more, **options)
 
 
 def command(launcher: str | Hosts, n: int, options: list[str]) -> list[str]:
-    """What starts `n` ranks of the Python file that is appended to it; not for those in `COMMANDLESS`."""
+    """Returns the command that starts `n` ranks; the Python file is appended to it. Not for those in `COMMANDLESS`."""
     if isinstance(launcher, Hosts):
         return launcher.command(n, options)
     if launcher == "smdrun":
@@ -68,7 +68,7 @@ def command(launcher: str | Hosts, n: int, options: list[str]) -> list[str]:
         return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n), *port, *options]
     if launcher == "mpirun":
         as_root = ["--allow-run-as-root"] if os.getuid() == 0 else []
-        # Two of them that share a folder for their sessions meet in it: while one ends, the other's `mkdir` fails.
+        # Two jobs of mpirun must not share a session directory: while one removes it, the other's `mkdir` fails.
         sessions = ["--mca", "orte_tmpdir_base", tempfile.mkdtemp(prefix="smd-mpirun-", dir=_session_folders())]
         place = ["--oversubscribe", "--bind-to", "none", "-n", str(n)]
         return ["mpirun", *as_root, *sessions, *place, *options, sys.executable]
@@ -83,15 +83,15 @@ def _session_folders() -> str:
 
 
 def environments(launcher: str, n: int) -> list[dict[str, str]]:
-    """The variables of each rank that a commandless launcher starts."""
+    """Returns the variables of each rank for a launcher in `COMMANDLESS`."""
     port = free_port()
     make = {"raw": raw_environment, "slurm": _slurm_environment}[launcher]
     return [make(rank, n, port) for rank in range(n)]
 
 
 def _slurm_environment(rank: int, n: int, unique: int) -> dict[str, str]:
-    """What `srun --ntasks=n` gives task `rank` of a step on this host."""
-    # The batch script's own count is there too, and is not the step's.
+    """The variables that `srun --ntasks=n` sets for task `rank` of a step on this host."""
+    # `SLURM_NTASKS` is the task count of the batch script; it differs from the step's, which counts.
     return {
         "SLURM_JOB_ID": str(unique),
         "SLURM_NTASKS": str(n + 1),
@@ -107,7 +107,7 @@ def _slurm_environment(rank: int, n: int, unique: int) -> dict[str, str]:
 
 
 def raw_environment(rank: int, n: int, port: int) -> dict[str, str]:
-    """What a user would set by hand to start rank `rank`."""
+    """The variables that a user would set by hand to start rank `rank`."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(n),
@@ -119,7 +119,7 @@ def raw_environment(rank: int, n: int, port: int) -> dict[str, str]:
 
 
 def marks_of_a_launcher() -> dict[str, str]:
-    """The environment variables of this process that launchers set: ranks, addresses, and settings of jobs."""
+    """Returns the variables of this process that launchers set: ranks, addresses, and settings of jobs."""
     marks = ("OMPI_", "PMI", "SLURM_", "TORCHELASTIC_", "SM_", "SMD_", "SMP_", "HOROVOD_")
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
     keep = {"SMD_CACHE_DIR"}
@@ -131,13 +131,13 @@ def marks_of_a_launcher() -> dict[str, str]:
 
 
 def clean_environment() -> dict[str, str]:
-    """Our own environment without the marks of a launcher that may have started us."""
+    """Returns the variables of this process without those of a launcher that may have started it."""
     marks = marks_of_a_launcher()
     return {name: value for name, value in os.environ.items() if name not in marks}
 
 
 def free_port() -> int:
-    """A TCP port that is free now, and that no other test takes before a rank listens at it."""
+    """Returns a TCP port that is free now and that no other test uses before a rank listens on it."""
     _, _, worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").partition("gw")
     first = _FIRST_PORT + int(worker) % _NUM_BLOCKS * _BLOCK_PORTS
     for _ in range(_BLOCK_PORTS):

@@ -1,8 +1,10 @@
-"""Scripts of the published guides, with their gaps filled: layers, the digits instead of downloaded images, the device."""
+"""Scripts from the published guides, completed where the guides leave gaps: layers, a digits data set instead of
+downloaded images, the device.
+"""
 
 from __future__ import annotations
 
-#: Of the guide to changing a PyTorch script; `{layers}` differs between automatic and manual partitions.
+#: From the guide to modifying a PyTorch script; `{layers}` is filled with `AUTOMATIC` or `MANUAL`.
 GUIDE = """
 import pathlib
 
@@ -79,9 +81,9 @@ for _ in range(3):
 first, last = sum(losses[:5]) / 5, sum(losses[-5:]) / 5
 assert last < 0.5 * first, (first, last)
 names = [name for name, _ in model.local_named_parameters()]
-everybody = smp.allgather(names, smp.WORLD)
-assert sorted(sum(everybody[: smp.pp_size()], [])) == sorted(name for name, _ in model.module.named_parameters())
-assert all(everybody), everybody
+names_of_ranks = smp.allgather(names, smp.WORLD)
+assert sorted(sum(names_of_ranks[: smp.pp_size()], [])) == sorted(name for name, _ in model.module.named_parameters())
+assert all(names_of_ranks), names_of_ranks
 (pathlib.Path(__file__).parent / f"trained.{smp.rank()}").write_text(str(len(losses)))
 """
 
@@ -99,7 +101,7 @@ MANUAL = """
             self.fc2 = nn.Linear(64, 10)
 """
 
-#: The steps of the notebook that trains ResNet-18: phases, a criterion as an argument, a sampler.
+#: The training loop of the notebook that trains ResNet-18: phases, a criterion as an argument of the step, a sampler.
 NOTEBOOK = """
 import pathlib
 

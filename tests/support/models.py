@@ -1,7 +1,7 @@
-"""Models of many forms for pipelines, in float64: what they are made of, what goes in, and where they can be cut.
+"""Models of many forms for pipelines, in float64.
 
-Each entry of `MODELS` makes a `Case`. Its body is what stands in a `smp.step` function and, for the comparison, in a plain
-loop over microbatches.
+Each function in `MODELS` makes a `Case`. Its body serves as an `smp.step` function and, for the comparison, runs in a
+plain loop over microbatches.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ BATCH = 16
 
 @dataclass
 class Case:
-    """A model and how to use it."""
+    """A model with its inputs and the modules that can go to different partitions."""
 
     model: nn.Module
-    #: Modules in the order of the forward; a partition is a row of neighbours.
+    #: Modules in the order of the forward. A partition gets consecutive ones.
     pieces: list[nn.Module]
-    #: Arguments of the step, for a step's number.
+    #: Returns the arguments of a step, given its number.
     batch: Callable[[int], tuple[torch.Tensor, ...]]
-    #: `body(model, *arguments)` returns the loss, then what else is compared.
+    #: `body(model, *arguments)` returns the loss, then other values to compare.
     body: Callable[..., tuple[Any, ...]]
-    #: Pieces that must stay on one partition.
+    #: Indices of pieces that must be on one partition.
     together: tuple[int, ...] = ()
 
 
@@ -54,7 +54,7 @@ def _regression(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[Any
 
 
 class MLP(nn.Module):
-    """Functions between layers, and a parameter of the root."""
+    """Functions between layers, and a parameter of the root module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def sequential() -> Case:
 
 
 class Block(nn.Module):
-    """ResNet's, with activations in place."""
+    """ResNet's basic block, with in-place activations."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1, norm: bool = True) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Block(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """As torchvision lays it out, narrow."""
+    """ResNet-18 with torchvision's structure and few channels."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def resnet18() -> Case:
 
 
 class Inner(nn.Module):
-    """Spread itself: two layers that may lie apart, and a parameter of its own."""
+    """A module whose two layers may be on different partitions, with a parameter of its own."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Inner(nn.Module):
 
 
 class Derived(Inner):
-    """Calls the forward of its base."""
+    """Calls `super().forward`."""
 
     def forward(self, x: torch.Tensor, *, add: float) -> torch.Tensor:
         return torch.sin(super().forward(x, add=add))
@@ -178,7 +178,7 @@ def nested() -> Case:
 
 
 class Skip(nn.Module):
-    """The first layer's value is used at the start, in the middle and at the end."""
+    """The output of the first layer is used at the start, in the middle and at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def skip() -> Case:
 
 
 class Tied(nn.Module):
-    """The head is the embedding's weight, used by the root."""
+    """The root module uses the weight of the embedding as its output layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def tied() -> Case:
 
 
 class TwoByTwo(nn.Module):
-    """Two inputs, two outputs, one of them never used; an argument that nobody looks at."""
+    """Two inputs and two outputs, of which one is not part of the loss, and an argument that is not used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ def two_by_two() -> Case:
 
 
 class Dictionaries(nn.Module):
-    """Structures go in and come out, of the modules as well."""
+    """The model and its submodules take and return nested structures."""
 
     class Part(nn.Module):
         def __init__(self) -> None:
@@ -302,7 +302,7 @@ def gpt2() -> Case:
         return output["loss"], output.logits
 
     pieces = [model.transformer.wte, model.transformer.wpe, *model.transformer.h, model.transformer.ln_f, model.lm_head]
-    # The head and the embedding are one parameter.
+    # The output layer and the embedding share one parameter.
     return Case(model, pieces, _ids(1, 8), body, together=(0, len(pieces) - 1))
 
 
@@ -327,7 +327,7 @@ def t5() -> Case:
 
 
 class Twice(nn.Module):
-    """One module is called three times, from two places."""
+    """One module is called three times, under two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -346,7 +346,7 @@ def twice() -> Case:
 
 
 def dropout() -> Case:
-    """Random numbers are drawn on the last partition only: then they are those of one process."""
+    """Random numbers are drawn on the last partition only, so that they are those of one process."""
     model = nn.Sequential(
         nn.Linear(8, 8),
         nn.Linear(8, 8),
@@ -365,7 +365,7 @@ def batch_norm() -> Case:
 
 
 class InPlace(nn.Module):
-    """Changes its inputs, values that others have taken, and a constant."""
+    """Modifies in place: module inputs, values that other modules have used, and a constant."""
 
     class Part(nn.Module):
         def __init__(self) -> None:
@@ -384,7 +384,7 @@ class InPlace(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.parts[0](x.clone())
         before = self.parts[1](x)
-        # What the second part left of its input.
+        # Its input is as `parts[1]` has modified it.
         after = self.parts[2](x)
         total = torch.zeros(1, device=x.device)
         total += before.sum()
@@ -399,7 +399,7 @@ def in_place() -> Case:
 
 
 class Checkpointed(nn.Module):
-    """Recomputes, inside of its parts and around them; a scripted and a compiled leaf."""
+    """Activation checkpointing within submodules and around them; also a scripted module."""
 
     class Part(nn.Module):
         def __init__(self) -> None:
@@ -434,7 +434,7 @@ def checkpointed() -> Case:
 
 
 class Asking(nn.Module):
-    """Its way depends on numbers, in the root and in a part."""
+    """Control flow depends on values of tensors, in the root module and in a submodule."""
 
     class Part(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Steps of a pipeline beside the same steps of one process: every output, gradient, parameter and buffer."""
+"""Compares steps of a pipeline with one process: every output, gradient, parameter and buffer."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from torch import nn
 import smdistributed.modelparallel.torch as smp
 from support.models import MODELS, Case
 
-#: The difference that is allowed, as a part of the largest number of a tensor.
+#: Largest difference that is allowed, relative to the largest element of a tensor.
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
 class Worst:
-    """The largest difference that was seen, and where."""
+    """Keeps the largest difference so far and its place."""
 
     def __init__(self, tolerance: float) -> None:
         self.tolerance, self.difference, self.where = tolerance, 0.0, ""
 
     def look(self, where: str, ours: torch.Tensor, expected: torch.Tensor) -> None:
-        """Compares two tensors."""
+        """Compares two tensors and records the difference."""
         assert ours.shape == expected.shape, f"{where}: {ours.shape} instead of {expected.shape}"
         if not expected.numel():
             return
         scale = max(expected.abs().max().item(), 1e-3)
         difference = (ours.double() - expected.double()).abs().max().item() / scale
-        # Not a number is no small difference.
+        # Written as `not <=` so that NaN counts as a difference.
         if not difference <= self.difference:
             self.difference, self.where = difference, where
 
     def check(self, case: str) -> None:
-        """Fails if it is too large."""
+        """Fails if the largest difference exceeds the tolerance."""
         assert self.difference <= self.tolerance, f"{case}: {self.where} is off by {self.difference:.1e}"
 
 
 def _place(case: Case, partitions: int, looped: bool) -> None:
-    """Rows of neighbouring pieces go to the partitions; `looped`, two rows to each."""
+    """Gives each partition consecutive pieces; with `looped`, two runs of consecutive pieces."""
     rows = partitions * (2 if looped and len(case.pieces) >= 2 * partitions else 1)
     for place, piece in enumerate(case.pieces):
         place = case.together[0] if place in case.together else place
@@ -52,9 +52,9 @@ def _batch(case: Case, number: int) -> list[torch.Tensor]:
 
 
 def run_case(name: str, partitions: int, microbatches: int, pipeline: str, looped: bool, steps: int) -> float:
-    """So many steps of one row of the table, in torch's default type; returns the largest difference.
+    """Runs steps of one model in PyTorch's default dtype and compares them; returns the largest difference.
 
-    The schedule ``zero_bubble_2`` is zero bubble with twice as many active microbatches as partitions.
+    The schedule ``zero_bubble_2`` is ``zero_bubble`` with twice as many active microbatches as partitions.
     """
     schedule = pipeline.removesuffix("_2")
     config = {"partitions": partitions, "microbatches": microbatches, "pipeline": schedule}
@@ -68,7 +68,8 @@ def run_case(name: str, partitions: int, microbatches: int, pipeline: str, loope
     alone.load_state_dict(case.model.state_dict())
     _place(case, partitions, looped)
     model = smp.DistributedModel(case.model)
-    # With a momentum, since that follows gradients of any size alike: Adam turns rounding where a gradient is 0 into steps.
+    # SGD with momentum is linear in the gradients. Adam would turn the rounding errors of a gradient that is 0 into
+    # full steps.
     optimizers = [
         smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)),
         torch.optim.SGD(alone.parameters(), lr=0.02, momentum=0.9),
@@ -116,7 +117,7 @@ def run_case(name: str, partitions: int, microbatches: int, pipeline: str, loope
 def run_table(
     dtype: torch.dtype, partitions: int, rows: list[tuple[int, str, bool]], names: list[str] | None, steps: int
 ) -> dict[str, float]:
-    """Rows (microbatches, schedule, looped) with every model; returns the largest difference of each model."""
+    """Runs every model with each row (microbatches, schedule, looped); returns the largest difference of each model."""
     torch.set_default_dtype(dtype)
     found: dict[str, float] = {}
     start = time.monotonic()

@@ -1,4 +1,4 @@
-"""What each rank of a test runs: calls the test's body and leaves its result in the job's folder."""
+"""The program of each rank of a test: calls the test's body and writes its result to the job's folder."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-#: Exit code for "the test itself is wrong", apart from a test that fails.
+#: Exit code if the test itself is broken, in contrast to a test that fails.
 BROKEN = 70
-#: Before the deadline of the job, so that the stacks are still read.
+#: Seconds before the job's deadline at which stacks are printed, so that the harness still reads them.
 _STACKS_BEFORE_DEADLINE = 3.0
 
 
 def announce(name: str) -> None:
-    """Tells the test, which may wait for it with `Job.wait_for`, that this point was reached."""
+    """Reports to the test that this point was reached; `Job.wait_for` waits for it."""
     folder = Path(os.environ["SMD_TEST_FOLDER"])
     (folder / f"event.{name}").touch()
 
 
 def this_rank() -> int:
-    """Our rank, as the launcher says it; without the library under test."""
+    """Returns the rank from the launcher's variables, without the library under test."""
     for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
         if name in os.environ:
             return int(os.environ[name])
@@ -34,7 +34,7 @@ def this_rank() -> int:
 
 
 def main(folder: Path) -> int:
-    """Calls the body of the job in `folder`, as its rank that the environment names."""
+    """Calls the body of the job in `folder` as this rank."""
     rank = this_rank()
     _write(folder / f"{rank}.pid", str(os.getpid()).encode())
     result = folder / f"{rank}.result"
@@ -63,12 +63,14 @@ def main(folder: Path) -> int:
 
 
 def _end_gloo() -> None:
-    """Joins the threads of gloo, if the body has left a process group: one that still drops tensors when the interpreter ends
-    aborts the process ("terminate called without an active exception", also in scripts of torch alone)."""
+    """Joins the threads of gloo if the body has left a process group. A gloo thread that still drops tensors when the
+    interpreter ends aborts the process ("terminate called without an active exception"). Scripts that use PyTorch alone
+    abort as well.
+    """
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_backend() != "gloo":
         return
-    # What the body left in cycles holds its group.
+    # Reference cycles that the body left may hold its group.
     gc.collect()
     dist.destroy_process_group()
 
@@ -81,13 +83,13 @@ def _pickled(value: Any) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """At once or not at all: the reader may look at any time."""
+    """Writes atomically, because the test may read at any time."""
     temporary = path.with_name(f"{path.name}.part")
     temporary.write_bytes(content)
     temporary.replace(path)
 
 
 if __name__ == "__main__":
-    # A body that imports this module must get this one.
+    # A body that imports this module must get this instance.
     sys.modules["support.rank_main"] = sys.modules["__main__"]
     sys.exit(main(Path(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""Starts a job of several ranks, waits for it with a deadline, and brings back what each rank returned.
+"""Starts a job of several ranks, waits for it with a deadline, and returns the result of each rank.
 
 A test body is a module-level function of the test file. Every rank imports the file and calls it:
 
@@ -11,7 +11,7 @@ A test body is a module-level function of the test file. Every rank imports the 
     def test_something():
         assert run_ranks(body, 2, 10) == [0, 10]
 
-Nothing outlives a job: at its deadline every rank prints its stacks, and is then killed by its process id.
+No process outlives a job: at the deadline every rank prints its stacks and is then killed by its process id.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SHOWN_BYTES = 20_000
 
 
 class RanksFailedError(AssertionError):
-    """A job did not end well; the text holds the output of all ranks."""
+    """A job failed; the text holds the output of all ranks."""
 
     def __init__(self, outcome: Outcome, why: str) -> None:
         super().__init__(f"{why}\n{outcome.describe()}")
@@ -48,31 +48,31 @@ class RanksFailedError(AssertionError):
 
 
 class HarnessBrokenError(Exception):
-    """The test itself is wrong: it cannot be imported, or what it passes cannot be pickled."""
+    """The test itself is broken: it cannot be imported, or its arguments cannot be pickled."""
 
 
 @dataclass
 class RankOutcome:
-    """What became of one rank."""
+    """The result of one rank."""
 
     rank: int
-    #: What the body returned.
+    #: The return value of the body.
     value: Any = None
     #: `Type: text` of the exception that ended the body.
     error: str | None = None
-    #: Class names of that exception, most derived first.
+    #: Class names of that exception and its bases, most derived first.
     error_types: tuple[str, ...] = ()
-    #: Whether the body returned or raised; a rank that was killed did neither.
+    #: Whether the body returned or raised; false for a rank that was killed.
     finished: bool = False
     #: `time.monotonic()` when the body ended.
     ended_at: float | None = None
-    #: As of `subprocess`: negative if a signal ended it; known where each rank is started by itself.
+    #: As in `subprocess`: negative if a signal ended the process. Known only where each rank is started on its own.
     exit_code: int | None = None
 
 
 @dataclass
 class Outcome:
-    """What became of a job."""
+    """The result of a job."""
 
     command: list[str]
     exit_code: int
@@ -80,16 +80,16 @@ class Outcome:
     seconds: float
     timed_out: bool
     ranks: list[RankOutcome] = field(default_factory=list)
-    #: Process ids of ranks that were still there after the launcher had ended.
+    #: Process ids of ranks that still ran after the launcher had ended.
     left_behind: list[int] = field(default_factory=list)
 
     @property
     def values(self) -> list[Any]:
-        """What each rank returned."""
+        """The return value of each rank."""
         return [rank.value for rank in self.ranks]
 
     def describe(self) -> str:
-        """The whole story, for a message."""
+        """Returns command, exit codes, errors and output as text."""
         lines = [f"command: {' '.join(self.command)}", f"exit code {self.exit_code} after {self.seconds:.1f} s"]
         for rank in self.ranks:
             state = rank.error or ("returned" if rank.finished else "neither returned nor raised")
@@ -109,21 +109,21 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     timeout: float = 60.0,
 ) -> list[Any]:
-    """Runs `target` in `n` ranks and returns what each returned, in rank order.
+    """Runs `target` in `n` ranks and returns the return value of each, in rank order.
 
     Args:
-        target: a module-level function, called with `args`; or a script, which gets `args` as texts.
-        n: number of ranks.
-        launcher: `smdrun`, `torchrun`, `mpirun`; or processes started one by one, with the variables that `srun` would
-            set (`slurm`) or with torch's (`raw`); or forked with a framework that is imported already; or several hosts, with `mpirun`
-            over them, or what they offer.
-        options: for the launcher, before the script.
-        env: variables on top of our own.
-        timeout: seconds, for the whole job.
+        target: A module-level function, called with `args`; or a script, whose arguments are `args` as text.
+        n: Number of ranks.
+        launcher: `smdrun`, `torchrun` or `mpirun`. `slurm` and `raw` start each process by itself, with the variables
+            of `srun` or of `torchrun`. `Forked` forks ranks with a framework already imported. `Hosts` runs mpirun
+            over several hosts; `ByHand` and `Torchrun` are its other launchers.
+        options: Options of the launcher, before the script.
+        env: Variables in addition to those of this process.
+        timeout: Seconds for the whole job.
 
     Raises:
-        RanksFailedError: a rank failed, or the job did not end in time; the text shows every rank's output.
-        HarnessBrokenError: the test itself is wrong.
+        RanksFailedError: A rank failed, or the job did not end in time; the text shows every rank's output.
+        HarnessBrokenError: The test itself is broken.
     """
     with start_ranks(target, n, *args, launcher=launcher, options=options, env=env, timeout=timeout) as job:
         outcome = job.wait()
@@ -146,7 +146,7 @@ def start_ranks(
     env: Mapping[str, str] | None = None,
     timeout: float = 60.0,
 ) -> Iterator[Job]:
-    """As `run_ranks`, for tests that watch or disturb the job: gives it while it runs, and ends it afterwards."""
+    """Like `run_ranks`, for tests that watch or disturb the job: yields the running job, and ends it afterwards."""
     with tempfile.TemporaryDirectory(prefix="smd-test-") as folder:
         job = Job(Path(folder), target, n, args, launcher, list(options), dict(env or {}), timeout)
         try:
@@ -156,7 +156,7 @@ def start_ranks(
 
 
 class Job:
-    """A running job; made by `start_ranks`."""
+    """A running job; `start_ranks` makes it."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class Job:
         self._deadline = self._started + timeout
         self._outcome: Outcome | None = None
         self._is_body = callable(target)
-        # mpirun does not wait until its daemons on other hosts have ended too.
+        # mpirun does not wait until its daemons on other hosts have ended.
         self._patience = 10.0 if isinstance(launcher, Hosts) else 0.0
         if callable(target):
             (folder / "call").write_bytes(_pickled_call(target, args, timeout))
@@ -190,9 +190,9 @@ class Job:
             program = [os.fspath(target), *map(str, args)]
 
         variables = launchers.clean_environment()
-        # Processes find each other in this folder, and we find ours by it.
+        # The folder is where ranks leave their results. The variable also identifies the processes of this job.
         variables.update(SMD_TEST_FOLDER=str(folder), OMP_NUM_THREADS="1", PYTHONFAULTHANDLER="1")
-        # A wait that is bound to fail should say so itself, before our deadline does.
+        # The library's timeouts are shorter than the job's, so that a hang ends with an error of the library.
         for name in ("SMD_TIMEOUT_SECONDS", "SMD_INIT_TIMEOUT_SECONDS", "SMD_EXIT_TIMEOUT_SECONDS"):
             variables[name] = str(max(5.0, timeout - 10.0))
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_TESTS), variables.get("PYTHONPATH")]))
@@ -234,16 +234,16 @@ class Job:
         for output in self._outputs:
             output.touch()
         self._processes += fork_ranks(launcher.module, self._folder, self._outputs, environments)
-        # The first job of a server waits until it has imported; that time is not the job's.
+        # The first job of a server waits for its imports; that time does not count.
         self._deadline += time.monotonic() - self._started
 
     @property
     def launcher_pid(self) -> int:
-        """Process id of the launcher (of rank 0 if there is none)."""
+        """Process id of the launcher, or of rank 0 if there is no launcher."""
         return self._processes[0].pid
 
     def pid(self, rank: int) -> int:
-        """Process id of `rank`, once it runs Python."""
+        """Process id of `rank`; waits until it runs Python."""
         path = self._folder / f"{rank}.pid"
         while not path.exists():
             self._check_time(f"rank {rank} to start")
@@ -263,9 +263,9 @@ class Job:
             time.sleep(0.005)
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> float:
-        """Sends a signal to `rank`; returns when, on the clock of `time.monotonic()`."""
+        """Sends a signal to `rank`; returns the time of `time.monotonic()`."""
         pid = self.pid(rank)
-        # One that was forked and has ended leaves nothing that could still be sent a signal.
+        # The server reaps a forked rank that has ended, so its process id may belong to another process by now.
         ended = [
             process.pid
             for process in self._processes
@@ -277,7 +277,7 @@ class Job:
         return time.monotonic()
 
     def output(self) -> str:
-        """What was printed so far."""
+        """Returns the output so far."""
         texts = [path.read_text(errors="replace") for path in self._outputs]
         if len(texts) == 1:
             return texts[0]
@@ -285,7 +285,7 @@ class Job:
         return "".join(f"--- {what} {index} ---\n{text}" for index, text in enumerate(texts))
 
     def wait(self) -> Outcome:
-        """Waits for the end of the job, or ends it at the deadline."""
+        """Waits for the end of the job; kills it at the deadline."""
         if self._outcome is None:
             timed_out = False
             while any(process.poll() is None for process in self._processes):
@@ -304,7 +304,7 @@ class Job:
         return self._outcome
 
     def end(self) -> None:
-        """Ends everything that still runs."""
+        """Ends all processes of the job that still run."""
         for number, patience in ((signal.SIGTERM, 7.0), (signal.SIGKILL, 5.0)):
             running = [process for process in self._processes if process.poll() is None]
             for process in running:
@@ -322,9 +322,9 @@ class Job:
             raise RanksFailedError(self.wait(), f"the job ended while the test waited for {what}")
 
     def _living_ranks(self) -> list[int]:
-        """Processes that carry this job's folder in their environment, and so are surely ours."""
+        """Returns the processes that have this job's folder in their environment."""
         mark = f"SMD_TEST_FOLDER={self._folder}".encode()
-        # What was forked shows the variables of its server.
+        # /proc shows a forked rank with the environment of its server, so these are listed separately.
         living = [
             process.pid for process in self._processes if isinstance(process, ForkedProcess) and process.poll() is None
         ]
@@ -362,7 +362,7 @@ class Job:
 def _pickled_call(body: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> bytes:
     if body.__qualname__ != body.__name__:
         raise HarnessBrokenError(
-            f"`{body.__qualname__}` cannot be found by its name: a body is a module-level function"
+            f"`{body.__qualname__}` cannot be found by its name: a body must be a module-level function"
         )
     file = body.__code__.co_filename
     try:

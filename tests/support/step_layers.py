@@ -1,8 +1,9 @@
-"""The classes that programs of ``step_bodies.py`` consist of, as texts: a program contains those that it uses."""
+"""The classes of the programs of ``step_bodies.py``, as source text. A program contains the classes that it uses."""
 
 from __future__ import annotations
 
-#: Class by class. All layers map (rows, 4) to (rows, 4) unless their statement in ``step_statements.py`` says otherwise.
+#: Source of each class. All layers map (rows, 4) to (rows, 4) unless their statement in ``step_statements.py`` says
+#: otherwise.
 CLASSES = {
     "Scaled": '''
 class Scaled(nn.Module):
@@ -335,7 +336,7 @@ class Clamp(torch.autograd.Function):
 ''',
 }
 
-#: The classes of layers, and their modules that are placed apart; ``""`` is the layer itself.
+#: The layer classes, each with the submodules that are placed individually; ``""`` is the layer itself.
 LAYERS = {
     "Scaled": ("",),
     "Mode": ("",),
@@ -353,7 +354,7 @@ LAYERS = {
     "Spread": ("one", "two"),
     "Residual": ("one", "two"),
 }
-#: Those that were added later; the first seeds do not draw them.
+#: Layers that were added later. Earlier seeds do not draw them, so that their programs stay the same.
 LATER_LAYERS = {"Nested": ("",)}
-#: Those with state that is no parameter.
+#: Layers whose state is more than parameters.
 STATE_LAYERS = {"Offset": ("",), "Seen": ("",), "Own": ("",), "Table": ("",), "Memo": ("",)}

@@ -14,18 +14,18 @@ import torch
 from torch import nn
 
 MICROBATCHES, ROWS, STEPS = 4, 3, 3
-#: The difference that is allowed, as a part of the largest number of a tensor; float32 is the type of programs with autocast.
+#: Largest difference that is allowed, relative to the largest element of a tensor. Programs with autocast use float32.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 3e-2}
-#: Numbers beyond this tell nothing.
+#: Largest magnitude of a valid program's tensors: beyond it, rounding hides errors.
 _LARGEST = 1e8
 
 
 class InvalidProgramError(Exception):
-    """Plain PyTorch refuses the program."""
+    """Plain PyTorch fails to run the program."""
 
 
 class _Plain(nn.Module):
-    """What a body takes for its model, in one process."""
+    """The model that a body gets in the run with plain PyTorch."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -35,21 +35,21 @@ class _Plain(nn.Module):
         return self.module(*args)
 
     def backward(self, tensors: Any, gradients: Any = None) -> None:
-        """``torch.autograd.backward``, of the mean over the microbatches."""
+        """``torch.autograd.backward`` with gradients divided by the number of microbatches."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         gradients = [torch.ones_like(each) for each in tensors] if gradients is None else [gradients]
         torch.autograd.backward(tensors, [each / MICROBATCHES for each in gradients])
 
 
 class Outcome:
-    """All that a program leaves, by names."""
+    """All values that a run of a program leaves, by name."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor | None] = {}
         self.others: dict[str, Any] = {}
 
     def add(self, name: str, value: Any) -> None:
-        """Takes note of a value, structures leaf by leaf."""
+        """Records a value; structures are recorded leaf by leaf."""
         if isinstance(value, Mapping):
             for key, item in value.items():
                 self.add(f"{name}[{key!r}]", item)
@@ -90,14 +90,14 @@ def _note_module(outcome: Outcome, step: int, parameters: Any, buffers: Any) -> 
 
 
 def plain(program: Mapping[str, Any], noise: float = 0.0) -> Outcome:
-    """In one process.
+    """Runs a program in one process.
 
     Args:
-        program: The names of the program.
-        noise: Relative size of a random change of the parameters, at the beginning.
+        program: The namespace of the program.
+        noise: Relative size of a random change of the initial parameters.
 
     Raises:
-        InvalidProgramError: it fails there, or its numbers grow too large.
+        InvalidProgramError: The program fails, or its numbers grow too large.
     """
     module, keep = _begin(program)
     generator = torch.Generator().manual_seed(program["SEED"])
@@ -117,14 +117,14 @@ def plain(program: Mapping[str, Any], noise: float = 0.0) -> Outcome:
     except Exception as error:
         raise InvalidProgramError(f"{type(error).__name__}: {error}") from None
     for name, tensor in outcome.tensors.items():
-        # NaN is not below anything either.
+        # Written as `not <` so that NaN is rejected too.
         if tensor is not None and tensor.numel() and not tensor.abs().max() < _LARGEST:
             raise InvalidProgramError(f"{name} grows to {tensor.abs().max()}")
     return outcome
 
 
 def _piece(result: Any, microbatch: int) -> Any:
-    """What a step returned, as the body returned it for one microbatch."""
+    """Returns a step's result as the body returned it for one microbatch."""
     if isinstance(result, dict):
         return {key: _piece(item, microbatch) for key, item in result.items()}
     if isinstance(result, tuple):
@@ -137,7 +137,7 @@ def _piece(result: Any, microbatch: int) -> Any:
 
 
 def pipelined(program: Mapping[str, Any]) -> Outcome:
-    """On the partitions of the job; what this rank has of it."""
+    """Runs a program on the partitions of the job; returns the values that this rank holds."""
     import smdistributed.modelparallel.torch as smp
 
     config = {"partitions": program["PARTITIONS"], "microbatches": MICROBATCHES, "pipeline": program["SCHEDULE"]}
@@ -162,12 +162,13 @@ def pipelined(program: Mapping[str, Any]) -> Outcome:
 
 
 def differences(ours: Outcome, expected: Outcome, tolerance: float) -> list[str]:
-    """Where the two differ, the first places first."""
+    """Lists the differences in program order."""
     found = []
     gradients = [
         each.abs().max().item() for name, each in expected.tensors.items() if "gradient" in name and each is not None
     ]
-    # A gradient that is zero but for rounding, as that of a bias before a batch normalization, has the noise of the others.
+    # A gradient that is zero except for rounding, such as that of a bias before a batch normalization, has errors on
+    # the scale of the other gradients.
     noise = max(1e-3, 1e-2 * max(gradients, default=0.0)) if tolerance > TOLERANCES[torch.float64] else 1e-3
     for name, value in ours.others.items():
         if name not in expected.others or expected.others[name] != value:
@@ -200,8 +201,9 @@ def compare(program: Mapping[str, Any]) -> tuple[str, str]:
     """Runs a program both ways, on every rank of the job.
 
     Returns:
-        ``equal``, ``DIFFERENT``, ``rounding`` (different, but one process is, too, after a change of its parameters in the last
-        places), ``raises`` (an error of ours), ``crash`` (any other) or ``invalid``; and what is to be said of it.
+        A kind and a text. The kind is ``equal``, ``DIFFERENT``, ``rounding`` (different, but plain PyTorch also differs
+        after a change of the parameters in the last places), ``raises`` (an error of the library), ``crash`` (another
+        error) or ``invalid``.
     """
     from smdistributed.modelparallel.exceptions import SMPError
 
@@ -224,16 +226,16 @@ def compare(program: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def namespace(text: str) -> dict[str, Any]:
-    """The program of a text."""
+    """Executes a program's text; returns its namespace."""
     names: dict[str, Any] = {"__name__": "program"}
     exec(compile(text, "<program>", "exec"), names)
     return names
 
 
 def is_valid(text: str) -> bool:
-    """Whether plain PyTorch accepts a program, and its checkpoints call no hooks.
+    """Whether plain PyTorch runs the program, and the program does not combine checkpoints with forward hooks.
 
-    In one process the recomputation calls the hooks again; in a step a checkpoint of the body computes nothing again.
+    In one process, the recomputation calls the hooks again. In a step, a checkpoint in the body does not recompute.
     """
     if "utils.checkpoint.checkpoint(" in text and "register_forward_hook" in text:
         return False
@@ -245,25 +247,25 @@ def is_valid(text: str) -> bool:
 
 
 def run_programs(folder: str, texts: Mapping[int, str], seconds: float) -> None:
-    """The body of a job: runs programs one after another, and leaves ``NUMBER.RANK`` in ``folder`` for each. It ends early after a
-    program that the ranks cannot go on from.
+    """The body of a job: runs programs one after another, and writes a file ``NUMBER.RANK`` for each. It ends early
+    after a program from which the ranks cannot continue.
 
     Args:
-        folder: Where the ranks leave what they found.
-        texts: Programs by their numbers.
-        seconds: How long a rank that is done with a program waits for the others; after an error, 2 s.
+        folder: Folder for the results.
+        texts: Programs by number.
+        seconds: How long a rank waits for the others after a program; after an error, it waits 2 s.
     """
     import smdistributed.modelparallel.torch as smp
 
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for number, text in texts.items():
-        kind, story = compare(namespace(text))
-        _leave(Path(folder) / f"{number}.{rank}", f"{kind}\n{story}")
+        kind, detail = compare(namespace(text))
+        _leave(Path(folder) / f"{number}.{rank}", f"{kind}\n{detail}")
         files = [Path(folder) / f"{number}.{peer}" for peer in range(size)]
         has_failed = kind in ("raises", "crash")
         if not all(_appears(file, 2.0 if has_failed else seconds) for file in files):
-            # The others wait for this one; that it goes ends their wait.
+            # The other ranks still run the program and wait for this rank; its exit ends their wait.
             os._exit(1)
         kinds = {file.read_text().split("\n")[0] for file in files}
         if kinds & {"raises", "crash"}:
@@ -272,7 +274,7 @@ def run_programs(folder: str, texts: Mapping[int, str], seconds: float) -> None:
                 smp.barrier()
                 smp.shutdown()
             except Exception:
-                # The failure has ended the job of these processes; the next programs need new ones.
+                # The failure has ended the job of these processes; the remaining programs need new ones.
                 os._exit(1)
             _leave(Path(folder) / f"{number}.{rank}.on", "")
             if not all(_appears(file.with_name(f"{file.name}.on"), 2.0) for file in files):

@@ -1,4 +1,4 @@
-"""The statements of random step bodies; ``h`` is what a part of a program goes on with."""
+"""Draws the statements of random step bodies. ``h`` is the value that the next statements continue with."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class Statements:
     """Draws the statements of one part of a program.
 
     Args:
-        choose: What is drawn from.
-        layers: Class of each layer, by its name.
-        prepare: Gets statements that come before the first step.
-        is_mixed: Whether there may be autocast.
-        in_body: Whether they belong to the body of the step, not to the root's forward.
+        choose: Source of random choices.
+        layers: Class of each layer, by name.
+        prepare: List to which statements that run before the first step are appended.
+        is_mixed: Whether to draw autocast.
+        in_body: Whether the statements belong to the body of the step, not to the root's forward.
         has_all: Whether to draw from all kinds, not only from those that the first seeds draw from.
-        has_contents: Whether to draw changes of the contents of attributes, too.
-        has_state: Whether to draw writes to tensors in attributes, attributes that modules share or that calls set, and writes to
-            detached tensors and to what checkpoints read, too.
+        has_contents: Whether to draw changes of the contents of attributes.
+        has_state: Whether to draw statements about state: writes to tensors in attributes and to detached tensors,
+            attributes that modules share or that calls set, and checkpoints that read more than their arguments.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class Statements:
         self._is_mixed, self._in_body = is_mixed, in_body
         self._found: list[str] = []
         self._count = 0
-        #: Tensors of (rows, 4), and other ones.
+        #: Names of tensors of shape (rows, 4), and of tensors of other shapes.
         self._tensors = ["h", "h", "h", "x", *(["y"] if in_body else [])]
         self._others: list[str] = []
         self._pending: list[tuple[list[str], str]] = []
 
     def drawn(self, count: int) -> list[str]:
-        """So many statements, and what joins their results."""
+        """Draws so many statements, and further ones that add their results to ``h``."""
         while count and len(self._found) < _LIMIT:
             kind = self._choose.choices(list(self._kinds), list(self._kinds.values()))[0]
             kind(self)
@@ -60,13 +60,15 @@ class Statements:
             self._add(f"h = h + {name}" if name in self._tensors else f"h = h + {name}.mean()")
         return self._found
 
-    # What statements are made of.
+    # Parts of statements.
 
     def _add(self, text: str) -> None:
         self._found.append("\n".join(self._seeded(text.split("\n"))))
 
     def _seeded(self, lines: list[str]) -> list[str]:
-        """With a seed before each call that draws: the numbers of others are not those of one process (`docs/guides/pipelines-torch.md`)."""
+        """Sets a seed before each call of a layer that draws random numbers: other partitions draw other numbers than
+        one process (`docs/guides/pipelines-torch.md`).
+        """
         names = [name for name, kind in self._layers.items() if kind == "Drop"]
         found: list[str] = []
         for line in lines:
@@ -95,16 +97,16 @@ class Statements:
     def _new(self, other: bool = False) -> str:
         self._count += 1
         name = f"{'t' if self._in_body else 'f'}{self._count}"
-        # The statement itself may use only what was there before.
+        # The name becomes available after the statement that assigns it.
         self._pending.append((self._others if other else self._tensors, name))
         return name
 
     def _target(self) -> str:
-        """Where a result of (rows, 4) goes."""
+        """Name for a result of shape (rows, 4)."""
         return "h" if self._choose.random() < 0.6 else self._new()
 
     def _call_text(self, layer: str, argument: str) -> str:
-        """A call of a layer, of which (rows, 4) comes."""
+        """A call of a layer with a result of shape (rows, 4)."""
         kind = self._layers[layer.removeprefix("net.")]
         if kind == "Masked" and self._choose.random() < 0.5:
             return f"{layer}({argument}, {self._one('x', 'torch.tanh(x)', 'h')})"
@@ -126,7 +128,7 @@ class Statements:
             return f"torch.manual_seed({self._choose.randrange(9)})\n{line}"
         return line
 
-    # The kinds.
+    # The kinds of statements.
 
     def call(self) -> None:
         self._add(self._call_line())
@@ -164,7 +166,7 @@ class Statements:
         self._add(f"{self._target()} = {layer}({self._tensor()})")
 
     def contents(self) -> None:
-        """Contents of an attribute change before a call, and perhaps back after it."""
+        """Changes the contents of an attribute before a call, and perhaps changes them back after it."""
         layer = self._layer("Scaled", "Nested")
         if layer is None:
             return
@@ -190,8 +192,8 @@ class Statements:
             self._add(f"{self._target()} = {layer}({self._tensor()})")
 
     def refill(self) -> None:
-        """A tensor that is filled anew between calls."""
-        # Not one that draws: it would be after its seed for one call only.
+        """Fills one tensor with new values between calls."""
+        # Not a layer with dropout: its seed would be set for the first call only.
         name, layer = self._new(), self._layer("Masked")
         other = (
             self._layer(*(kind for kind in self._layers.values() if kind != "Drop"))
@@ -205,7 +207,7 @@ class Statements:
         self._add(f"for i in range(2):\n    {name}.fill_(i + 0.5)\n    h = {call}")
 
     def write(self) -> None:
-        """In-place changes of a tensor, or through a view of one."""
+        """Modifies a tensor in place, directly or through a view."""
         to, other, number = self._any(), self._tensor(), self._number()
         name = to
         if to in self._tensors:
@@ -266,7 +268,7 @@ class Statements:
             self.call()
 
     def function(self) -> None:
-        """A custom autograd.Function."""
+        """Applies a custom autograd.Function."""
         to, a = self._target(), self._tensor()
         self._add(
             self._one(
@@ -279,7 +281,7 @@ class Statements:
         )
 
     def keep(self) -> None:
-        """Values from one microbatch for the next."""
+        """Passes values from one microbatch to the next."""
         a, to = self._tensor(), self._target()
         self._add(
             self._one(
@@ -295,7 +297,7 @@ class Statements:
         )
 
     def auxiliary(self) -> None:
-        """A loss in an attribute."""
+        """Reads a loss that a layer leaves in an attribute."""
         layer = self._layer("Auxiliary")
         if layer is None:
             return
@@ -308,7 +310,7 @@ class Statements:
             self._add(line)
 
     def numbers(self) -> None:
-        """Random numbers, after their seed."""
+        """Draws random numbers after setting the seed."""
         seed, to = self._choose.randrange(9), self._target()
         self._add(
             self._one(
@@ -323,7 +325,7 @@ class Statements:
         )
 
     def block(self) -> None:
-        """A context of gradients."""
+        """Runs a statement in a context that switches gradients on or off."""
         head = self._one(
             "with torch.no_grad():", "with torch.set_grad_enabled(False):", "with torch.enable_grad():",
             "with torch.inference_mode():", "with torch.no_grad(), torch.enable_grad():",
@@ -371,7 +373,7 @@ class Statements:
         self._add("h = h * 1.0\nif h.requires_grad:\n    h.register_hook(lambda gradient: gradient * 2)")
 
     def loss(self) -> None:
-        """A backward of its own."""
+        """Runs a backward of its own."""
         if not self._in_body:
             return
         a = self._tensor()
@@ -384,8 +386,8 @@ class Statements:
             )
         )
 
-    def asks(self) -> None:
-        """Numbers, and what needs none."""
+    def read_values(self) -> None:
+        """Reads values or properties of tensors, such as item(), shape and grad_fn."""
         a, to = self._tensor(), self._target()
         self._add(
             self._one(
@@ -403,7 +405,7 @@ class Statements:
         )
 
     def parameter(self) -> None:
-        """Parameters and buffers that the body uses itself."""
+        """Uses parameters and buffers in the body itself."""
         momentum = self._layer("Momentum")
         lines = [
             "h = F.linear(h, net.begin.weight)",
@@ -434,7 +436,7 @@ class Statements:
         )
 
     def metric(self) -> None:
-        """Numbers for a log: kept in lists, summed up, moved to the host."""
+        """Collects metrics: keeps them in lists, sums them up, moves them to the host."""
         a, b, layer = self._tensor(), self._tensor(), self._layer("Counter", "Last", "Auxiliary")
         lines = [
             f"with torch.no_grad():\n    keep.seen.append(F.mse_loss({a}, {b}))\nh = h + sum(keep.seen) * 0.1",
@@ -454,7 +456,7 @@ class Statements:
         self._add(self._one(*lines))
 
     def masked(self) -> None:
-        """Masks and indices that are computed from results, and writes by indices."""
+        """Masks and indices that are computed from results, and writes by index."""
         to, a, b, number = self._target(), self._tensor(), self._tensor(), self._number()
         self._add(
             self._one(
@@ -474,9 +476,9 @@ class Statements:
         )
 
     def checkpointed(self) -> None:
-        """A part whose forward runs again in the backward.
+        """Checkpoints a layer or function, whose forward runs again in the backward.
 
-        It has no state: one process changes that twice (`docs/guides/pipelines-torch.md`).
+        The layer has no state, because one process would change it twice (`docs/guides/pipelines-torch.md`).
         """
         kinds = sorted(set(self._layers.values()) & {"Mode", "Masked", "Mlp"})
         layer = self._layer(*kinds) if kinds else None
@@ -493,7 +495,7 @@ class Statements:
         )
 
     def tensor_attribute(self) -> None:
-        """A tensor in an attribute changes in place, or is another one, between calls."""
+        """Changes a tensor in an attribute between calls, in place or by assignment."""
         layer, other = self._layer("Offset"), self._layer("Seen")
         number, a = self._number(), self._tensor()
         if layer is None:
@@ -523,7 +525,7 @@ class Statements:
             self._add(f"{self._target()} = {layer}({self._tensor()})")
 
     def set_output(self) -> None:
-        """The body sets an attribute that calls set, too."""
+        """The body sets an attribute that calls of the layer set as well."""
         layer = self._layer("Last", "Auxiliary")
         if layer is None:
             return
@@ -542,7 +544,7 @@ class Statements:
             self._add(f"if {layer}.{name} is not None:\n    h = h + {layer}.{name}")
 
     def shared(self) -> None:
-        """Modules have one dictionary or tensor in attributes."""
+        """Lets two modules share one dictionary or tensor in their attributes."""
         names = [f"net.{name}" for name, kind in self._layers.items() if kind in ("Table", "Memo", "Offset", "Seen")]
         if not names:
             return
@@ -557,7 +559,7 @@ class Statements:
             self._add(f"h = h * (1 + {one}.table['calls'])")
 
     def detached_write(self) -> None:
-        """A write to a detached tensor, which shares memory with a tensor that has a graph."""
+        """Writes to a detached tensor that shares memory with a tensor that has a graph."""
         a, b, name = self._tensor(), self._tensor(), self._new()
         self._add(f"{name} = {self._one(a, f'({a} * 1.0)', f'({a} + 1.0)')}.{self._one('detach()', 'data')}")
         part = self._one("", "", "[0]", "[:, :2]")
@@ -570,7 +572,7 @@ class Statements:
         )
 
     def checkpoint_reads(self) -> None:
-        """The function of a checkpoint reads more than its arguments."""
+        """Checkpoints a function that reads more than its arguments."""
         layer = self._layer("Mode", "Masked", "Mlp")
         to, a, b = self._target(), self._tensor(), self._tensor()
         inner = f"{layer}(t)" if layer else "torch.tanh(t)"
@@ -581,7 +583,7 @@ class Statements:
             self.write()
 
 
-#: The kinds, and how often they are drawn.
+#: The kinds and their weights.
 _KINDS: dict[Callable[[Statements], None], int] = {
     Statements.call: 10,
     Statements.flip: 4,
@@ -598,11 +600,11 @@ _KINDS: dict[Callable[[Statements], None], int] = {
     Statements.hook: 3,
     Statements.gradient_hook: 1,
     Statements.loss: 2,
-    Statements.asks: 3,
+    Statements.read_values: 3,
     Statements.parameter: 3,
     Statements.arithmetic: 4,
 }
-#: Kinds that were added later; the first seeds do not draw them, so that they stay the programs that they were.
+#: Kinds that were added later. Earlier seeds do not draw them, so that their programs stay the same.
 _LATER_KINDS: dict[Callable[[Statements], None], int] = {
     Statements.metric: 6,
     Statements.masked: 8,

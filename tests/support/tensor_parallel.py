@@ -1,4 +1,4 @@
-"""Models with tensor parallelism beside the same models in one process."""
+"""Compares models under tensor parallelism with the same models in one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def config(tp, pp, prescaled, optimize, **more):
 
 
 def reference(make, run, batches, steps):
-    """Losses, outputs, gradients, norms and parameters of one process."""
+    """Trains in one process; returns losses, first outputs, first gradients, their norm, and the final parameters."""
     smp.init({})
     torch.manual_seed(0)
     model = make()
@@ -46,7 +46,9 @@ def reference(make, run, batches, steps):
 
 
 def gathered(model, tensors):
-    """Tensors of the parameters of all ranks, by name, as of one process."""
+    """Gathers tensors of the parameters of all ranks and merges their shards; returns them by name as in one
+    process.
+    """
     names = {id(parameter): name for name, parameter in model.module.named_parameters()}
     parts = smp.allgather(
         {names[id(each)]: tensors(each).detach() for each in model.local_parameters() if tensors(each) is not None},
@@ -56,7 +58,8 @@ def gathered(model, tensors):
 
 
 def close(one, other, tolerance, what):
-    # Some gradients are 0 but for rounding: a softmax does not depend on the bias of the keys.
+    # The scale has a lower bound because some gradients are 0 except for rounding: softmax does not depend on the bias
+    # of the keys.
     one, other = one.cpu(), other.cpu()
     scale = max(other.abs().max().item(), 1e-4)
     difference = (one - other).abs().max().item() / scale
@@ -68,15 +71,15 @@ def compare(
     make, run, batch, tp, pp, rdp, prescaled, optimize, *, steps=2, tolerance=1e-10, more=None, dtype=None, names=None,
     together=False,
 ):  # fmt: skip
-    """Trains in one process and with this layout, and compares everything.
+    """Trains in one process and with this layout, and compares losses, outputs, gradients, norms and parameters.
 
     Args:
         make: Makes the model.
         run: `run(model, *batch)` returns loss and output.
-        batch: `batch(step, replica)`, of one data-parallel rank, as a tuple of tensors.
-        names: Translates gathered tensors to the names of one process, if modules with other names replace its own.
-        together: Whether the loss of a microbatch is not the mean over its samples, so that one process computes the
-            same microbatches.
+        batch: `batch(step, replica)` returns the batch of one data-parallel rank, as a tuple of tensors.
+        names: Translates gathered tensors to the names in one process, for models whose modules are replaced by others.
+        together: Whether the loss of a microbatch is not the mean over its samples. One process then computes the same
+            microbatches.
     """
     torch.set_default_dtype(dtype or torch.float64)
     dp = tp * rdp
@@ -123,7 +126,7 @@ def compare(
         assert abs(mean - losses[step]) <= tolerance * max(1, abs(losses[step])), (step, mean, losses[step])
         if optimizer is None:
             optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), 1e-2))
-            # The number of outputs of this rank's batch, and its place among the batches.
+            # The number of reference outputs that this rank's batch covers, and the index of this batch.
             count, place = 1, smp.dp_rank()
             if together:
                 count, place = settings["microbatches"], smp.rdp_rank() if prescaled else smp.dp_rank()
@@ -158,24 +161,24 @@ def compare(
 
 
 def tokens(step, replica, batch=4):
-    """Token numbers of one data-parallel rank, on the default device; the same ones on each."""
+    """Token ids of one data-parallel rank, on the default device. They do not depend on the device."""
     generator = torch.Generator("cpu").manual_seed(100 * step + replica)
     drawn = torch.randint(VOCABULARY, (batch, LENGTH), generator=generator, device="cpu")
     return drawn.to(torch.get_default_device())
 
 
 def states(step, replica, batch=4, length=LENGTH):
-    """Activations of one data-parallel rank, on the default device; the same ones on each."""
+    """Activations of one data-parallel rank, on the default device. They do not depend on the device."""
     generator = torch.Generator("cpu").manual_seed(100 * step + replica)
     return torch.randn(batch, length, WIDTH, generator=generator, device="cpu").to(torch.get_default_device())
 
 
-#: Small enough that every step is clipped.
+#: Norm to clip to; small enough that every step is clipped.
 CLIP = 0.05
 
 
 def gpt_between_layers(**more):
-    """A GPT whose layers tensor parallelism divides, between layers that it does not."""
+    """A GPT that tensor parallelism shards, followed by layers that it does not shard."""
 
     class Model(nn.Module):
         def __init__(self):
@@ -197,7 +200,7 @@ def gpt_between_layers(**more):
 
 
 def start(settings, seed=0, make=gpt_between_layers, passes=1, **scales):
-    """A wrapped model and its optimizer, and the function of a step."""
+    """Initializes; returns the wrapped model, its optimizer and the step function."""
     smp.init(settings)
     torch.manual_seed(seed)
     model = smp.DistributedModel(make(), backward_passes_per_step=passes)
@@ -213,7 +216,7 @@ def start(settings, seed=0, make=gpt_between_layers, passes=1, **scales):
 
 
 def batch_of(step, prescaled=False):
-    """The tokens of this rank in a step."""
+    """Returns this rank's tokens of a step."""
     if not prescaled:
         return tokens(step, smp.dp_rank())
     tp = smp.tp_size()
@@ -221,7 +224,7 @@ def batch_of(step, prescaled=False):
 
 
 def reference_states(dp, steps, passes, make):
-    """Losses, norms, parameters and states of one process."""
+    """Trains in one process; returns losses, norms, parameters and optimizer states."""
     smp.init({})
     torch.manual_seed(0)
     model = make()
@@ -245,7 +248,7 @@ def compare_sharded(
     tp, pp, rdp, *, steps=3, passes=1, tolerance=1e-10, dtype=None, prescaled=False, optimize="memory",
     recompute=False, make=gpt_between_layers, **more,
 ):  # fmt: skip
-    """Trains in one process and with sharded states, and compares losses, norms, parameters and states."""
+    """Trains in one process and with sharded parameters or states; compares losses, norms, parameters and states."""
     torch.set_default_dtype(dtype or torch.float64)
     losses, norms, weights, states = reference_states(tp * rdp, steps, passes, make)
     settings = config(tp, pp, prescaled, optimize, sdp_param_persistence_threshold=9, sdp_gradient_clipping=CLIP,

@@ -1,4 +1,4 @@
-"""What ranks with TensorFlow get in tests: one processor, no device."""
+"""Environment variables of ranks with TensorFlow in tests: few threads and no GPU."""
 
 from __future__ import annotations
 

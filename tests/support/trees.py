@@ -1,4 +1,4 @@
-"""Cost trees of the models in `models.py`, for the core's tests of partitions.
+"""Cost trees of the models in `models.py`, for the core's tests of partitioning.
 
 PYTHONPATH=python:tests python -m support.trees > rust-core/src/partition/models.json
 """
@@ -16,7 +16,7 @@ from support.models import MODELS, Case
 
 
 def call_of(case: Case) -> tuple[Any, Any]:
-    """The arguments with which a step calls the model."""
+    """Returns the arguments with which a step calls the model."""
     calls = []
     hook = case.model.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
     case.body(case.model, *(each[:4] for each in case.batch(0)))
@@ -25,7 +25,7 @@ def call_of(case: Case) -> tuple[Any, Any]:
 
 
 def tree_of(model: nn.Module, args: Any, kwargs: Any) -> cost_trace.Trace:
-    """The trace, or where there can be none the parameters."""
+    """Traces the model's costs. A model that cannot be traced gets the tree of its parameters."""
     try:
         return cost_trace.trace(model, args, kwargs)
     except cost_trace.TraceError:
@@ -33,7 +33,7 @@ def tree_of(model: nn.Module, args: Any, kwargs: Any) -> cost_trace.Trace:
 
 
 def main() -> None:
-    """Prints them."""
+    """Prints the trees as JSON."""
     torch.set_default_dtype(torch.float64)
     lines = []
     for name, make in MODELS.items():

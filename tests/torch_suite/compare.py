@@ -1,10 +1,10 @@
-"""Runs PyTorch's own suite over smddp and says how each test fares beside gloo.
+"""Runs PyTorch's own test suite over smddp and compares the outcome of each test with gloo.
 
     python tests/torch_suite/compare.py [--world-sizes 2,3,4] [-k EXPRESSION]
     python tests/torch_suite/compare.py --update [--world-sizes 2,3,4,8]
 
-What passes over gloo is kept in tests/goldens/torch_suite_gloo.txt; `--update` runs the suite over gloo and writes it
-anew, as another version of PyTorch demands. Ends with status 1 if a test that passes over gloo does not over smddp.
+tests/goldens/torch_suite_gloo.txt lists the tests that pass over gloo. `--update` runs the suite over gloo and rewrites
+the file; another version of PyTorch needs this. Ends with status 1 if a test that passes over gloo fails over smddp.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ EXCEPTIONS = {
 
 
 def run(backend: str, world_size: int, selection: str | None) -> dict[str, str]:
-    """Outcome of each test: passed, skipped or failed."""
+    """Returns the outcome of each test: passed, skipped or failed."""
     with tempfile.TemporaryDirectory(prefix="torch-suite-") as scratch:
         report = Path(scratch) / "report.xml"
-        # Processes that are spawned import the suite by its name.
+        # Spawned processes import the suite by its name.
         options = ["-q", "--no-summary", "--import-mode=prepend", "--timeout=400", f"--junitxml={report}"]
         command = [sys.executable, "-m", "pytest", *options, str(SUITE)]
         if selection:
@@ -42,11 +42,11 @@ def run(backend: str, world_size: int, selection: str | None) -> dict[str, str]:
             **os.environ,
             "SUITE_BACKEND": backend,
             "WORLD_SIZE": str(world_size),
-            # Where a test starts its groups anew.
+            # Used by tests that destroy and recreate their process groups.
             "INIT_METHOD": f"file://{scratch}/store",
         }
         environment.setdefault("OMP_NUM_THREADS", "1")
-        # What the tests print is for whoever runs one of them alone.
+        # The output of tests is hidden; run a single test to see it.
         subprocess.run(command, env=environment, check=False, stderr=subprocess.DEVNULL)
         if not report.is_file():
             sys.exit(f"the suite did not run over {backend}")
@@ -61,17 +61,17 @@ def _outcome(case: ElementTree.Element) -> str:
 
 
 def read_golden() -> dict[str, set[int]]:
-    """The world sizes at which each test passes over gloo."""
+    """Returns the world sizes at which each test passes over gloo."""
     first, *lines = GOLDEN.read_text().splitlines()
     known, here = first.split()[-1], _torch()
     if known != here:
-        print(f"{GOLDEN.name} is of PyTorch {known}, this is {here}: --update writes it anew")
+        print(f"{GOLDEN.name} is of PyTorch {known}, this is {here}: --update rewrites it")
     rows = (line.split() for line in lines if line and not line.startswith("#"))
     return {name: {int(size) for size in sizes} for name, *sizes in rows}
 
 
 def write_golden(passing: dict[str, set[int]]) -> None:
-    """Writes what `read_golden` reads."""
+    """Writes the file that `read_golden` reads."""
     rows = [" ".join([name, *map(str, sorted(sizes))]) for name, sizes in sorted(passing.items()) if sizes]
     head = [
         f"# What passes over gloo, and at which world sizes, in PyTorch {_torch()}",
@@ -85,7 +85,7 @@ def _torch() -> str:
 
 
 def update(world_sizes: list[int], selection: str | None) -> None:
-    """Runs gloo at these world sizes; what is known of others stays."""
+    """Runs gloo at these world sizes; results for other sizes are kept."""
     passing = read_golden() if GOLDEN.exists() else {}
     for world_size in world_sizes:
         for name, outcome in run("gloo", world_size, selection).items():
@@ -97,7 +97,7 @@ def update(world_sizes: list[int], selection: str | None) -> None:
 
 
 def compare(world_size: int, selection: str | None, verbose: bool) -> int:
-    """Prints the comparison and returns how many tests are worse than they should be."""
+    """Prints the comparison; returns the number of tests with a worse outcome than expected."""
     start = time.monotonic()
     reference = {name for name, sizes in read_golden().items() if world_size in sizes}
     outcomes = run("smddp", world_size, selection)
@@ -126,12 +126,12 @@ def compare(world_size: int, selection: str | None, verbose: bool) -> int:
 
 
 def main() -> None:
-    """See the module's text."""
+    """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world-sizes", default="2,3,4", help="processes of each test, one run for each number")
     parser.add_argument("-k", dest="selection", help="run only tests that match, as pytest's -k")
     parser.add_argument("--update", action="store_true", help="run gloo instead, and write the reference")
-    parser.add_argument("--verbose", action="store_true", help="also show tests that do as they should")
+    parser.add_argument("--verbose", action="store_true", help="also show tests with the expected outcome")
     arguments = parser.parse_args()
     world_sizes = [int(size) for size in arguments.world_sizes.split(",")]
     if arguments.update:

@@ -1,11 +1,11 @@
-"""Runs PyTorch's own suite on GPUs, over nccl and over smddp, and says how each test fares.
+"""Runs PyTorch's own test suite on GPUs, over nccl and over smddp, and compares the outcomes.
 
     python tests/torch_suite/gpu.py --ranks 2 [--jobs 4] [-k PART] [--backends nccl,smddp]
 
-A test that starts its own processes spends nearly all of its time on imports and on CUDA's contexts. So here each job has
-`--ranks` processes that live for many tests, and end when one fails. Every test makes its group anew, as in the suite.
-Both backends have their jobs at once.
-Ends with status 1 if a test that passes over nccl does not over smddp.
+A test that starts its own processes spends nearly all of its time on imports and on CUDA contexts. So each job here has
+`--ranks` processes that run many tests and are replaced when one fails. Every test makes its process group anew, as in
+the suite. Jobs of both backends run at the same time. Ends with status 1 if a test that passes over nccl fails over
+smddp.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# Tests that a backend outside PyTorch cannot pass, and others with their reasons.
+# Tests that a backend outside of PyTorch cannot pass, with the reason.
 EXCEPTIONS = {
     "test_ddp_logging_data_cpu": "torch's logger calls every backend that is not its own `custom`",
-    "test_ddp_profiling_execution_trace": "wants the name `nccl`",
-    "test_monitored_barrier_allreduce_hang": "wants the words of NCCL's error",
-    "test_monitored_barrier_allreduce_hang_wait_all_ranks": "wants the words of NCCL's error",
-    "test_nccl_high_priority_stream": "makes a ProcessGroupNCCL itself, and wants its events under our name",
+    "test_ddp_profiling_execution_trace": "expects the name `nccl`",
+    "test_monitored_barrier_allreduce_hang": "expects the text of NCCL's error",
+    "test_monitored_barrier_allreduce_hang_wait_all_ranks": "expects the text of NCCL's error",
+    "test_nccl_high_priority_stream": "makes a ProcessGroupNCCL itself, and expects its events under the name `smddp`",
 }
-#: What a test of tensors on CPUs ends with over nccl, on all ranks, before they have done anything together.
+#: Over nccl, a test of CPU tensors ends with this text on all ranks, before they have run any collective.
 WITHOUT_CPU = "No backend type associated with device type cpu"
-#: A test whose ranks are busy for longer has failed.
+#: A test that takes longer has failed.
 LIMIT_SECONDS = 60.0
-#: For imports and CUDA's context.
+#: Limit for imports and for making the CUDA context.
 START_SECONDS = 120.0
 
 
 def worker(rank: int, backend: str, answers: int) -> None:
-    """One rank of a job: runs the tests that it is told of and answers with their outcomes."""
+    """One rank of a job: runs the tests that it reads from standard input and writes their outcomes to `answers`."""
     os.environ["BACKEND"] = "nccl"
     import torch
     import torch.distributed as dist
@@ -62,9 +62,9 @@ def worker(rank: int, backend: str, answers: int) -> None:
         name, _, store = line.strip().partition(" ")
         test = Suite(name)
         test.rank, test.file_name = rank, store
-        # Where a test starts its groups anew.
+        # Used by tests that destroy and recreate their process groups.
         os.environ["INIT_METHOD"] = f"file://{store}-again"
-        # Some tests set it, and leave it so.
+        # Some tests set this variable and do not reset it.
         os.environ.pop("TORCH_DISTRIBUTED_DEBUG", None)
         dist.set_debug_level_from_env()
         outcome, text = "passed", ""
@@ -87,7 +87,7 @@ def worker(rank: int, backend: str, answers: int) -> None:
             outcome, text = ("skipped" if end.code in skips else "failed"), f"exit {end.code}"
         except BaseException:
             outcome, text = "failed", traceback.format_exc()
-        # Others are of no use after a failure.
+        # After a failure, the process group may be unusable: the job's processes are replaced.
         if (outcome != "failed" or WITHOUT_CPU in text) and dist.is_initialized():
             dist.destroy_process_group()
         torch.cuda.set_device(0)
@@ -95,11 +95,12 @@ def worker(rank: int, backend: str, answers: int) -> None:
 
 
 def _use_smddp(dist, distributed_test) -> None:
-    """Lets tests that ask for nccl get smddp. What they do for the sake of nccl's name (which tensors are on which device),
-    they do as before."""
+    """Makes tests that request nccl get smddp. Whatever depends on the name nccl, such as the device of tensors, stays
+    as it is.
+    """
     from smdistributed.dataparallel.torch import torch_smddp  # noqa: F401
 
-    def instead(function):
+    def with_smddp(function):
         def call(*args, **kwargs):
             kwargs = {key: "smddp" if value == "nccl" else value for key, value in kwargs.items()}
             return function(*("smddp" if arg == "nccl" else arg for arg in args), **kwargs)
@@ -107,8 +108,8 @@ def _use_smddp(dist, distributed_test) -> None:
         return call
 
     for name in ("init_process_group", "new_group"):
-        setattr(dist, name, instead(getattr(dist, name)))
-    # What the suite looks up while a test runs: whose events it expects in a profile.
+        setattr(dist, name, with_smddp(getattr(dist, name)))
+    # The suite reads these lists while a test runs, to decide which events it expects in a profile.
     for names in (
         distributed_test.PROFILING_SUPPORTED_BACKENDS,
         distributed_test.CUDA_PROFILING_SUPPORTED_BACKENDS,
@@ -126,7 +127,7 @@ def _use_smddp(dist, distributed_test) -> None:
 
         return run
 
-    # These speak of the name itself.
+    # These tests check the name itself.
     base = distributed_test.DistributedTest._DistTestBase
     for name in ("test_get_backend", "test_Backend_enum_class"):
         if hasattr(base, name):
@@ -134,14 +135,14 @@ def _use_smddp(dist, distributed_test) -> None:
 
 
 class Job:
-    """The ranks that run one test after the other."""
+    """A group of ranks that runs one test after the other."""
 
     def __init__(self, backend: str, ranks: int, devices: list[int], log: Path) -> None:
         self.backend, self.ranks, self.devices, self.log = backend, ranks, devices, log
         self.processes: list[subprocess.Popen] = []
 
     def start(self) -> list[str]:
-        """Starts the ranks; the names of all tests."""
+        """Starts the ranks; returns the names of all tests."""
         self.folder = tempfile.TemporaryDirectory(prefix="torch-suite-")
         for part in ("barrier", "test_dir", "init_dir"):
             Path(self.folder.name, part).mkdir()
@@ -182,7 +183,7 @@ class Job:
         return answers[0]["names"]
 
     def run(self, name: str) -> tuple[str, str]:
-        """Outcome of a test, with what its ranks said."""
+        """Returns the outcome of a test and the texts of its ranks."""
         if not self.processes:
             self.start()
         self.tests += 1
@@ -215,24 +216,24 @@ class Job:
         answers: list[dict | None] = [None] * self.ranks
         deadline = time.monotonic() + seconds
         waiting = {pipe.fileno(): rank for rank, pipe in enumerate(self.pipes)}
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            for pipe in select.select(list(waiting), [], [], left)[0]:
+        while waiting and (remaining := deadline - time.monotonic()) > 0:
+            for pipe in select.select(list(waiting), [], [], remaining)[0]:
                 rank = waiting.pop(pipe)
                 line = self.pipes[rank].readline()
                 answers[rank] = json.loads(line) if line else None
                 if answers[rank] is None or answers[rank].get("outcome") == "failed":
-                    # The others may wait for this rank.
+                    # The other ranks may wait for this one; they get 5 s more.
                     deadline = min(deadline, time.monotonic() + 5)
         return answers
 
 
 def run(backend: str, arguments: argparse.Namespace) -> dict[str, tuple[str, str, float]]:
-    """Every test's outcome, its text and its seconds."""
+    """Returns the outcome, text and seconds of every test."""
     devices = list(range(arguments.devices))
     sets = [devices[at : at + arguments.ranks] for at in range(0, len(devices) - arguments.ranks + 1, arguments.ranks)]
-    left: queue.Queue[str] = queue.Queue()
+    remaining: queue.Queue[str] = queue.Queue()
     found: dict[str, tuple[str, str, float]] = {}
-    named = threading.Event()
+    names_known = threading.Event()
 
     def serve(at: int) -> None:
         job = Job(backend, arguments.ranks, sets[at % len(sets)], arguments.log / f"{backend}-{at}.log")
@@ -240,12 +241,12 @@ def run(backend: str, arguments: argparse.Namespace) -> dict[str, tuple[str, str
         if at == 0:
             for name in names:
                 if not arguments.part or any(part in name for part in arguments.part.split(",")):
-                    left.put(name)
-            named.set()
-        named.wait()
+                    remaining.put(name)
+            names_known.set()
+        names_known.wait()
         while time.monotonic() < arguments.deadline:
             try:
-                name = left.get_nowait()
+                name = remaining.get_nowait()
             except queue.Empty:
                 break
             start = time.monotonic()
@@ -253,36 +254,36 @@ def run(backend: str, arguments: argparse.Namespace) -> dict[str, tuple[str, str
         if job.processes:
             job.stop()
 
-    troubles: list[BaseException] = []
+    errors: list[BaseException] = []
 
-    def guarded(at: int) -> None:
+    def serve_and_keep_errors(at: int) -> None:
         try:
             serve(at)
         except BaseException as error:
-            troubles.append(error)
+            errors.append(error)
         finally:
-            named.set()
+            names_known.set()
 
-    threads = [threading.Thread(target=guarded, args=(at,)) for at in range(arguments.jobs)]
+    threads = [threading.Thread(target=serve_and_keep_errors, args=(at,)) for at in range(arguments.jobs)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if troubles:
-        raise troubles[0]
+    if errors:
+        raise errors[0]
     return found
 
 
 def main() -> None:
-    """See the module's text."""
+    """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="processes of each test, each with a GPU of its own")
     parser.add_argument("--devices", type=int, help="GPUs to use; all by default")
-    parser.add_argument("--jobs", type=int, default=1, help="tests of a backend at once")
+    parser.add_argument("--jobs", type=int, default=1, help="tests of each backend that run at the same time")
     parser.add_argument("--backends", default="nccl,smddp")
     parser.add_argument("-k", dest="part", help="run only tests with one of these parts (a,b,c) in their name")
-    parser.add_argument("--seconds", type=float, default=3600, help="begin no test later than this")
-    parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()), help="folder for what the ranks print")
+    parser.add_argument("--seconds", type=float, default=3600, help="start no test after this time")
+    parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()), help="folder for the output of ranks")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--answers", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,8 +1,8 @@
-"""PyTorch's own suite of its process groups, which comes with PyTorch, over the backend that ``SUITE_BACKEND`` names.
+"""PyTorch's own test suite of its process groups, over the backend that ``SUITE_BACKEND`` names.
 
-The suite decides which tests a backend gets by the backend's name, and knows only torch's own. So its file is imported
-as if for gloo, and the processes of its tests then use the backend that is asked for: both backends get the same tests.
-compare.py runs it. No name that pytest looks for by itself: it takes many minutes.
+The suite chooses tests by the backend's name, and knows PyTorch's own backends only. So it is imported as if for gloo,
+and the processes of its tests then use the requested backend: both backends get the same tests. compare.py runs this
+file. Its name does not match pytest's patterns, because it takes many minutes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if BACKEND == "smddp":
     from smdistributed.dataparallel.torch import torch_smddp  # noqa: F401
 
     distributed_test.BACKEND = BACKEND
-    # What the suite looks up while a test runs: whose events it expects in a profile.
+    # The suite reads these lists while a test runs, to decide which events it expects in a profile.
     for names in (
         distributed_test.PROFILING_SUPPORTED_BACKENDS,
         distributed_test.CUDA_PROFILING_SUPPORTED_BACKENDS,
@@ -42,7 +42,8 @@ class TestDistBackend(distributed_test.TestDistBackend, distributed_test.Distrib
 
     def setUp(self) -> None:
         super().setUp()
-        # A forked child has PyTorch imported already, which takes longer than most tests; CUDA does not bear it.
+        # A forked child has PyTorch imported already; the import takes longer than most tests. CUDA does not work in
+        # forked children.
         if torch.cuda.is_available():
             self._spawn_processes()
         else:
@@ -50,6 +51,6 @@ class TestDistBackend(distributed_test.TestDistBackend, distributed_test.Distrib
         sys.stdout.flush()
 
     def _test_accumulate_gradients_no_sync(self, *args, **kwargs) -> None:
-        # Its body asks for the name, to choose between tensors on the CPU and on CUDA devices.
+        # The body of this test looks at the name to choose between CPU and CUDA tensors.
         with mock.patch.object(distributed_test, "BACKEND", "gloo"):
             super()._test_accumulate_gradients_no_sync(*args, **kwargs)

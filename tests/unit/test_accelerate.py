@@ -1,4 +1,4 @@
-"""Hugging Face's accelerate and the backend ``smddp``, with a package that chooses backends as accelerate does."""
+"""Hugging Face's accelerate with the backend ``smddp``: a stand-in package chooses backends like accelerate does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PartialState:
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["imported before", "imported after"])
-def test_accelerate_takes_smddp_for_processes_on_cpus(first, tmp_path, monkeypatch):
+def test_accelerate_accepts_smddp_for_processes_on_cpus(first, tmp_path, monkeypatch):
     (tmp_path / "accelerate").mkdir()
     (tmp_path / "accelerate" / "__init__.py").touch()
     (tmp_path / "accelerate" / "state.py").write_text(_STATE)
@@ -52,11 +52,11 @@ def test_accelerate_takes_smddp_for_processes_on_cpus(first, tmp_path, monkeypat
     else:
         _accelerate.install()
         state = importlib.import_module("accelerate.state")
-    # Again: nothing changes.
+    # A second installation has no effect.
     _accelerate.install()
     ours = state.PartialState(cpu=True, backend="smddp")
     assert (ours.backend, ours.distributed_type) == ("smddp", state.DistributedType.MULTI_CPU)
-    # What others ask for is as it was.
+    # Other choices of backends are unchanged.
     assert state.PartialState(cpu=True).backend == "gloo"
     assert state.PartialState(sagemaker=True).distributed_type is state.DistributedType.MULTI_GPU
     assert state.PartialState(backend="smddp").distributed_type is state.DistributedType.NO

@@ -1,4 +1,6 @@
-"""Every test says where it asserts: in its own body, in a helper that it calls, or in a body named `check_..` that it gives to ranks."""
+"""Every test shows where it asserts: in its own body, in a helper that it calls, or in a function named `check_..` that
+it runs on ranks. Otherwise its docstring must say so.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-#: Functions of pytest that fail a test.
+#: Functions of pytest that can fail a test.
 _OF_PYTEST = {"raises", "warns", "fail"}
 _MOST_LINES = 80
 
 
 class Source:
-    """A file of the tests: its functions and methods, and what its imports name."""
+    """A test file with its functions and methods, and the names that it imports."""
 
     def __init__(self, path: Path) -> None:
         self.tree = ast.parse(path.read_text())
         self.path = path
         self.functions: dict[str, list[ast.FunctionDef]] = {}
-        #: By the name that this file uses: the file of the tests, and the name of a function there if one is imported.
+        #: By the name in this file: the test file that is imported, and the name of the function in it if one is
+        #: imported.
         self.imported: dict[str, tuple[Path, str | None]] = {}
-        #: Values of the file's own variables, which may list functions.
+        #: Values of module-level variables, which may contain functions.
         self.tables: dict[str, ast.expr] = {}
         for node in self.tree.body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -39,7 +42,7 @@ class Source:
                         self.imported[name] = inside, each.name
 
     def mentioned(self, node: ast.AST) -> Iterator[tuple[Source, str]]:
-        """Functions of the tests that `node` calls, passes on, or finds in a table of this file."""
+        """Functions of test files that `node` calls, passes on, or finds in a module-level variable of this file."""
         for each in ast.walk(node):
             if isinstance(each, ast.Name | ast.Attribute):
                 yield from self.named(each)
@@ -47,13 +50,13 @@ class Source:
                 yield from self.mentioned(self.tables[each.id])
 
     def called(self, node: ast.AST) -> Iterator[tuple[Source, str]]:
-        """Functions of the tests that `node` calls."""
+        """Functions of test files that `node` calls."""
         for each in ast.walk(node):
             if isinstance(each, ast.Call):
                 yield from self.named(each.func)
 
     def named(self, node: ast.expr) -> Iterator[tuple[Source, str]]:
-        """The function that an expression names, if it is one of the tests'."""
+        """The function that an expression names, if a test file defines it."""
         if isinstance(node, ast.Name):
             if node.id in self.functions:
                 yield self, node.id
@@ -116,7 +119,7 @@ def _tests() -> Iterator[tuple[Source, ast.FunctionDef]]:
 def _says_where_it_asserts(source: Source, test: ast.FunctionDef) -> bool:
     if _asserts_itself(test):
         return True
-    # What starts ranks asserts that they end well, which is no reason for a test.
+    # The harness asserts that ranks exit without an error, which does not count.
     harness = TESTS / "support" / "ranks.py", TESTS / "support" / "__init__.py"
     called = [(where, name) for where, name in source.called(test) if where.path not in harness]
     if any(_asserts(where, name, set()) for where, name in called):
@@ -130,16 +133,16 @@ def _says_where_it_asserts(source: Source, test: ast.FunctionDef) -> bool:
 
 
 def test_every_test_says_where_it_asserts():
-    silent = [
+    unclear = [
         f"{source.path.relative_to(TESTS)}::{test.name}"
         for source, test in _tests()
         if not _says_where_it_asserts(source, test)
     ]
-    assert not silent, silent
+    assert not unclear, unclear
 
 
 def test_tests_have_one_subject():
-    """None is called `test_everything`, and none is longer than what can be read at once."""
+    """No test is called `test_everything` or is too long to be read at once."""
     long = [
         f"{source.path.relative_to(TESTS)}::{test.name}"
         for source, test in _tests()

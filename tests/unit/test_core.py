@@ -1,4 +1,4 @@
-"""The extension module: its stub is current, and every error code has its class."""
+"""The extension module: its stub is current, and every error code has an exception class."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def stub_functions():
     return stub_nodes(ast.FunctionDef)
 
 
-def test_the_stub_lists_what_the_module_has():
+def test_the_stub_lists_every_public_name_of_the_module():
     public = {name for name in dir(_core) if not name.startswith("_")}
     assert set(stub_nodes((ast.FunctionDef, ast.ClassDef))) == public
 
 
 @pytest.mark.parametrize("name", sorted(stub_nodes(ast.ClassDef)))
-def test_the_stub_lists_what_a_class_has(name):
+def test_the_stub_lists_every_public_name_of_a_class(name):
     public = {member for member in vars(getattr(_core, name)) if not member.startswith("_")}
     assert set(stub_nodes(ast.FunctionDef, stub_nodes(ast.ClassDef)[name].body)) - {"__init__"} == public
 
@@ -63,7 +63,7 @@ def test_a_peers_failure_names_its_rank():
     assert errors.PeerFailedError("rank 13 died while rank 0 was in barrier").rank == 13
 
 
-def test_framework_errors_become_ours():
+def test_reports_in_framework_errors_become_exceptions_of_the_library():
     class MyPeerFailedError(errors.PeerFailedError):
         pass
 
@@ -74,12 +74,12 @@ def test_framework_errors_become_ours():
     with pytest.raises(MyPeerFailedError) as raised:
         fail(RuntimeError("rank 1 died while rank 0 was in barrier [smd:peer_failed]\nframework's trace"))
     assert str(raised.value) == "rank 1 died while rank 0 was in barrier"
-    made = 'defined at (most recent call last):\n  File "train.py", line 26, in <module>\n\n  File "train.py", line 2, in f\n\n'
+    origin = 'defined at (most recent call last):\n  File "train.py", line 26, in <module>\n\n  File "train.py", line 2, in f\n\n'
     report = "rank 1 died [smd:peer_failed]\n\t [[{{node SmdRecv}}]] [Op:__inference_step_232]"
     for origins in (
         "",
-        f"Detected at node SmdRecv {made}",
-        f"Detected at node SmdRecv {made}Detected at node f {made}",
+        f"Detected at node SmdRecv {origin}",
+        f"Detected at node SmdRecv {origin}Detected at node f {origin}",
     ):
         with pytest.raises(MyPeerFailedError) as raised:
             fail(RuntimeError(f"Graph execution error:\n\n{origins}{report}"))

@@ -1,4 +1,4 @@
-"""README.md, CONTRIBUTING.md and docs/: line lengths, sizes, links, and what follows from the code."""
+"""README.md, CONTRIBUTING.md and docs/: line lengths, sizes, links, and statements that follow from the code."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 MOST_CHARACTERS = 100
-#: Written from texts in the code, which has its own rules.
+#: Pages that are generated from texts in the code, where other rules hold.
 GENERATED = ("docs/reference/environment.md", "docs/reference/errors.md", "docs/reference/smdrun.md")
 
 
 def pages():
-    """Every Markdown file that git knows or would add, but the changelog."""
+    """Every Markdown file that is tracked or would be added by git, except the changelog."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     return [ROOT / name for name in sorted(set(names)) if name != "CHANGELOG.md" and (ROOT / name).is_file()]
 
 
 def prose(text):
-    """The lines outside of tables and code, with their numbers."""
+    """The lines outside of tables and code blocks, with their numbers."""
     is_fenced = is_indented = is_list = False
     was_blank = True
     for number, line in enumerate(text.splitlines(), 1):
@@ -41,7 +41,7 @@ def prose(text):
 
 
 def anchors(path):
-    """Of a page's headings, as GitHub and MkDocs make them."""
+    """The anchors of a page's headings, as GitHub and MkDocs make them."""
     headings = re.findall(r"^#{1,6} (.*)$", path.read_text(), re.MULTILINE)
     plain = [re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", each)) for each in headings]
     return {each.strip().lower().replace(" ", "-") for each in plain}
@@ -59,7 +59,7 @@ def test_lines_are_short():
         for path in pages()
         if str(path.relative_to(ROOT)) not in GENERATED
         for number, line in prose(path.read_text())
-        # A link cannot be broken.
+        # A long line without spaces is a link, which cannot be wrapped.
         if len(line) > MOST_CHARACTERS and " " in line.strip()
     ]
     assert long == []
@@ -91,7 +91,7 @@ def test_every_page_is_in_the_navigation():
 
 
 def load(path):
-    """A script as a module."""
+    """Loads a script as a module."""
     specification = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)

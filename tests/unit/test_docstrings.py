@@ -1,4 +1,4 @@
-"""Docstrings of public names describe every argument and the result. ruff's rules do not ask for the sections."""
+"""Docstrings of public names describe every argument and the result, which ruff's rules do not check."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PACKAGES = ["horovod", "smdistributed/_common", "smdistributed/_launch", "smdist
 
 
 def _own_nodes(function):
-    """The nodes of a function without those of functions in it."""
+    """Yields the nodes of a function except those of nested functions."""
     for node in ast.iter_child_nodes(function):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
             yield node

@@ -1,4 +1,4 @@
-"""`smdrun doctor`."""
+"""The report of `smdrun doctor`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def test_a_cache_that_cannot_be_written_is_a_problem(tmp_path):
 
 
 def _findings(monkeypatch, tmp_path, versions, built=()):
-    """What doctor says of a machine with these versions, in which shims of these names are built."""
+    """Returns the findings of `smdrun doctor` on a machine with these versions, on which the shims in `built` are
+    built.
+    """
     monkeypatch.setenv("SMD_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "/no/such/compiler")
     for name in built:

@@ -1,4 +1,6 @@
-"""What importing does, each in a fresh process: one framework at most, and clear words where it is missing."""
+"""Imports, each in a fresh process: they import one framework at most, and their errors name the package that is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def _run(script):
 
 @needs_torch
 @pytest.mark.parametrize("first", ["torch", "smdistributed.dataparallel.torch.distributed"])
-def test_torch_in_either_order_and_no_tensorflow(first):
+def test_torch_is_imported_in_either_order_without_tensorflow(first):
     _run(f"""
 import sys
 import {first}
@@ -40,7 +42,7 @@ assert "tensorflow" not in sys.modules
 
 @needs_tensorflow
 @pytest.mark.parametrize("first", ["tensorflow", "smdistributed.dataparallel.tensorflow"])
-def test_tensorflow_in_either_order_and_no_torch(first):
+def test_tensorflow_is_imported_in_either_order_without_torch(first):
     _run(f"""
 import sys
 import {first}
@@ -100,9 +102,9 @@ def _public_modules():
             parts = parts[:-1] if parts[-1] == "__init__" else parts
             # `horovod.ray` needs Ray, which `make test-engines` installs.
             needs_ray = parts[:2] == ("horovod", "ray") and importlib.util.find_spec("ray") is None
-            # This one needs Ray and PyTorch.
+            # `smdistributed.integrations.ray` needs Ray and PyTorch.
             needs_ray = needs_ray or parts == ("smdistributed", "integrations", "ray")
-            # These need Spark and more packages, which `make test-engines` installs.
+            # Packages of Spark's tests, which `make test-engines` installs.
             needs_spark = parts[:2] == ("horovod", "spark")
             needs_keras = parts[:2] == ("horovod", "keras") or parts[-1] == "keras_backend"
             needs_keras = needs_keras and importlib.util.find_spec("keras") is None
@@ -118,7 +120,7 @@ import importlib, os, sys
 from importlib.machinery import PathFinder
 os.environ["KERAS_BACKEND"] = {backend!r}
 
-# Not `sys.modules[name] = None`: SciPy takes that for an imported module.
+# `sys.modules[name] = None` would not do: SciPy takes it for an imported module.
 class Absent(PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
@@ -148,7 +150,7 @@ def test_each_public_module_that_is_not_for_torch_is_imported_without_it():
 
 
 @needs_torch
-def test_a_prebuilt_shim_that_does_not_load_here_is_built_instead(tmp_path):
+def test_a_shim_is_built_if_the_prebuilt_one_does_not_load(tmp_path):
     _run(f"""
 from pathlib import Path
 from smdistributed._common import shims
@@ -158,16 +160,16 @@ path = shims.PREBUILT / framework.prebuilt_key / framework.library
 path.parent.mkdir()
 path.write_text("for another system")
 assert shims.ensure(framework) == path
-said = []
-shims._say = said.append
+messages = []
+shims._say = messages.append
 assert shims.load_torch().all_reduce_
-assert "does not load with" in said[0] and said[0].startswith("the prebuilt shim for PyTorch "), said
+assert "does not load with" in messages[0] and messages[0].startswith("the prebuilt shim for PyTorch "), messages
 """)
 
 
 @needs_torch
-def test_the_library_exports_no_cpp_of_ours():
-    """Two shims in one process must not meet in each other's C++."""
+def test_the_shim_exports_no_cpp_symbols():
+    """The C++ symbols of two shims in one process must not collide."""
     from smdistributed._common import shims
 
     library = shims.ensure(shims.torch_framework())

@@ -26,7 +26,7 @@ FOLDERS = (
     "torch_ext",
 )
 SUFFIXES = (".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".md", ".py", ".pyi", ".rs")
-# Words of the same form that are no labels.
+# Words that look like labels but are none.
 OTHER_WORDS = ("AVX", "BERT", "CRC", "CVE", "FP", "GPL", "GPT", "ISO", "LGPL", "PEP", "RFC", "SHA", "UTF")
 
 LABEL = re.compile(r"\b([A-Z]{2,6})-([1-9]\d?)(?:\.\.(\d+))?(?![\w-])")
@@ -71,7 +71,7 @@ def test_each_label_is_defined_once_and_each_cited_label_is_defined():
     for label, paths in in_docstrings.items():
         if label not in defined:
             defined[label] = paths
-    assert len(defined) > 200, "the pattern of a definition finds nothing any more"
+    assert len(defined) > 200, "the pattern finds almost no definitions: it is out of date"
     twice = {label: sorted(map(str, paths)) for label, paths in defined.items() if len(paths) > 1}
     assert not twice, f"labels that are defined more than once: {twice}"
     undefined = {label: sorted(map(str, paths)) for label, paths in cited.items() if label not in defined}

@@ -1,4 +1,4 @@
-"""The adapters for old scripts change nothing for a script that does not use them."""
+"""The adapters for old scripts do not affect scripts that do not use them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from support import more
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 
-# What a script of today sees of the things that have adapters. Prints it, without addresses.
-TODAY = """
+# Prints everything that a current script sees of the objects that have adapters, without memory addresses.
+CURRENT_SCRIPT = """
 import copy, inspect, json, pickle, re, sys, zipfile
 import numpy as np
 import smdistributed.dataparallel.tensorflow as sdp
@@ -65,7 +65,7 @@ metric.update_state(3.0)
 print(float(metric.result()), metric.reset_state(), float(metric.result()))
 """
 
-OLD = """
+OLD_SCRIPT = """
 import sys
 import smdistributed.dataparallel.tensorflow as sdp
 import keras
@@ -86,7 +86,7 @@ for call in (
 print(len(missing))
 """
 
-LATE = """
+LATE_IMPORT = """
 import sys
 import smdistributed.dataparallel.tensorflow
 assert "tf_keras" not in sys.modules
@@ -104,24 +104,24 @@ def _run(script, *arguments, **variables):
 
 
 @pytest.mark.parametrize("keras", ["keras", more("tf_keras")])
-def test_a_script_of_today_sees_no_difference(keras, tmp_path):
+def test_a_current_script_sees_no_difference(keras, tmp_path):
     if importlib.util.find_spec(keras) is None:
         pytest.skip(f"{keras} is not installed")
     legacy = str(int(keras == "tf_keras"))
     with_adapters, without = (
-        _run(TODAY, tmp_path, TF_USE_LEGACY_KERAS=legacy, SMD_KERAS_COMPAT=switch) for switch in "10"
+        _run(CURRENT_SCRIPT, tmp_path, TF_USE_LEGACY_KERAS=legacy, SMD_KERAS_COMPAT=switch) for switch in "10"
     )
     assert with_adapters == without
     assert with_adapters.count("\n") > 20
 
 
 @pytest.mark.more
-def test_the_switch():
-    assert _run(OLD, SMD_KERAS_COMPAT="1") == "0\n"
-    assert _run(OLD, SMD_KERAS_COMPAT="0") == "6\n"
+def test_the_variable_switches_adapters_on_and_off():
+    assert _run(OLD_SCRIPT, SMD_KERAS_COMPAT="1") == "0\n"
+    assert _run(OLD_SCRIPT, SMD_KERAS_COMPAT="0") == "6\n"
 
 
 @pytest.mark.more
 @pytest.mark.skipif(importlib.util.find_spec("tf_keras") is None, reason="tf_keras is not installed")
-def test_a_keras_that_is_imported_later():
-    assert _run(LATE) == "True\n"
+def test_a_keras_that_is_imported_later_gets_adapters():
+    assert _run(LATE_IMPORT) == "True\n"

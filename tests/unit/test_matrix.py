@@ -17,13 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 def matrix():
     spec = importlib.util.spec_from_file_location("matrix", ROOT / "tests/matrix/matrix.py")
     module = importlib.util.module_from_spec(spec)
-    # Its classes look for the annotations' module there.
+    # Dataclasses look up their module in `sys.modules`.
     sys.modules["matrix"] = module
     spec.loader.exec_module(module)
     return module
 
 
-def test_the_window_is_tried_from_its_newest_version_on(matrix):
+def test_the_support_window_is_tested_from_its_newest_version_on(matrix):
     names = [str(version) for version in matrix.versions()]
     assert names[0] == "torch==2.15"
     assert {"torch==2.9", "tensorflow==2.16", "tensorflow==2.21"} <= set(names)
@@ -43,37 +43,37 @@ def test_rows_are_replaced_and_kept_in_order(matrix, monkeypatch, tmp_path):
     page.write_text(f"before\n\n{matrix.BEGIN}{matrix.END}\nafter\n")
     monkeypatch.setattr(matrix, "PAGE", page)
     parts = dict.fromkeys(matrix.SUITES["torch"], "yes")
-    held = ["Python 3.11.7", "torch 2.9.1+cpu", "transformers 5.23.0"]
-    matrix.write("torch", matrix.row("torch", parts, held))
-    matrix.write("torch", matrix.row("torch", parts, [held[0], "torch 2.15.0"]))
+    installed = ["Python 3.11.7", "torch 2.9.1+cpu", "transformers 5.23.0"]
+    matrix.write("torch", matrix.row("torch", parts, installed))
+    matrix.write("torch", matrix.row("torch", parts, [installed[0], "torch 2.15.0"]))
     matrix.write("torch", matrix.row("torch", parts, ["Python 3.10.13", "torch 2.15.0"]))
-    matrix.write("torch", matrix.row("torch", parts | {"hvd": "fails"}, held))
+    matrix.write("torch", matrix.row("torch", parts | {"hvd": "fails"}, installed))
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     rows = [line for line in text.splitlines() if line.startswith("| PyTorch")]
     assert [row.split(" | ")[0] for row in rows] == ["| PyTorch 2.15.0", "| PyTorch 2.15.0", "| PyTorch 2.9.1+cpu"]
-    assert ["Python 3.11.7" in row for row in rows] == [True, False, True], "each Python has a row"
+    assert ["Python 3.11.7" in row for row in rows] == [True, False, True], "each version of Python must have a row"
     assert rows[2].endswith("| fails |")
     assert "| Python 3.11.7, transformers 5.23.0 |" in rows[2]
     header = "| version | with | collectives | tape | fit | hvd | smp |"
-    assert header not in text, "a table without rows is left out"
+    assert header not in text, "a table without rows must be left out"
     parts = dict.fromkeys(matrix.SUITES["tensorflow"], "yes")
-    matrix.write("tensorflow", matrix.row("tensorflow", parts, [held[0], "tensorflow 2.21.0"]))
+    matrix.write("tensorflow", matrix.row("tensorflow", parts, [installed[0], "tensorflow 2.21.0"]))
     assert header in page.read_text()
 
 
-def test_parts_that_do_not_run_keep_what_the_same_packages_gave(matrix, monkeypatch, tmp_path):
+def test_parts_that_do_not_run_keep_the_results_of_the_same_packages(matrix, monkeypatch, tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"{matrix.BEGIN}{matrix.END}")
     monkeypatch.setattr(matrix, "PAGE", page)
     parts = dict.fromkeys(matrix.SUITES["torch"], "yes")
-    again = dict.fromkeys(parts, matrix.NOT_RUN) | {"hvd": "yes"}
-    held = ["Python 3.11.7", "torch 2.15.0", "transformers 5.23.0"]
-    matrix.write("torch", matrix.row("torch", parts | {"hvd": "fails"}, held))
-    matrix.write("torch", matrix.row("torch", again, held))
+    rerun = dict.fromkeys(parts, matrix.NOT_RUN) | {"hvd": "yes"}
+    installed = ["Python 3.11.7", "torch 2.15.0", "transformers 5.23.0"]
+    matrix.write("torch", matrix.row("torch", parts | {"hvd": "fails"}, installed))
+    matrix.write("torch", matrix.row("torch", rerun, installed))
     assert "| yes | yes | yes | yes | yes |" in page.read_text()
-    matrix.write("torch", matrix.row("torch", again, [*held[:2], "transformers 5.24.0"]))
+    matrix.write("torch", matrix.row("torch", rerun, [*installed[:2], "transformers 5.24.0"]))
     assert "| not run | not run | not run | not run | yes |" in page.read_text()
 
 

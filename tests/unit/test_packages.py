@@ -1,4 +1,4 @@
-"""What importing does, and does not do; each case in a Python of its own."""
+"""Effects of imports, each tested in a process of its own, and the contents of packages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def python(code, *options, path=None):
 
 
 def test_the_metadata_demand_the_support_window():
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no reader of TOML")
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no TOML parser")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     oldest = {name: window.oldest for name, window in WINDOWS.items()}
     assert project["requires-python"] == f">={oldest['python']}"
@@ -80,7 +80,7 @@ def test_the_backend_of_ray_train_says_what_is_missing():
 
 @pytest.mark.parametrize("missing", ["keras", "tensorflow"])
 def test_horovod_for_keras_says_what_is_missing(missing, tmp_path):
-    # Keras as it is found where TensorFlow is not.
+    # Multi-backend Keras as it is installed without TensorFlow.
     if missing == "tensorflow":
         (tmp_path / "keras.py").write_text("import tensorflow\n")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.modules[{missing!r}] = None; import horovod.keras"

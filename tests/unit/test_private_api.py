@@ -1,6 +1,7 @@
-"""Names of PyTorch, TensorFlow and Keras that are not public, and that the package uses: each may be gone in another version.
+"""Private names of PyTorch, TensorFlow and Keras that the package uses. Another version may lack them.
 
-`tests/goldens/private_api.txt` lists them. A new one is a decision: `SMD_UPDATE_GOLDENS=1` writes the list anew. Another test looks for each in what is installed.
+`tests/goldens/private_api.txt` lists them. Each new one is a deliberate decision: `SMD_UPDATE_GOLDENS=1` rewrites the
+list. Another test checks that the installed frameworks have all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def _is_private(name):
 
 
 def _names(node, aliases):
-    """Full names of what a module or a function imports, and of the attributes that it reads of it."""
+    """Yields the full names that a module or function imports, and those of attributes that it reads from imported
+    modules.
+    """
     aliases = dict(aliases)
     nodes, inner = [], []
     pending = list(ast.iter_child_nodes(node))
@@ -60,7 +63,7 @@ def _used():
     used = set()
     for file in sorted((ROOT / "python").rglob("*.py")):
         used.update(filter(_is_private, _names(ast.parse(file.read_text()), {})))
-    # Of `torch._C` and `torch._C.Future`, the second says all.
+    # Of `torch._C` and `torch._C.Future`, only the longer name is listed.
     return [name for name in sorted(used) if not any(other.startswith(f"{name}.") for other in used)]
 
 
@@ -68,7 +71,7 @@ def test_the_list_of_private_names_is_complete():
     found = "".join(f"{name}\n" for name in _used())
     if os.environ.get("SMD_UPDATE_GOLDENS"):
         GOLDEN.write_text(found)
-    assert GOLDEN.read_text() == found, "write the list anew with SMD_UPDATE_GOLDENS=1"
+    assert GOLDEN.read_text() == found, "rewrite the list with SMD_UPDATE_GOLDENS=1"
 
 
 def _resolve(name):

@@ -1,4 +1,4 @@
-"""What builds releases: licenses, symbols of old systems, and the tests of the matrix."""
+"""The scripts that build releases: licenses, symbols of old systems, and the tests of the matrix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def _module(path):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up.
+    # Dataclasses look up their module in `sys.modules`.
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
@@ -39,7 +39,7 @@ notices, release = (_module(ROOT / f"release/{name}.py") for name in ("notices",
         ("GPL-3.0 AND MIT OR Zlib", {"Zlib"}),
     ],
 )
-def test_the_best_license_of_an_expression_is_taken(expression, licenses):
+def test_the_preferred_license_of_an_expression_is_chosen(expression, licenses):
     assert notices.chosen(expression) == licenses
 
 
@@ -60,7 +60,7 @@ def test_one_list_says_which_licenses_are_accepted():
     assert set(settings["licenses"]["allow"]) == set(notices.ACCEPTED)
 
 
-_NEW_NAMES = """
+_SOURCE_WITH_NEW_SYMBOLS = """
 #include <condition_variable>
 #include <dlfcn.h>
 #include <memory>
@@ -83,13 +83,13 @@ void *find(const char *name, shared_ptr<int> &shared, size_t count) {
 
 
 @pytest.mark.skipif(not shutil.which("c++") or not shutil.which("objdump"), reason="no compiler is installed")
-def test_libraries_in_wheels_ask_for_no_new_symbols(tmp_path):
+def test_libraries_in_wheels_need_no_symbols_of_newer_systems(tmp_path):
     source, library = tmp_path / "names.cc", tmp_path / "names.so"
-    source.write_text(_NEW_NAMES)
+    source.write_text(_SOURCE_WITH_NEW_SYMBOLS)
     command = ["c++", "-O2", "-fPIC", "-shared", source, "-o", library]
     subprocess.run(command, check=True)
     if not release.too_new(library):
-        pytest.skip("this system is as old as what wheels are for")
+        pytest.skip("this system is old enough that no symbol is too new")
     subprocess.run([*command, "-include", ROOT / "release/old_glibc.h"], check=True)
     assert release.too_new(library) == []
 
@@ -156,13 +156,13 @@ def test_the_tests_of_the_matrix_exist():
         ([], "fails"),
     ],
 )
-def test_a_part_that_ran_out_of_time_is_told_apart(problems, outcome, tmp_path):
+def test_a_part_that_timed_out_is_reported_as_such(problems, outcome, tmp_path):
     cases = "".join(f"<testcase><failure>{problem}</failure></testcase>" for problem in problems)
     (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{cases}<testcase/></testsuite></testsuites>")
     assert _module(ROOT / "tests/matrix/matrix.py").verdict(tmp_path / "report.xml") == outcome
 
 
-def test_the_ends_of_the_window_are_not_what_every_change_is_tested_with():
+def test_the_ends_of_the_support_window():
     matrix = _module(ROOT / "tests/matrix/matrix.py")
     names = list(map(str, matrix.ends()))
     assert names == ["torch==2.15", "torch==2.9", "tensorflow==2.20", "tensorflow==2.16", "keras==3.14", "keras==3.5"]

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CRATES = {"smd-core": "rust-core/src", "smd-bridge": "cpp-shims/src", "smd-python": "python/src"}
-# Types of an `impl` block and of the bridge are indented: they name what another line defines.
+# Types in an `impl` block and in the bridge are indented; they refer to definitions elsewhere.
 DEFINITION = re.compile(r"^(?:pub(?:\([a-z: ]+\))? +)?(?:unsafe +)?(?:struct|enum|trait|type|union) +([A-Z]\w*)", re.M)
 
 

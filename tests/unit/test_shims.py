@@ -1,4 +1,4 @@
-"""Finding, building and keeping the shims, with a compiler that is a script: the real one is for the other tests."""
+"""Finding, building and caching the shims, with a script in place of the compiler. Other tests use the real one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FRAMEWORK = shims.Framework(
     link_flags=("-lc10",),
 )
 
-# Notes each run, and writes what it is told to write.
+# The compiler: logs its arguments, runs `body`, and writes the output file.
 COMPILER = """#!{python}
 import os, sys, time
 output = sys.argv[sys.argv.index("-o") + 1]
@@ -54,7 +54,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def compiler(tmp_path, monkeypatch):
-    """Makes a compiler with a body of its own; gives the file with its runs."""
+    """Makes a compiler that runs `body`; returns the path of its log."""
 
     def make(body=""):
         path, log = tmp_path / "compiler", tmp_path / "log"
@@ -80,17 +80,17 @@ def _start_build(before=()):
     )
 
 
-def test_a_shim_is_built_once_and_says_so(cache, compiler, capsys):
+def test_a_shim_is_built_once_and_the_build_is_logged(cache, compiler, capsys):
     log = compiler()
     path = shims.ensure(FRAMEWORK)
     assert path == cache / FRAMEWORK.key / "libsmd_torch.so"
     assert path.read_text() == "library"
     runs = log.read_text().splitlines()
-    assert len(runs) == 4, "three units and one link"
+    assert len(runs) == 4, "expected three compilations and one link"
     assert all("-D_GLIBCXX_USE_CXX11_ABI=1" in run for run in runs[:3])
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2
-    assert said[0].startswith("smdistributed: building the PyTorch 9.9 shim, once, in ")
+    messages = capsys.readouterr().err.splitlines()
+    assert len(messages) == 2
+    assert messages[0].startswith("smdistributed: building the PyTorch 9.9 shim, once, in ")
     assert shims.ensure(FRAMEWORK) == path
     assert len(log.read_text().splitlines()) == 4
     assert capsys.readouterr().err == ""
@@ -160,7 +160,7 @@ def test_a_prebuilt_shim_serves_all_patch_releases(cache, monkeypatch, version):
     ],
     ids=lambda other: "-".join(map(str, other.values())),
 )
-def test_a_prebuilt_shim_serves_nothing_else(cache, compiler, other):
+def test_a_prebuilt_shim_serves_no_other_version_or_framework(cache, compiler, other):
     compiler()
     _prebuilt_for("9.9.0")
     assert shims.ensure(replace(FRAMEWORK, **other)).is_relative_to(cache)
@@ -179,10 +179,10 @@ def test_a_patch_release_that_broke_the_abi_gets_a_shim_of_its_own(cache, compil
     assert shims._load(framework, _load_failing) == "library"
     assert "prebuilt shim for PyTorch 9.9 does not load with 9.9.1 here" in capsys.readouterr().err
     assert (cache / framework.key / framework.library).is_file()
-    assert framework.key != replace(FRAMEWORK, version="9.9.0").key, "what is built here is for the exact version"
+    assert framework.key != replace(FRAMEWORK, version="9.9.0").key, "it must be built for the exact version"
 
 
-def test_a_broken_abi_without_a_compiler_names_the_ways_out(cache, monkeypatch):
+def test_the_error_of_a_broken_abi_without_a_compiler_names_remedies(cache, monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     _prebuilt_for("9.9.0")
     with pytest.raises(shims.ShimError) as caught:
@@ -192,7 +192,7 @@ def test_a_broken_abi_without_a_compiler_names_the_ways_out(cache, monkeypatch):
         assert part in text
 
 
-def test_gcc_is_given_memory_and_other_compilers_are_not(tmp_path):
+def test_only_gcc_gets_options_about_memory(tmp_path):
     for text, count in [("g++ 12\nCopyright (C) Free Software Foundation, Inc.", 2), ("clang version 19", 0)]:
         compiler = tmp_path / "compiler"
         compiler.write_text(f"#!/bin/sh\necho '{text}'\n")
@@ -243,20 +243,20 @@ def test_ranks_that_start_at_once_share_a_failure(cache, compiler):
     errors = [build.communicate(timeout=60)[1] for build in builds]
     assert all("y.cc:1: error: this one" in error for error in errors)
     assert sum("building" in error for error in errors) == 1
-    assert len(log.read_text().splitlines()) == 3, "three units, once"
-    # A later job tries again.
+    assert len(log.read_text().splitlines()) == 3, "expected three compilations, once"
+    # A failure is shared within a job only: a later job tries again.
     log = compiler()
     assert _start_build().wait(timeout=60) == 0
     assert _links(log) == 1
 
 
-def test_headers_that_want_a_newer_standard_get_it(cache, compiler):
+def test_headers_that_need_a_newer_standard_are_compiled_with_it(cache, compiler):
     log = compiler('if "-std=c++17" in sys.argv: print("x.h:1: error: #error C++20 or later is required"); sys.exit(1)')
     assert shims.ensure(FRAMEWORK).exists()
     assert sum("-std=c++20" in run for run in log.read_text().splitlines()) == 3
 
 
-def test_headers_name_their_standard(cache, compiler, tmp_path):
+def test_the_standard_is_read_from_the_headers(cache, compiler, tmp_path):
     header = tmp_path / "ATen.h"
     header.write_text("#pragma once\n#error C++20 or later compatible compiler is required to use ATen.\n")
     assert shims._wanted_standard(header) == "c++20"
@@ -276,7 +276,7 @@ def test_ranks_that_start_at_once_build_once(cache, compiler):
     assert sum("building" in error for _, error in outputs) == 1
 
 
-def test_a_wait_for_another_builder_is_told_and_has_an_end(cache, compiler, monkeypatch, capsys):
+def test_a_wait_for_another_builder_is_logged_and_times_out(cache, compiler, monkeypatch, capsys):
     log = compiler("time.sleep(20)")
     build = _start_build()
     deadline = time.monotonic() + 30
@@ -295,7 +295,7 @@ def test_a_wait_for_another_builder_is_told_and_has_an_end(cache, compiler, monk
     assert shims.ensure(FRAMEWORK).exists()
 
 
-def test_a_builder_that_is_killed_leaves_no_half_of_a_library(cache, compiler):
+def test_a_killed_builder_leaves_no_partial_library(cache, compiler):
     log = compiler('open(output, "w").write("lib"); time.sleep(20 if "-shared" in sys.argv else 0)')
     build = _start_build()
     deadline = time.monotonic() + 30
@@ -311,7 +311,7 @@ def test_a_builder_that_is_killed_leaves_no_half_of_a_library(cache, compiler):
     assert not list(folder.glob("build-*"))
 
 
-def test_a_cache_that_cannot_be_made_is_replaced(cache, compiler, monkeypatch, tmp_path, capsys):
+def test_a_cache_that_cannot_be_created_is_replaced(cache, compiler, monkeypatch, tmp_path, capsys):
     compiler()
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SMD_CACHE_DIR", str(tmp_path / "file"))
@@ -324,7 +324,7 @@ def test_a_cache_that_cannot_be_made_is_replaced(cache, compiler, monkeypatch, t
         shims.ensure(FRAMEWORK)
 
 
-def test_a_user_without_a_home_can_use_what_is_prebuilt(tmp_path, monkeypatch):
+def test_a_user_without_a_home_can_use_prebuilt_shims(tmp_path, monkeypatch):
     monkeypatch.delenv("SMD_CACHE_DIR", raising=False)
     monkeypatch.setattr(shims, "PREBUILT", tmp_path)
     monkeypatch.setattr(shims._core, "cache_folder", None)
@@ -335,7 +335,7 @@ def test_a_user_without_a_home_can_use_what_is_prebuilt(tmp_path, monkeypatch):
 
 
 def _with_mount(script):
-    """A command whose process sees what the script mounts, if this user may mount something."""
+    """Returns a command prefix that runs `script`, which mounts file systems, in a mount namespace of its own."""
     command = ["unshare", "--mount", "sh", "-c", f'{script} && exec "$@"', "sh"]
     if not shutil.which("unshare") or subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
         pytest.skip("only root can mount file systems")
@@ -343,7 +343,7 @@ def _with_mount(script):
 
 
 def _mounted(folder, options):
-    """As `_with_mount`, with a file system of its own in `folder`."""
+    """Like `_with_mount`, with a tmpfs in `folder`."""
     folder.mkdir()
     return _with_mount(f"mount -t tmpfs -o {options} tmpfs '{folder}'")
 
@@ -353,80 +353,86 @@ def test_a_user_without_a_home_builds_among_temporary_files(compiler, monkeypatc
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.delenv("SMD_CACHE_DIR", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    # Without the latter, other sources of users than the file may know root.
+    # nsswitch.conf is hidden too, because it may name other sources of users than passwd.
     unknown = " && ".join(f"mount --bind /dev/null /etc/{name}" for name in ("passwd", "nsswitch.conf"))
-    found, said = _start_build(_with_mount(unknown)).communicate(timeout=60)
-    assert found.strip() == str(tmp_path / "tmp" / f"opensmd-{os.getuid()}" / FRAMEWORK.key / FRAMEWORK.library), said
-    assert "this user has no home folder" in said
+    found, messages = _start_build(_with_mount(unknown)).communicate(timeout=60)
+    assert found.strip() == str(tmp_path / "tmp" / f"opensmd-{os.getuid()}" / FRAMEWORK.key / FRAMEWORK.library), (
+        messages
+    )
+    assert "this user has no home folder" in messages
 
 
-def test_a_cache_from_which_nothing_is_loaded_is_replaced(cache, compiler, monkeypatch, tmp_path):
+def test_a_cache_on_a_noexec_file_system_is_replaced(cache, compiler, monkeypatch, tmp_path):
     compiler()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    found, said = _start_build(_mounted(cache, "noexec,mode=700")).communicate(timeout=60)
-    assert found.strip() == str(tmp_path / "tmp" / f"opensmd-{os.getuid()}" / FRAMEWORK.key / FRAMEWORK.library), said
-    assert "is on a file system from which no library is loaded (it is mounted `noexec`)" in said
+    found, messages = _start_build(_mounted(cache, "noexec,mode=700")).communicate(timeout=60)
+    assert found.strip() == str(tmp_path / "tmp" / f"opensmd-{os.getuid()}" / FRAMEWORK.key / FRAMEWORK.library), (
+        messages
+    )
+    assert "is on a file system from which no library is loaded (it is mounted `noexec`)" in messages
 
 
 def test_a_read_only_cache_is_replaced(cache, compiler, monkeypatch, tmp_path):
     compiler()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    found, said = _start_build(_mounted(cache, "ro")).communicate(timeout=60)
-    assert found.strip() == str(tmp_path / "tmp" / f"opensmd-{os.getuid()}" / FRAMEWORK.key / FRAMEWORK.library), said
-    assert "cannot be made: Read-only file system" in said
+    found, messages = _start_build(_mounted(cache, "ro")).communicate(timeout=60)
+    assert found.strip() == str(tmp_path / "tmp" / f"opensmd-{os.getuid()}" / FRAMEWORK.key / FRAMEWORK.library), (
+        messages
+    )
+    assert "cannot be made: Read-only file system" in messages
 
 
 @pytest.mark.parametrize("size", ["64k", "4m"])
-def test_a_full_disk_is_told(cache, compiler, size):
-    # The sources have no room, or what the compiler writes.
+def test_a_full_disk_is_reported(cache, compiler, size):
+    # With 64k there is no room for the sources, with 4m none for the compiler's output.
     compiler('open(output, "wb").write(bytes(8 << 20))')
     build = _start_build(_mounted(cache, f"size={size},mode=700"))
-    _, said = build.communicate(timeout=60)
+    _, messages = build.communicate(timeout=60)
     assert build.returncode == 1
-    last = said.splitlines()[-1]
+    last = messages.splitlines()[-1]
     assert "ShimError: cannot build the PyTorch shim in" in last
     assert "No space left on device" in last
     assert "set SMD_CACHE_DIR to a folder that can be written" in last
 
 
-def test_a_cache_that_others_can_write_to_is_left_alone(cache, compiler, monkeypatch, tmp_path, capsys):
+def test_a_cache_that_others_can_write_to_is_not_used(cache, compiler, monkeypatch, tmp_path, capsys):
     log = compiler()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    planted = cache / FRAMEWORK.key / FRAMEWORK.library
-    planted.parent.mkdir(parents=True)
-    planted.write_text("planted")
+    existing = cache / FRAMEWORK.key / FRAMEWORK.library
+    existing.parent.mkdir(parents=True)
+    existing.write_text("planted")
     cache.chmod(0o777)
     path = shims.ensure(FRAMEWORK)
     assert path == tmp_path / "tmp" / f"opensmd-{os.getuid()}" / FRAMEWORK.key / FRAMEWORK.library
     assert path.read_text() == "library"
     assert shims.ensure(FRAMEWORK) == path
-    said = capsys.readouterr().err
-    assert said.count("are not loaded") == 1, said
-    assert f"`{cache}` can be written by all users (mode 777)" in said
-    assert "or set `SMD_CACHE_DIR` to a folder that only you can write to" in said
+    messages = capsys.readouterr().err
+    assert messages.count("are not loaded") == 1, messages
+    assert f"`{cache}` can be written by all users (mode 777)" in messages
+    assert "or set `SMD_CACHE_DIR` to a folder that only you can write to" in messages
     assert _links(log) == 1
-    # The folder that stands in is held to the same.
+    # The same check applies to the replacement folder.
     path.parent.parent.chmod(0o777)
     with pytest.raises(shims.ShimError, match="no folder for built libraries that only this user can write to"):
         shims.ensure(FRAMEWORK)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to another user")
-@pytest.mark.parametrize("whose", ["file", "folder"])
-def test_what_another_user_owns_is_not_loaded(cache, compiler, monkeypatch, tmp_path, capsys, whose):
+@pytest.mark.parametrize("owned", ["file", "folder"])
+def test_libraries_of_another_user_are_not_loaded(cache, compiler, monkeypatch, tmp_path, capsys, owned):
     compiler()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    planted = cache / FRAMEWORK.key / FRAMEWORK.library
-    planted.parent.mkdir(parents=True)
-    planted.write_text("planted")
-    os.chown(planted if whose == "file" else planted.parent, 65534, 65534)
+    existing = cache / FRAMEWORK.key / FRAMEWORK.library
+    existing.parent.mkdir(parents=True)
+    existing.write_text("planted")
+    os.chown(existing if owned == "file" else existing.parent, 65534, 65534)
     path = shims.ensure(FRAMEWORK)
     assert path.read_text() == "library"
-    assert (path == planted) is (whose == "file"), "a file is replaced, a folder is left alone"
+    assert (path == existing) is (owned == "file"), "a file must be replaced, a folder must be left alone"
     assert "belongs to user 65534, not to user 0 or root" in capsys.readouterr().err
 
 
-# Imports as root, since the interpreter may lie where other users cannot read.
+# Imports as root before it changes the user, since other users may not be able to read the interpreter's files.
 BUILD_AS = """
 import os, sys, pickle
 from smdistributed._common import shims
@@ -448,7 +454,7 @@ def test_two_users_of_one_cache_share_nothing(monkeypatch):
         monkeypatch.setenv("CXX", str(compiler))
         monkeypatch.setenv("SMD_CACHE_DIR", f"{shared}/cache")
         monkeypatch.setenv("TMPDIR", shared)
-        # The second round finds what the first has built.
+        # The second round finds the shims that the first has built.
         found = [
             {(user, version): _built_as(user, version) for user in users for version in versions} for _ in range(2)
         ]
@@ -457,9 +463,9 @@ def test_two_users_of_one_cache_share_nothing(monkeypatch):
         for (user, _), path in found[0].items():
             assert path.read_text() == f"{user}\n"
             for place in (path, path.parent, path.parent.parent):
-                held = place.stat()
-                assert held.st_uid == user, place
-                assert held.st_mode & 0o022 == 0, place
+                status = place.stat()
+                assert status.st_uid == user, place
+                assert status.st_mode & 0o022 == 0, place
 
 
 def _built_as(user, version):

@@ -1,4 +1,4 @@
-"""Operations of PyTorch's library on meta tensors, as `torch.compile` and fake tensors call them: nothing is sent."""
+"""Operations of PyTorch's library on meta tensors, as `torch.compile` and fake tensors call them: they send nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VALUES = {
 
 
 def _blocking():
-    """Names of the operations of the library that write to existing tensors."""
+    """Names of the library's operations that write to existing tensors."""
     shims.load_torch()
     schemas = [each for each in torch._C._jit_get_all_schemas() if each.name.startswith("smd::")]
     names = {each.name.removeprefix("smd::") for each in schemas}

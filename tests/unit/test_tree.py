@@ -1,4 +1,4 @@
-"""Sizes of the tree: how long a source may grow, and how many files a folder may have."""
+"""Limits for the source tree: lines of a file and files of a folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sources() -> list[Path]:
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
     )
     if listed.returncode:
-        pytest.skip("this is no checkout of git: files that are built could not be told from sources")
+        pytest.skip("not a git checkout: generated files cannot be told from sources")
     paths = (ROOT / line for line in listed.stdout.splitlines())
     found = sorted(path for path in paths if path.suffix in SUFFIXES and path.exists())
     assert len(found) > 500, "the sources have moved"
@@ -38,21 +38,21 @@ def test_a_folder_has_at_most_25_sources(sources):
     assert {folder: count for folder, count in counts.items() if count > MOST_FILES} == {}
 
 
-#: Functions that make tensors on the default device, which is the user's to choose.
+#: PyTorch functions that make tensors on the default device, which users may set.
 _CONSTRUCTORS = {
     "arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm",
     "scalar_tensor", "tensor", "zeros",
 }  # fmt: skip
-#: Makes parameters of the user's model.
+#: Files that may use the default device: they make parameters of the user's model.
 _ON_THE_DEFAULT_DEVICE = {"python/smdistributed/modelparallel/torch/nn/module.py"}
 
 
 def test_tensors_of_the_library_name_their_device(sources):
-    """`torch.set_default_device("cuda")` must not move what is sent as bytes of the host."""
+    """`torch.set_default_device("cuda")` must not move tensors whose bytes are sent from host memory."""
     found = []
     for path in sources:
-        place = str(path.relative_to(ROOT))
-        if not place.startswith("python/") or path.suffix != ".py" or place in _ON_THE_DEFAULT_DEVICE:
+        name = str(path.relative_to(ROOT))
+        if not name.startswith("python/") or path.suffix != ".py" or name in _ON_THE_DEFAULT_DEVICE:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -63,5 +63,5 @@ def test_tensors_of_the_library_name_their_device(sources):
                 and node.func.attr in _CONSTRUCTORS
                 and not {"device", None} & {each.arg for each in node.keywords}
             ):
-                found.append(f"{place}:{node.lineno}: torch.{node.func.attr}")
+                found.append(f"{name}:{node.lineno}: torch.{node.func.attr}")
     assert found == []

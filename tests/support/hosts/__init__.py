@@ -1,13 +1,13 @@
-"""Network namespaces as hosts: what runs in one of them shares the processors and the disk with the others, and
-nothing that the library takes for a host's mark.
+"""Network namespaces that stand for hosts. They share processors and disk, but nothing by which the library identifies
+a host.
 
     with Hosts(2) as hosts:
         run_ranks(body, 4, launcher=hosts)              # mpirun: ranks 0, 1 on the first host, 2, 3 on the second one
-        run_ranks(body, 4, launcher=hosts.by_hand())    # without MPI: each rank started with torch's variables
+        run_ranks(body, 4, launcher=hosts.by_hand())    # without MPI: each rank started with the variables of torchrun
         run_ranks(body, 4, launcher=hosts.torchrun())   # torchrun, once on each host
         hosts.cut(1)                                    # the second host's link goes down
 
-A switch (a bridge in a namespace of its own) joins them; nothing of it is visible outside.
+A bridge in a namespace of its own connects the hosts. It is not visible from outside.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from pathlib import Path
 
 _NETWORK = "10.213.7"
 _PREFIX = "smd-"
-#: Free on every host: a namespace has ports of its own.
+#: Always free, because each namespace has ports of its own.
 _MASTER_PORT = "29500"
 
-#: Runs a command on a host: what ssh is to mpirun elsewhere. Its arguments are options, the address, the command.
+#: The remote shell of mpirun: runs a command on a host. Its arguments are options, the address, and the command.
 _REMOTE_SHELL = """#!/bin/sh
 while case "$1" in -*) true ;; *) false ;; esac; do shift; done
 host=$(($(echo "$1" | sed 's/.*[.]//') - 10)); shift
 exec {on_host} "$host" sh -c "$*"
 """
 
-#: What `smdrun` and `horovodrun` call: its arguments are options with values, the address, options, the command.
+#: The `ssh` that `smdrun` and `horovodrun` call. Its arguments are options with values, the address, options, and the
+#: command.
 _SSH = """#!/bin/sh
 while case "$1" in -*) true ;; *) false ;; esac; do shift 2; done
 host=$1; shift
@@ -45,7 +46,7 @@ exec {python} {sshd} run "$host" "$*"
 
 _SSHD = Path(__file__).with_name("sshd.py")
 
-#: Runs a command on the host with the number `$1`.
+#: Runs a command on host number `$1`.
 _ON_HOST = """#!/bin/sh
 host=$1; shift
 exec ip netns exec {name}-$host unshare --uts sh -c 'hostname "$0"; exec "$@"' smd-host-$host "$@"
@@ -53,7 +54,7 @@ exec ip netns exec {name}-$host unshare --uts sh -c 'hostname "$0"; exec "$@"' s
 
 
 class Hosts:
-    """`count` hosts, from `with` on until its end."""
+    """`count` hosts that exist within a `with` block."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -82,14 +83,14 @@ class Hosts:
     def __exit__(self, *_: object) -> None:
         for server in self._servers:
             with server:
-                """Its input ends, and so does it."""
+                """Leaving the context closes the server's standard input, which ends it."""
         for name in (*(f"{self.name}-{host}" for host in range(self.count)), f"{self.name}-switch"):
             subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
         if self._folder:
             self._folder.cleanup()
 
     def command(self, n: int, options: list[str]) -> list[str]:
-        """What starts `n` ranks of the Python file that is appended to it, one host after the other."""
+        """Returns the command that starts `n` ranks with mpirun, host by host; the Python file is appended to it."""
         slots = -(-n // self.count)
         network = f"{_NETWORK}.0/24"
         return [
@@ -104,19 +105,19 @@ class Hosts:
         ]
 
     def by_hand(self, own: Mapping[int, Mapping[str, str]] | None = None) -> ByHand:
-        """A launcher that starts each rank itself; `own` has variables of single ranks."""
+        """Returns a launcher that starts each rank itself; `own` has extra variables of single ranks."""
         return ByHand(self, own or {})
 
     def torchrun(self) -> Torchrun:
-        """A launcher that starts torchrun on each host."""
+        """Returns a launcher that starts torchrun on each host."""
         return Torchrun(self)
 
     def on(self, host: int) -> list[str]:
-        """What runs on `host` the command that is appended to it."""
+        """Returns the command prefix that runs a command on `host`."""
         return [self._path("on-host"), str(host)]
 
     def with_ssh(self) -> dict[str, str]:
-        """Starts the servers of `ssh`; returns variables with which it reaches the hosts."""
+        """Starts an `ssh` server on each host; returns the variables that let `ssh` find the hosts."""
         for host in range(self.count):
             command = [*self.on(host), sys.executable, str(_SSHD), "serve", address(host)]
             self._servers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
@@ -126,7 +127,7 @@ class Hosts:
         return {"PATH": os.pathsep.join([self._path(""), os.environ["PATH"]])}
 
     def cut(self, host: int) -> None:
-        """Takes the link of `host` down: it neither sends nor gets anything any more."""
+        """Takes the link of `host` down: it neither sends nor receives any more."""
         _ip("-n", f"{self.name}-{host}", "link", "set", "eth0", "down")
 
     def _add(self, host: int, switch: str) -> None:
@@ -139,7 +140,7 @@ class Hosts:
         _ip("-n", name, "link", "set", "lo", "up")
 
     def _path(self, name: str) -> str:
-        assert self._folder, "hosts exist inside `with`"
+        assert self._folder, "use hosts inside of a `with` block"
         return str(Path(self._folder.name) / name)
 
     def _script(self, name: str, text: str) -> None:
@@ -150,14 +151,14 @@ class Hosts:
 
 @dataclass(frozen=True)
 class ByHand:
-    """Ranks on several hosts, one host after the other, with the variables that torch's own launcher sets."""
+    """Ranks on several hosts, host by host, with the variables that torchrun sets."""
 
     hosts: Hosts
-    #: Variables of single ranks on top.
+    #: Extra variables of single ranks.
     own: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
 
     def starts(self, n: int, program: list[str]) -> list[tuple[list[str], dict[str, str]]]:
-        """Command and variables of each process."""
+        """Returns the command and the variables of each process."""
         local = -(-n // self.hosts.count)
         common = {"WORLD_SIZE": str(n), "MASTER_ADDR": address(0), "MASTER_PORT": _MASTER_PORT}
         found = []
@@ -172,13 +173,13 @@ class ByHand:
 
 @dataclass(frozen=True)
 class Torchrun:
-    """torchrun, once on each host."""
+    """Runs torchrun once on each host."""
 
     hosts: Hosts
 
     def starts(self, n: int, program: list[str]) -> list[tuple[list[str], dict[str, str]]]:
-        """Command and variables of each process."""
-        assert n % self.hosts.count == 0, "each host gets as many ranks"
+        """Returns the command and the variables of each process."""
+        assert n % self.hosts.count == 0, "the number of ranks must be a multiple of the number of hosts"
         local = ["--nproc-per-node", str(n // self.hosts.count), "--nnodes", str(self.hosts.count)]
         master = ["--master-addr", address(0), "--master-port", _MASTER_PORT]
         return [
@@ -195,12 +196,12 @@ class Torchrun:
 
 
 def address(host: int) -> str:
-    """The address of a host in the network of all of them."""
+    """Returns the address of a host in the network of all hosts."""
     return f"{_NETWORK}.{10 + host}"
 
 
 def missing() -> str | None:
-    """Why there can be no hosts with MPI here; None if there can."""
+    """Returns the reason why hosts with MPI cannot be made on this machine, or None if they can."""
     for tool, package in (("mpirun", "openmpi-bin"), ("mpicc", "libopenmpi-dev")):
         if shutil.which(tool) is None:
             return f"{tool} is not installed (package {package})"
@@ -209,15 +210,15 @@ def missing() -> str | None:
 
 @functools.cache
 def missing_network() -> str | None:
-    """Why there can be no hosts here, MPI or not; None if there can."""
+    """Returns the reason why hosts cannot be made on this machine, or None if they can."""
     if shutil.which("ip") is None:
         return "ip is not installed (package iproute2)"
     try:
         with Hosts(1):
             return None
     except (OSError, subprocess.CalledProcessError) as error:
-        said = getattr(error, "stderr", "") or str(error)
-        return f"network namespaces cannot be made here: {said.strip()}"
+        message = getattr(error, "stderr", "") or str(error)
+        return f"network namespaces cannot be made here: {message.strip()}"
 
 
 def _ip(*arguments: str) -> None:
@@ -225,7 +226,7 @@ def _ip(*arguments: str) -> None:
 
 
 def _remove_leftovers() -> None:
-    """Namespaces of processes that were killed before they could remove them."""
+    """Removes namespaces of processes that were killed before they could remove them."""
     with contextlib.suppress(FileNotFoundError):
         for path in Path("/run/netns").iterdir():
             words = path.name.removeprefix(_PREFIX).split("-")

@@ -1,10 +1,10 @@
-"""What `ssh` and its server are to the hosts of `support.hosts`.
+"""A stand-in for `ssh` and its server on the hosts of `support.hosts`.
 
-    python sshd.py serve ADDRESS            runs commands on the host whose address it is
-    python sshd.py run ADDRESS COMMAND      runs a command there, and ends with its exit code
+    python sshd.py serve ADDRESS            runs commands on the host with this address
+    python sshd.py run ADDRESS COMMAND      runs a command there and exits with its exit code
 
-As with the real ones, only TCP joins the two: a command is neither a child of the caller nor in its session. It ends
-by itself or notices the end of its input, and on a host that is cut off it hears nothing.
+As with the real ones, only TCP connects the two sides: a command is neither a child of the caller nor in its session. A
+command ends by itself or when its input ends. On a host that is cut off, it does not learn that the caller ended.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _PIECE = 1 << 16
 
 
 def serve(address: str) -> None:
-    """Runs commands until its input ends. Writes a line when it is ready."""
-    # Children that end are removed by the kernel.
+    """Runs commands until standard input ends. Prints a line when it is ready."""
+    # Lets the kernel reap children.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.create_server((address, _PORT), backlog=16) as server:
         print("ready", flush=True)
@@ -42,7 +42,9 @@ def serve(address: str) -> None:
 
 
 def _run_for(connection: socket.socket, address: str) -> None:
-    """Input comes by `connection`, which gets the exit code; standard output and errors get connections of their own."""
+    """Runs one command. `connection` carries its input and returns its exit code; standard output and standard error
+    have connections of their own.
+    """
     with socket.create_server((address, 0)) as server:
         connection.sendall(_LENGTH.pack(server.getsockname()[1]))
         output, _ = server.accept()
@@ -56,10 +58,10 @@ def _run_for(connection: socket.socket, address: str) -> None:
 
 
 def run(address: str, command: str) -> int:
-    """Returns the exit code, 255 if the connection is lost."""
+    """Runs a command on a host; returns its exit code, or 255 if the connection is lost."""
     connection = socket.create_connection((address, _PORT))
     (port,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
-    # The server accepts them in the order in which they were made.
+    # The server accepts connections in the order in which they are made.
     output, errors = socket.create_connection((address, port)), socket.create_connection((address, port))
     text = command.encode()
     connection.sendall(_LENGTH.pack(len(text)) + text)
@@ -104,6 +106,6 @@ if __name__ == "__main__":
         serve(sys.argv[2])
         sys.exit()
     code = run(sys.argv[2], sys.argv[3])
-    # The thread that waits for input does not end.
+    # The thread that reads standard input may block for ever.
     sys.stdout.flush()
     os._exit(code)

@@ -1,1 +1,1 @@
-"""Models and trainings that tests of `smdistributed.modelparallel.torch` share, on CPUs and on GPUs."""
+"""Models and training loops that tests of `smdistributed.modelparallel.torch` share, on CPUs and GPUs."""

@@ -1,4 +1,4 @@
-"""Models of the classes of smp.nn, each with a loss and batches."""
+"""Models of the classes in smp.nn, each with a loss and batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from support.tensor_parallel import LENGTH, VOCABULARY, WIDTH, states, tokens
 
 
 def models():
-    """For each name: makes a model, runs it, draws its batch; the arguments of `support.tensor_parallel.compare`."""
+    """For each name: functions that make the model, run it and draw its batch, which are arguments of
+    `support.tensor_parallel.compare`.
+    """
     sizes = {"num_attention_heads": 4, "attention_head_size": 4, "hidden_size": WIDTH}
     quiet = {"attention_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
     block = {**sizes, **quiet, "intermediate_size": 24}
@@ -41,7 +43,7 @@ def models():
         return output.square().mean(), output
 
     class Ends(nn.Module):
-        """Linear layers and an embedding beside plain ones."""
+        """Linear layers and an embedding of smp.nn together with plain layers."""
 
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""A training in 16 bits with master weights, by the library and written in plain PyTorch."""
+"""Training in 16 bits with float32 master weights: by the library, and written in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def loss_of(output, y):
 
 
 def alone(replicas, dtype, max_norm):
-    """The training in plain PyTorch: losses, scales, skipped steps, master weights."""
+    """Trains in plain PyTorch; returns losses, scales, skipped steps and master weights."""
     model = make_model().to(dtype)
     masters = [torch.nn.Parameter(each.detach().float()) for each in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=0.01)
@@ -90,7 +90,7 @@ def train(started, numbers, bad_rank, max_norm):
         optimizer.zero_grad()
         losses += [float(loss) for loss in step(model, *batch_of(number, smp.dp_rank())).outputs]
         if number in BAD and smp.rank() == bad_rank and optimizer.loss_scale != 1.0:
-            # Of one rank alone: after the reduction over replicas.
+            # Sets it on one rank only, after the gradients were reduced over the replicas.
             parameter = list(model.local_parameters())[-1]
             parameter.grad[0].fill_(torch.inf if number % 2 else torch.nan)
         if max_norm:
@@ -103,10 +103,11 @@ def train(started, numbers, bad_rank, max_norm):
 
 
 def compare(cases):
-    """Trains on the default device with each configuration and alone, and compares losses, scales, skipped steps and weights.
+    """Trains on the default device with each configuration and in plain PyTorch; compares losses, scales, skipped steps
+    and weights.
 
     Args:
-        cases: For each, the configuration, the rank whose gradients overflow, and the norm to clip to.
+        cases: For each: the configuration, the rank whose gradients overflow, and the norm to clip to.
     """
     for config, bad_rank, max_norm in cases:
         half = bool(config.get("fp16"))

@@ -1,4 +1,4 @@
-"""`horovod.data`: loaders that load ahead."""
+"""`horovod.data`: data loaders that prefetch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_epochs_are_whole(size):
         assert list(loader) == [0, 10, 20, 30, 40]
     loader.close_async_loader()
     assert list(loader) == [0, 10, 20, 30, 40]
-    # In the middle of an epoch.
+    # Closes the loader in the middle of an epoch.
     assert next(iter(loader)) == 0
     loader.close_async_loader()
 
@@ -51,6 +51,6 @@ def test_what_loading_raises_reaches_the_script(size):
     loader.close_async_loader()
 
 
-def test_a_loader_says_what_it_lacks():
+def test_a_loader_must_implement_iteration():
     with pytest.raises(NotImplementedError):
         list(BaseDataLoader())

@@ -1,4 +1,4 @@
-"""docs/contributing/horovod-conformance.md names what is there."""
+"""The tests that docs/contributing/horovod-conformance.md names exist."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def functions(path):
 
 def test_what_the_rows_name_exists():
     page = (TESTS.parent / "docs" / "contributing" / "horovod-conformance.md").read_text()
-    proofs = re.findall(r"`([\w/]+\.py)::(\w+)`", page)
-    assert len(proofs) > 80
-    missing = [f"{path}::{name}" for path, name in proofs if name not in functions(path)]
+    cited = re.findall(r"`([\w/]+\.py)::(\w+)`", page)
+    assert len(cited) > 80
+    missing = [f"{path}::{name}" for path, name in cited if name not in functions(path)]
     assert missing == []
 
 

@@ -1,4 +1,4 @@
-"""horovodrun without processes: options, configuration, hosts, and what its helpers promise."""
+"""horovodrun without processes: options, configuration, hosts, and its helper modules."""
 
 import io
 import os
@@ -53,7 +53,7 @@ def test_options_become_variables():
         "HOROVOD_HIERARCHICAL_ALLREDUCE": "1",
         "HOROVOD_TORUS_ALLREDUCE": "0",
     }
-    assert variables("-np 2 --autotune-log-file a.csv") == {}, "without --autotune it says nothing"
+    assert variables("-np 2 --autotune-log-file a.csv") == {}, "the option must have no effect without --autotune"
     assert variables("-np 2 --autotune --autotune-log-file a.csv")["HOROVOD_AUTOTUNE_LOG"] == "a.csv"
     assert variables("-np 2 --timeline-mark-cycles") == {}
     assert variables("-np 2 --timeline-filename t.json --timeline-mark-cycles") == {
@@ -73,7 +73,7 @@ def test_options_become_variables():
     assert args.prefix_output_with_timestamp
     assert args.tcp_flag
     assert args.command == ["python", "train.py", "-np", "9"]
-    # What is missing is said when the job is to start.
+    # A missing command is an error only when the job starts.
     args = launch.parse_args(["-np", "2"])
     with pytest.raises(ValueError, match="the command to run is missing"):
         launch._run(args)
@@ -83,7 +83,7 @@ def test_options_become_variables():
 
 
 def test_interfaces_keep_the_order_in_which_they_are_given(monkeypatch):
-    """Each host takes the first that it has."""
+    """Each host uses the first of the interfaces that it has."""
     line = "-np 2 --network-interfaces ib1,ib0 --network-interface eth0 --network-interface ib1"
     nics = parsed(line).nics
     assert {"eth0", "ib0", "ib1"} == nics
@@ -100,9 +100,9 @@ def test_interfaces_keep_the_order_in_which_they_are_given(monkeypatch):
         run(print, num_proc=2, network_interfaces="ib1,ib0")
     assert list(runs.call_args.args[0].nics) == ["ib1", "ib0"]
     assert gloo_run.create_run_env_vars("here", nics, 1)["HOROVOD_GLOO_IFACE"] == "ib1"
-    asked = settings.Settings(hosts="a:1,b:1", num_proc=2, verbose=0, run_func_mode=True, nics=nics)
-    assert list(driver_service.get_common_interfaces(asked, ["a", "b"], ["b"])) == ["ib1", "ib0", "eth0"]
-    assert " -iface ib1 " in line_of_mpirun("MPICH", asked, nics, {}, ["x"])[0]
+    given_settings = settings.Settings(hosts="a:1,b:1", num_proc=2, verbose=0, run_func_mode=True, nics=nics)
+    assert list(driver_service.get_common_interfaces(given_settings, ["a", "b"], ["b"])) == ["ib1", "ib0", "eth0"]
+    assert " -iface ib1 " in line_of_mpirun("MPICH", given_settings, nics, {}, ["x"])[0]
     monkeypatch.setattr(network, "get_local_host_intfs", lambda: {"eth0": "10.0.0.1", "ib0": "10.0.0.2"})
     assert network.get_driver_ip(nics) == "10.0.0.2"
 
@@ -134,7 +134,7 @@ def test_numbers_that_are_refused(line):
     ],
 )
 def test_variables_that_are_refused(name, monkeypatch):
-    """By the name that was used, which is not the core's own."""
+    """The error names the variable that was set, not the core's own setting."""
     monkeypatch.setenv(f"HOROVOD_{name}", "much")
     session = HorovodBasics()
     with pytest.raises(ValueError, match=f"Horovod initialization failed: `HOROVOD_{name}` is `much`"):
@@ -167,7 +167,7 @@ def test_hints_and_settings_with_a_meaning(monkeypatch):
     assert not warned
 
 
-def test_switches_may_be_levels(monkeypatch):
+def test_boolean_variables_accept_other_numbers(monkeypatch):
     monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "2")
     session = HorovodBasics()
     session.init()
@@ -175,14 +175,14 @@ def test_switches_may_be_levels(monkeypatch):
     session.shutdown()
 
 
-def test_process_sets_that_are_none():
+def test_invalid_process_sets_are_refused():
     with pytest.raises(
         ValueError, match=r"Horovod initialization failed: `process_sets` is \[\[0\]\]: expected a list of"
     ):
         HorovodBasics().init(process_sets=[[0]])
 
 
-def test_command_lines_of_the_process(monkeypatch):
+def test_options_are_read_from_sys_argv(monkeypatch):
     monkeypatch.setattr("sys.argv", ["horovodrun", "-np", "2", "--fusion-threshold-mb", "10"])
     args = launch.parse_args()
     assert (args.num_proc, args.fusion_threshold_mb, args.command) == (2, 10, [])
@@ -198,7 +198,7 @@ def test_what_drives_an_elastic_function():
         3,
         3,
     )
-    # An argument that no rank could use is no reason to begin again.
+    # An invalid argument does not start a reset: no rank could use it.
     with pytest.raises(ScalarError):
         run_fn(mock.Mock(side_effect=ScalarError("a scalar"), __name__="train"), reset)(state)
     manager = WorkerNotificationManager()
@@ -210,7 +210,7 @@ def test_what_drives_an_elastic_function():
     listener.on_hosts_updated.assert_called_once_with(1.0, 2)
 
 
-def test_a_driver_that_could_not_be_told_is_told_again(monkeypatch):
+def test_a_failed_registration_at_the_driver_is_repeated(monkeypatch):
     manager = WorkerNotificationManager()
     with (
         mock.patch.object(driven, "is_driven", return_value=True),
@@ -303,66 +303,68 @@ def test_the_controller_that_is_asked_for(monkeypatch):
             controller(**arguments)
 
 
-def line_of_mpirun(found, asked, nics, env, command):
-    """What the shell is given, without the spaces of options that are not needed, and in which environment."""
+def line_of_mpirun(found, given_settings, nics, env, command):
+    """Returns the command line that the shell gets, without surplus spaces, and its environment."""
     with (
         mock.patch.object(mpi_run, "_get_mpi_implementation", return_value=found),
         mock.patch.object(safe_shell_exec, "execute", return_value=0) as execute,
     ):
-        mpi_run.mpi_run(asked, nics, env, command)
+        mpi_run.mpi_run(given_settings, nics, env, command)
     return " ".join(execute.call_args.args[0].split()), execute.call_args.kwargs["env"]
 
 
 def test_the_line_of_mpirun(monkeypatch):
-    asked = settings.Settings(hosts="a:1,b:1", num_proc=2, verbose=0, run_func_mode=True, ssh_port=22)
+    given_settings = settings.Settings(hosts="a:1,b:1", num_proc=2, verbose=0, run_func_mode=True, ssh_port=22)
     monkeypatch.setenv("PYTHONPATH", "ours")
     env = {"HOROVOD_X": "1", "PATH": "/bin", "OLDPWD": "/"}
-    line, passed = line_of_mpirun("OpenMPI", asked, {"eth1", "eth0"}, env, ["python", "a b.py"])
+    line, passed = line_of_mpirun("OpenMPI", given_settings, {"eth1", "eth0"}, env, ["python", "a b.py"])
     assert line == (
         "mpirun --allow-run-as-root --tag-output -np 2 -H a:1,b:1 -bind-to none -map-by slot -mca pml ob1 -mca btl ^openib "
         '-mca plm_rsh_args "-p 22" -mca btl_tcp_if_include eth0,eth1 -x NCCL_SOCKET_IFNAME=eth0,eth1 -x HOROVOD_X -x PATH '
         "python 'a b.py'"
     )
-    assert passed == {**env, "PYTHONPATH": "ours"}, "mpirun itself needs it; the processes get what was given"
-    asked.tcp_flag, asked.extra_mpi_args, asked.output_filename = True, "--more", "logs"
-    line, _ = line_of_mpirun("SpectrumMPI", asked, None, {}, ["x"])
+    assert passed == {**env, "PYTHONPATH": "ours"}, "mpirun itself needs PYTHONPATH; processes get only `env`"
+    given_settings.tcp_flag, given_settings.extra_mpi_args, given_settings.output_filename = True, "--more", "logs"
+    line, _ = line_of_mpirun("SpectrumMPI", given_settings, None, {}, ["x"])
     assert line == (
         "mpirun --allow-run-as-root --tag-output -np 2 -H a:1,b:1 -bind-to socket -map-by socket -rank-by core -tcp "
         '-mca plm_rsh_args "-p 22" --output-filename logs --more x'
     )
-    # MPICH's launcher and Intel's, which is one of its family.
+    # MPICH's launcher and Intel's, which belongs to the same family.
     for found in ("MPICH", "IntelMPI"):
-        line, _ = line_of_mpirun(found, asked, {"eth0"}, env, ["x"])
+        line, _ = line_of_mpirun(found, given_settings, {"eth0"}, env, ["x"])
         assert line == (
             'mpirun -l -np 2 -ppn 1 -hosts a,b -bootstrap=ssh -bootstrap-exec-args "-p 22" -iface eth0 '
             "-genv NCCL_SOCKET_IFNAME eth0 -outfile-pattern logs -genvlist HOROVOD_X,PATH --more x"
         )
-    asked.binding_args = "-bind-to core"
-    asked.hosts = ",".join(f"host{number}:1" for number in range(64))
-    line, _ = line_of_mpirun("OpenMPI", asked, None, {}, ["x"])
+    given_settings.binding_args = "-bind-to core"
+    given_settings.hosts = ",".join(f"host{number}:1" for number in range(64))
+    line, _ = line_of_mpirun("OpenMPI", given_settings, None, {}, ["x"])
     assert (
         "-bind-to core -mca pml ob1 -mca btl ^openib -mca plm_rsh_no_tree_spawn true -mca plm_rsh_num_concurrent 64"
         in line
     )
 
 
-def test_a_number_of_hosts_that_is_told():
-    asked = settings.Settings(hosts="those of a file", num_hosts=64, num_proc=64, verbose=0, run_func_mode=True)
-    line, _ = line_of_mpirun("OpenMPI", asked, None, {}, ["x"])
+def test_the_number_of_hosts_may_be_given():
+    given_settings = settings.Settings(
+        hosts="those of a file", num_hosts=64, num_proc=64, verbose=0, run_func_mode=True
+    )
+    line, _ = line_of_mpirun("OpenMPI", given_settings, None, {}, ["x"])
     assert "-H those of a file " in line
     assert line.endswith("-mca plm_rsh_no_tree_spawn true -mca plm_rsh_num_concurrent 64 x")
 
 
 def test_mpirun_that_fails_or_is_missing():
-    asked = settings.Settings(hosts="a:1", num_proc=1, verbose=0, run_func_mode=True)
+    given_settings = settings.Settings(hosts="a:1", num_proc=1, verbose=0, run_func_mode=True)
     with (
         mock.patch.object(mpi_run, "_get_mpi_implementation", return_value="OpenMPI"),
         mock.patch.object(safe_shell_exec, "execute", return_value=3),
         pytest.raises(RuntimeError, match="mpirun failed with exit code 3"),
     ):
-        mpi_run.mpi_run(asked, None, {}, ["true"])
+        mpi_run.mpi_run(given_settings, None, {}, ["true"])
     with pytest.raises(Exception, match="env argument must be a dict"):
-        mpi_run.mpi_run(asked, None, "env", ["true"])
+        mpi_run.mpi_run(given_settings, None, "env", ["true"])
     for answer, expected in (
         (("mpirun (Open MPI) 4.1.4", 0), "OpenMPI"),
         (("OpenRTE", 0), "OpenMPI"),
@@ -377,16 +379,16 @@ def test_mpirun_that_fails_or_is_missing():
             assert mpi_run._get_mpi_implementation({}) == expected
             if expected in ("Unknown", "Missing"):
                 with pytest.raises(Exception, match="does not find an installed MPI"):
-                    mpi_run.mpi_run(asked, None, {}, ["true"])
+                    mpi_run.mpi_run(given_settings, None, {}, ["true"])
 
 
 def test_jobs_of_lsf(monkeypatch, tmp_path):
-    told = {
+    results = {
         "mpirun": "Open MPI",
         "nvidia-smi -L": "GPU 0: one\nGPU 1: two\n",
         "lscpu": "Thread(s) per core: 4\nCore(s) per socket:  3\nSocket(s): 2",
     }
-    answer = lambda command, env=None: (next(text for name, text in told.items() if name in command), 0)  # noqa: E731
+    answer = lambda command, env=None: (next(text for name, text in results.items() if name in command), 0)  # noqa: E731
     monkeypatch.setattr(tiny_shell_exec, "execute", answer)
     monkeypatch.setattr(js_run, "_get_mpi_implementation_flags", lambda tcp, env=None: (["-tcp"], [], None))
     monkeypatch.setattr(js_run, "is_jsrun_installed", lambda: True)
@@ -394,9 +396,9 @@ def test_jobs_of_lsf(monkeypatch, tmp_path):
     monkeypatch.setenv("LSB_MCPU_HOSTS", "batch 1 host1 42 host2 42")
     assert lsf.LSFUtils.get_compute_hosts() == ["host1", "host2"]
     assert lsf.LSFUtils.get_num_processes() == 4
-    asked = settings.Settings(hosts="host1:2,host2:2", num_proc=3, verbose=0, run_func_mode=True)
+    given_settings = settings.Settings(hosts="host1:2,host2:2", num_proc=3, verbose=0, run_func_mode=True)
     file = tmp_path / "ranks"
-    assert js_run.generate_jsrun_rankfile(asked, str(file)) == str(file)
+    assert js_run.generate_jsrun_rankfile(given_settings, str(file)) == str(file)
     assert file.read_text() == (
         "overlapping_rs: allow\ncpu_index_using: logical\n\n"
         "rank: 0: { hostname: host1; cpu: {0-11} ; gpu: * ; mem: * }\n"
@@ -410,22 +412,22 @@ def test_jobs_of_lsf(monkeypatch, tmp_path):
         with pytest.raises(ValueError, match=text):
             js_run.generate_jsrun_rankfile(settings.Settings(hosts=hosts_of_job, num_proc=3))
     monkeypatch.setattr(js_run, "generate_jsrun_rankfile", lambda settings: "/ranks")
-    asked.output_filename, asked.extra_mpi_args = "a folder", "-x"
+    given_settings.output_filename, given_settings.extra_mpi_args = "a folder", "-x"
     with mock.patch.object(safe_shell_exec, "execute", side_effect=[0, 3]) as execute:
-        js_run.js_run(asked, None, {"A": "1"}, ["python", "a b.py"])
+        js_run.js_run(given_settings, None, {"A": "1"}, ["python", "a b.py"])
         assert execute.call_args.args[0] == (
             "jsrun --erf_input /ranks --stdio_stderr 'a folder' --stdio_stdout 'a folder' --smpiargs '-tcp -x' python 'a b.py'"
         )
         with pytest.raises(RuntimeError, match="jsrun failed with exit code 3"):
-            js_run.js_run(asked, None, {}, ["true"])
-    # All of the job's hosts and GPUs where the line says nothing else.
+            js_run.js_run(given_settings, None, {}, ["true"])
+    # Without options, the job uses all hosts and GPUs that LSF has assigned.
     monkeypatch.setattr(launch, "_check_all_hosts_ssh_successful", lambda *args, **kwargs: True)
-    with mock.patch.object(launch, "js_run") as started:
+    with mock.patch.object(launch, "js_run") as launched:
         launch._run(launch.parse_args(["--jsrun", "python", "train.py"]))
-    assert (started.call_args.args[0].hosts, started.call_args.args[0].num_proc) == ("host1:2,host2:2", 4)
+    assert (launched.call_args.args[0].hosts, launched.call_args.args[0].num_proc) == ("host1:2,host2:2", 4)
     monkeypatch.undo()
     with pytest.raises(Exception, match="does not find the jsrun command"):
-        js_run.js_run(asked, None, {}, ["true"])
+        js_run.js_run(given_settings, None, {}, ["true"])
 
 
 @pytest.mark.parametrize(
@@ -441,42 +443,43 @@ def test_jobs_of_lsf(monkeypatch, tmp_path):
     ],
 )
 def test_hosts_of_lsf(monkeypatch, allotted, gpus, options, expected):
-    """Nothing but LSF says where the processes go."""
+    """LSF alone decides where the processes run."""
     answer = ("".join(f"GPU {number}: one\n" for number in range(gpus)), 0) if gpus else None
     monkeypatch.setattr(tiny_shell_exec, "execute", lambda command, env=None: answer)
     monkeypatch.setattr(launch, "_check_all_hosts_ssh_successful", lambda *args, **kwargs: True)
     monkeypatch.setattr(launch, "_common_interfaces", lambda *args: [])
     monkeypatch.setenv("LSB_JOBID", "7")
     monkeypatch.setenv("LSB_MCPU_HOSTS", allotted)
-    with mock.patch.object(launch, "gloo_run") as started:
+    with mock.patch.object(launch, "gloo_run") as launched:
         launch._run(launch.parse_args([*options.split(), "--disable-cache", "python", "train.py"]))
-    assert (started.call_args.args[0].hosts, started.call_args.args[0].num_proc) == expected
+    assert (launched.call_args.args[0].hosts, launched.call_args.args[0].num_proc) == expected
 
 
 @pytest.mark.parametrize("expected", [KeyError, KeyboardInterrupt])
-def test_processes_end_with_the_wait_for_them(expected):
-    """The caller's function fails for one of them, or the user interrupts the job."""
-    running, told = threading.Barrier(3), queue.SimpleQueue()
+def test_processes_end_if_waiting_for_them_fails(expected):
+    """The caller's function fails for one of the processes, or the user interrupts the job."""
+    running, results = threading.Barrier(3), queue.SimpleQueue()
 
     def start(line, slot, events):
         running.wait(30)
         if slot.rank == 0 and expected is KeyError:
             raise KeyError("lost")
         if slot.rank == 0:
-            # A signal that comes as Python begins to wait for a thread is seen when that ends.
+            # Python handles a signal that arrives as it begins to wait for a thread only when the thread ends. The
+            # sleep avoids that.
             time.sleep(0.5)
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        told.put(events[0].wait(8))
+        results.put(events[0].wait(8))
         return 143, time.time()
 
-    # A shell that starts the suite in the background has it ignore the signal.
+    # A shell that starts the tests in the background makes them ignore SIGINT.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(expected):
             gloo_run.launch_gloo(["true"], start, settings.Settings(hosts="a:3", num_proc=3), ["lo"], {}, "127.0.0.1")
     finally:
         signal.signal(signal.SIGINT, before)
-    assert all(told.get(timeout=30) for _ in range(2))
+    assert all(results.get(timeout=30) for _ in range(2))
 
 
 @pytest.mark.parametrize(
@@ -503,8 +506,8 @@ def test_processes_end_with_the_wait_for_them(expected):
         (RuntimeError("`a` of 3 elements, expected 2 as NCCL does [smd:invalid_argument]"), ValueError),
     ],
 )
-def test_what_the_framework_raises(error, expected):
-    """Elastic training goes back to the last commit where a device failed, and not where an argument is refused."""
+def test_framework_errors_are_device_failures_or_invalid_arguments(error, expected):
+    """Elastic training returns to the last commit when a device failed, but not when an argument is invalid."""
     assert type(at_submission(error)) is expected
 
 

@@ -1,4 +1,4 @@
-"""What a launcher of Horovod's is made of: the store over HTTP, services, hosts that come and go, and the driver of an elastic job."""
+"""Parts of Horovod's launcher: the store over HTTP, services, host discovery, and the driver of an elastic job."""
 
 import http.client
 import io
@@ -39,8 +39,9 @@ def test_the_store_keeps_objects_for_who_knows_the_secret(monkeypatch):
         with pytest.raises(RuntimeError, match="needs the job's secret"):
             http_client.read_data_from_kvstore("127.0.0.1", port, "scope", "key/1")
 
-        # What somebody has listened to is worth nothing: neither the same again nor something else with the same proof.
-        def said(body, headers):
+        # A recorded request is of no use to an attacker: neither a replay nor another body or nonce with the same
+        # digest is accepted.
+        def status_of(body, headers):
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
             connection.request("PUT", "/scope/x", body, headers)
             status = connection.getresponse().status
@@ -49,7 +50,13 @@ def test_the_store_keeps_objects_for_who_knows_the_secret(monkeypatch):
 
         first, second = (http_server.headers_of_request(KEY, "PUT", "/scope/x", nonce, b"body") for nonce in "12")
         other = {**second, http_server.NONCE: "3"}
-        found = [said(b"body", first), said(b"body", first), said(b"body", other), said(b"some", second), said(b"", {})]
+        found = [
+            status_of(b"body", first),
+            status_of(b"body", first),
+            status_of(b"body", other),
+            status_of(b"some", second),
+            status_of(b"", {}),
+        ]
         assert found == [200, 403, 403, 403, 403]
     finally:
         server.shutdown_server()
@@ -66,7 +73,7 @@ def test_the_rendezvous_has_places_and_forgets_what_all_have_left():
         assert ask("GET", "rank_and_size", "b:0") == b"2,3,0,1,1,2"
         ask("PUT", "cross0", "address", b"here")
         ask("DELETE", "cross0", "0")
-        assert ask("GET", "cross0", "address") == b"here", "rank 2 is there still"
+        assert ask("GET", "cross0", "address") == b"here", "the scope must stay until rank 2 has left, too"
         ask("DELETE", "cross0", "2")
         with pytest.raises(RuntimeError, match="no value"):
             ask("GET", "cross0", "address")
@@ -80,7 +87,7 @@ class Adder(network.BasicService):
 
 
 class Elsewhere:
-    """Cannot be taken out of its pickle."""
+    """Raises when it is unpickled."""
 
     def __reduce__(self):
         return refuse, ()
@@ -137,7 +144,7 @@ def test_a_shutdown_waits_for_requests_and_for_nobody_else(kind):
             lambda: http_client.request("GET", "127.0.0.1", port, "a", "b", b"", KEY).decode(),
             service.shutdown_server,
         )
-    with socket.create_connection(("127.0.0.1", port)) as stranger:
+    with socket.create_connection(("127.0.0.1", port)) as idle:
         request = threading.Thread(target=lambda: answered.append(ask()))
         request.start()
         assert asked.wait(10)
@@ -146,9 +153,9 @@ def test_a_shutdown_waits_for_requests_and_for_nobody_else(kind):
         took = time.monotonic() - start
         request.join(10)
         assert answered == ["done"]
-        assert 0.2 < took < 10, "neither the answer is lost nor does a client that says nothing delay it"
-        stranger.settimeout(10)
-        assert len(stranger.recv(100)) in (0, 16)
+        assert 0.2 < took < 10, "a shutdown must wait for running requests, but not for idle connections"
+        idle.settimeout(10)
+        assert len(idle.recv(100)) in (0, 16)
     with pytest.raises((ConnectionError, http.client.HTTPException)):
         ask()
 
@@ -178,14 +185,14 @@ def test_output_of_commands_comes_as_a_stream():
         assert client.command_result() == (True, 0)
         for name, text in (("out", out), ("err", err)):
             assert text.getvalue() == "".join(f"[5]<std{name}>:{name} {i}\n" for i in (1, 2, 3))
-        # What is not captured goes where the task's own output goes, and its stream ends.
+        # Output that is not captured goes to the task's own standard output, and its stream ends.
         more = io.StringIO()
         client.run_command("true", {}, capture_stderr=True)
         threads = client.stream_command_output(stdout=more)
         assert threads[1] is None
         threads[0].join(10)
         assert (client.wait_for_command_exit_code(), more.getvalue()) == (0, "")
-        # Text that is longer than a pipe holds.
+        # Output that is longer than the buffer of a pipe.
         client.run_command("yes äöü | head -c 300000", {}, capture_stdout=True)
         (thread, _), more = client.stream_command_output(more), more
         assert client.wait_for_command_exit_code() == 0
@@ -217,7 +224,7 @@ def test_what_checks_found_is_kept_for_a_while(tmp_path):
 
     kept = cache.Cache(str(tmp_path / "made"), 60, "a")
     assert [check(name, port=1, fn_cache=kept) for name in ("x", "x", "bad", "bad")] == [True, True, False, False]
-    assert calls == ["x", "bad", "bad"], "what has failed is tried again"
+    assert calls == ["x", "bad", "bad"], "a failed check must run again"
     check("x", port=1, fn_cache=cache.Cache(str(tmp_path / "made"), 60, "a"))
     assert len(calls) == 3
     check("x", port=2, fn_cache=kept)
@@ -229,7 +236,7 @@ def test_what_checks_found_is_kept_for_a_while(tmp_path):
         (tmp_path / "made" / "cache.json").write_text(text)
         assert kept.get("") is None
     check("x", fn_cache=cache.Cache("/dev/null/none", 60, "a"))
-    assert len(calls) == 8, "where nothing can be kept it is done"
+    assert len(calls) == 8, "without a writable cache, the check must run"
 
 
 def test_tasks_find_each_other_and_run_commands():
@@ -300,7 +307,7 @@ def test_hosts_by_age():
     hosts.blacklist("c")
     assert hosts.is_blacklisted("c")
     assert hosts.current_hosts.available_hosts == {"a"}
-    assert hosts.update_available_hosts() == HostUpdateResult.no_update, "for ever"
+    assert hosts.update_available_hosts() == HostUpdateResult.no_update, "it must stay on the blacklist"
     with pytest.raises(ValueError, match="1 to 3600"):
         HostManager(discovery, (5, 2))
     assert HostManager.order_available_hosts({"a": 1, "c": 3, "d": 1}, ["c", "b", "a"]) == ["c", "a", "d"]
@@ -312,11 +319,11 @@ def test_hosts_by_age():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     hosts.update_available_hosts()
-    assert hosts.current_hosts.host_assignment_order == ["c", "a"], "it has become the youngest"
+    assert hosts.current_hosts.host_assignment_order == ["c", "a"], "a host that returns must be the last in the order"
 
 
 class Elastic:
-    """A job whose workers are threads: each comes to the rendezvous over HTTP, and then does what `body` says."""
+    """An elastic job whose workers are threads. Each calls the rendezvous over HTTP and then runs `body`."""
 
     def __init__(self, slots, least, most=None, **options):
         self.discovery = FixedHosts(slots)
@@ -385,7 +392,7 @@ def test_a_worker_that_fails_takes_its_host_out_of_the_job():
             time.sleep(0.02)
         return 0 if job.enter(host, slot).size == 1 and job.driver.world_size() == 1 else 1
 
-    assert job.run(3, body) == (None, {"a[0]": 0}), "workers of the failed host do not count"
+    assert job.run(3, body) == (None, {"a[0]": 0}), "results of the failed host must not count"
     assert job.seen[-1] == ("a:0", 0, 1)
 
 

@@ -1,4 +1,4 @@
-"""What estimators of Spark read and write, without a cluster."""
+"""Data sets and stores of Spark's estimators, tested without a cluster."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from horovod.spark.common.reader import Shard  # noqa: E402
 from horovod.spark.common.store import DBFSLocalStore, FilesystemStore, HDFSStore, LocalStore, Store  # noqa: E402
 
 
-def written(folder, groups):
-    """Writes a data set of row groups of these sizes, and returns its store and path."""
+def write_dataset(folder, groups):
+    """Writes a data set with row groups of these sizes; returns its store and path."""
     store, first = Store.create(str(folder)), 0
     path = store.get_train_data_path()
     (folder / "intermediate_train_data").mkdir()
@@ -30,7 +30,7 @@ def written(folder, groups):
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("seed", [None, (5, 1)])
 def test_ranks_read_each_row_once(tmp_path, groups, size, seed):
-    store, path = written(tmp_path, groups)
+    store, path = write_dataset(tmp_path, groups)
     seen = []
     for rank in range(size):
         shard = Shard(store, path, ["number", "vector"], rank, size)
@@ -42,7 +42,7 @@ def test_ranks_read_each_row_once(tmp_path, groups, size, seed):
 
 
 def test_all_ranks_take_the_same_steps(tmp_path):
-    store, path = written(tmp_path, [9, 3])
+    store, path = write_dataset(tmp_path, [9, 3])
     shards = [Shard(store, path, ["number"], rank, 2) for rank in range(2)]
     assert [shard.rows for shard in shards] == [9, 3]
     assert [shard.steps(2) for shard in shards] == [5, 5]
@@ -52,7 +52,7 @@ def test_all_ranks_take_the_same_steps(tmp_path):
 
 
 def test_data_that_cannot_be_read(tmp_path):
-    store, path = written(tmp_path, [1])
+    store, path = write_dataset(tmp_path, [1])
     with pytest.raises(ValueError, match="has 1 rows: each of 2 ranks needs at least one"):
         Shard(store, path, ["number"], 0, 2)
     columns = {"null": [None, 1], "ragged": [[1], [1, 2]], "text": ["a", "b"]}

@@ -1,4 +1,4 @@
-"""Parts of model parallelism that one process can show."""
+"""Parts of model parallelism that can be tested in one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_documented_name_is_there():
 
 
 class _Layers(torch.nn.Module):
-    """Weights of all kinds: of products that can wait, and of what cannot."""
+    """Layers whose weight gradients can be deferred, and layers whose weight gradients cannot."""
 
     def __init__(self, kind):
         super().__init__()
@@ -62,8 +62,8 @@ class _Layers(torch.nn.Module):
         return torch.addmm(hidden, hidden, self.last)
 
 
-#: Of each kind of layers: weights whose gradients come later, where the input is to have a gradient.
-_LATER = {
+#: For each kind of layers: the weights whose gradients can be deferred if the input needs a gradient.
+_DEFERRED = {
     "plain": {"image.weight", "first.weight", "second.weight", "last"},
     "twice": {"image.weight", "first.weight", "second.weight", "last"},
     "recomputed": {"image.weight", "first.weight", "second.weight", "last"},
@@ -84,10 +84,10 @@ def _equal(one, other):
     return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
-@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("wanted", [False, True])
-@pytest.mark.parametrize("kind", _LATER)
-def test_gradients_of_weights_beside_a_backward_are_those_of_a_whole_one(kind, wanted, later):
+@pytest.mark.parametrize("kind", _DEFERRED)
+def test_separate_weight_gradients_equal_those_of_an_ordinary_backward(kind, wanted, deferred):
     torch.manual_seed(0)
     layers = _Layers(kind).double()
     expected, x = copy.deepcopy(layers), torch.randn(3, 2, 4, 4, dtype=torch.float64)
@@ -98,40 +98,43 @@ def test_gradients_of_weights_beside_a_backward_are_those_of_a_whole_one(kind, w
         output, whole = layers(inputs[0]), expected(inputs[1])
         with _flops() as ours:
             weights = torch.classes.smd.WeightGradients([output], [])
-            torch.autograd.backward(output, gradient, inputs=weights.begin(later) if weights.size() else None)
+            torch.autograd.backward(output, gradient, inputs=weights.begin(deferred) if weights.size() else None)
             waiting = {name for name, each in layers.named_parameters() if _equal(each.grad, before[name])}
             weights.run()
-        # Without a gradient of the input, nothing but its weight leads to the first layer.
-        assert waiting == (_LATER[kind] - (set() if wanted else {"image.weight"}) if later else set())
+        # If the input needs no gradient, the convolution has the gradient of its weight only, which is computed at
+        # once.
+        assert waiting == (_DEFERRED[kind] - (set() if wanted else {"image.weight"}) if deferred else set())
         with _flops() as theirs:
             whole.backward(gradient)
-        assert ours.get_total_flops() == theirs.get_total_flops(), "no product is computed twice"
+        assert ours.get_total_flops() == theirs.get_total_flops(), "a product was computed twice"
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
     for ours, theirs in zip(layers.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def test_an_input_that_serves_as_a_weight_has_its_gradient_at_once():
+def test_an_input_that_serves_as_a_weight_is_not_deferred():
     x, weight = torch.randn(3, 5, requires_grad=True), torch.randn(4, 5, requires_grad=True)
     for inputs, size in (([x, weight], 0), ([x], 1)):
         weights = torch.classes.smd.WeightGradients([torch.nn.functional.linear(x, weight)], inputs)
         assert weights.size() == size
 
 
-def _beside(output, gradient, later=False, inputs=()):
-    """A backward whose weights' gradients are computed beside it; with ``later``, returns what computes them."""
+def _backward(output, gradient, deferred=False, inputs=()):
+    """Runs a backward that computes weight gradients separately. With ``deferred``, they are computed when the caller
+    runs the returned object.
+    """
     weights = torch.classes.smd.WeightGradients([output], list(inputs))
-    torch.autograd.backward(output, gradient, inputs=weights.begin(later) if weights.size() else None)
-    if later:
+    torch.autograd.backward(output, gradient, inputs=weights.begin(deferred) if weights.size() else None)
+    if deferred:
         weights.end()
     return weights
 
 
-def test_gradients_that_leaves_take_over_are_not_those_that_products_wait_for():
+def test_a_deferred_product_does_not_share_its_gradient_with_a_leaf():
     position, layer = torch.nn.Parameter(torch.zeros(1, 4, 8)), torch.nn.Linear(8, 8)
     gradients, inputs = torch.randn(2, 4, 8), torch.randn(2, 4, 8)
     waiting = [
-        _beside(position.squeeze(0) + layer(x).add(0), gradient.clone(), later=True)
+        _backward(position.squeeze(0) + layer(x).add(0), gradient.clone(), deferred=True)
         for x, gradient in zip(inputs, gradients, strict=True)
     ]
     assert [each.size() for each in waiting] == [1, 1]
@@ -141,15 +144,15 @@ def test_gradients_that_leaves_take_over_are_not_those_that_products_wait_for():
     torch.testing.assert_close(position.grad[0], gradients.sum(0))
 
 
-def test_an_input_that_is_changed_before_its_product_is_an_error():
+def test_an_input_that_is_modified_before_its_deferred_product_is_an_error():
     x, layer = torch.randn(3, 5), torch.nn.Linear(5, 4)
-    weights = _beside(layer(x), torch.ones(3, 4), later=True)
+    weights = _backward(layer(x), torch.ones(3, 4), deferred=True)
     x.mul_(0)
     with pytest.raises(RuntimeError, match="changed in place between the two parts"):
         weights.run()
 
 
-def test_weights_that_are_watched_keep_pytorchs_way():
+def test_hooked_weights_get_their_gradients_from_pytorch():
     x, seen = torch.randn(3, 5, requires_grad=True), []
 
     def transposed(weight):
@@ -169,43 +172,43 @@ def test_weights_that_are_watched_keep_pytorchs_way():
 
     for use in (transposed, cast):
         assert torch.classes.smd.WeightGradients([use(torch.nn.Parameter(torch.randn(4, 5)))], []).size() == 0
-    _beside(accumulated(torch.nn.Parameter(torch.randn(4, 5))), torch.ones(3, 4))
+    _backward(accumulated(torch.nn.Parameter(torch.randn(4, 5))), torch.ones(3, 4))
     assert seen
     wide = torch.nn.Parameter(torch.randn(4, 5, dtype=torch.bfloat16))
     wide.grad_dtype = torch.float32
-    _beside(torch.nn.functional.linear(x.bfloat16(), wide), torch.ones(3, 4, dtype=torch.bfloat16))
+    _backward(torch.nn.functional.linear(x.bfloat16(), wide), torch.ones(3, 4, dtype=torch.bfloat16))
     assert wide.grad.dtype == torch.float32
 
 
-def test_real_weights_of_complex_products():
+def test_gradients_of_real_weights_in_complex_products():
     x, weight = torch.randn(3, 5, dtype=torch.cfloat, requires_grad=True), torch.nn.Parameter(torch.randn(5, 4))
     gradient = torch.randn(3, 4, dtype=torch.cfloat)
-    _beside(x @ weight.to(torch.cfloat), gradient)
+    _backward(x @ weight.to(torch.cfloat), gradient)
     torch.testing.assert_close(weight.grad, (x.detach().mH @ gradient).real)
 
 
-def test_a_sparse_gradient_is_added_to():
+def test_a_deferred_gradient_is_added_to_a_sparse_one():
     table, x = torch.nn.Embedding(10, 4, sparse=True), torch.randn(3, 4, requires_grad=True)
     table(torch.tensor([1])).sum().backward()
-    weights = _beside(torch.nn.functional.linear(x, table.weight), torch.ones(3, 10), later=True)
+    weights = _backward(torch.nn.functional.linear(x, table.weight), torch.ones(3, 10), deferred=True)
     weights.run()
     expected = x.detach().sum(0).expand(10, 4) + torch.eye(10)[1, :, None]
     torch.testing.assert_close(table.weight.grad, expected)
 
 
-def test_checkpoints_of_scripts_keep_pytorchs_way():
+def test_subclasses_of_checkpoint_functions_run_in_pytorchs_backward():
     class MyCheckpoint(torch.utils.checkpoint.CheckpointFunction):
         pass
 
     one, two, x = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
     output = two(MyCheckpoint.apply(one, True, x))
-    _beside(output, torch.ones(2, 3))
+    _backward(output, torch.ones(2, 3))
     assert one.weight.grad is not None
     assert two.weight.grad is not None
 
 
 def _cast_of(parameter, node):
-    """The node of a graph that casts ``parameter``."""
+    """Finds the node of a graph that casts ``parameter``."""
     for child, _ in node.next_functions:
         if child is not None:
             found = node if getattr(child, "variable", None) is parameter else _cast_of(parameter, child)
@@ -216,7 +219,7 @@ def _cast_of(parameter, node):
 
 @pytest.mark.parametrize("hooked", [False, True])
 def test_gradients_of_casts_add_up_to_the_same_bits(hooked):
-    # As many elements as it takes.
+    # 256 x 256 weights have 65,536 elements, the smallest size for which `add_up_casts` adds up gradients.
     width = 256
     torch.manual_seed(0)
     layer, x = torch.nn.Linear(width, width), torch.randn(3, width)
@@ -226,7 +229,7 @@ def test_gradients_of_casts_add_up_to_the_same_bits(hooked):
     for at_once in (True, False):
         layer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
-            # One cast serves all of them, as long as the context lasts.
+            # Autocast caches the cast of the weight, so all three losses share it.
             losses = [layer(x * scale).float().pow(2).sum() for scale in (1.0, 0.3, 3.0)]
         if at_once:
             torch.ops.smd.add_up_casts(losses[:1])
@@ -240,12 +243,12 @@ def test_gradients_of_casts_add_up_to_the_same_bits(hooked):
         assert torch.equal(ours, theirs)
 
 
-def test_gradients_of_casts_to_other_devices_go_pytorchs_way():
+def test_gradients_of_casts_to_other_devices_are_left_to_pytorch():
     weight = torch.nn.Parameter(torch.zeros(256, 256))
     weight.grad = torch.zeros_like(weight)
     elsewhere = weight.to("meta", torch.bfloat16)
     torch.ops.smd.add_up_casts([elsewhere])
-    # Not taken by the hook, so that PyTorch takes it back to the parameter's device, which it cannot without its values.
+    # The hook leaves the gradient to PyTorch, which fails to copy it from the meta device to the parameter's.
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
         elsewhere.backward(torch.zeros_like(elsewhere))
 
@@ -262,7 +265,7 @@ def test_arguments_are_split_inside_of_structures():
         split(torch.utils.data.DataLoader([1]), "loader", 2, 0, False)
 
 
-def test_activations_come_back_so_many_tasks_before_their_backward():
+def test_activations_are_loaded_within_the_horizon_before_their_backward():
     from types import SimpleNamespace
 
     from smdistributed.modelparallel.torch.runtime.offloading import ActivationPrefetcher
@@ -270,7 +273,7 @@ def test_activations_come_back_so_many_tasks_before_their_backward():
     program = [("F", 0, 0, None), ("SF", 0, 0, 1), ("F", 0, 1, None), ("F", 0, 2, None), ("RB", 0, 0, 1)]
     program += [(kind, 0, index, None) for index in range(3) for kind in "IW"]
     loads = ActivationPrefetcher(SimpleNamespace(horizon=2), program)
-    # Their backwards are 3, 4 and 5 tasks after their forwards.
+    # The backwards run 3, 4 and 5 tasks after their forwards.
     assert [loads.is_backward_near(0, index) for index in range(3)] == [False, False, False]
     begun = []
     kept = [SimpleNamespace(prefetch_all=lambda index=index: begun.append(index)) for index in range(3)]
@@ -284,7 +287,7 @@ def test_activations_come_back_so_many_tasks_before_their_backward():
     assert ActivationPrefetcher(SimpleNamespace(horizon=3), program).is_backward_near(0, 0)
 
 
-def test_what_belongs_to_master_weights_is_refused(monkeypatch):
+def test_arguments_of_master_weights_are_refused_without_fp16(monkeypatch):
     monkeypatch.setattr(smp.state, "optimizer", None)
     plain = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     with pytest.raises(TypeError, match="no argument `loss_scale`"):
@@ -324,7 +327,7 @@ def test_documented_spellings_reach_the_model():
 
 
 class _Patched(_Base):
-    """A class whose ``forward`` a script has replaced by one that calls what was there."""
+    """A class whose ``forward`` a script has replaced by one that calls the previous ``forward``."""
 
     def forward(self, x):
         return 3 * self._orig_forward(x)
@@ -332,7 +335,7 @@ class _Patched(_Base):
     _orig_forward = _Base.forward
 
 
-def test_what_scripts_call_orig_forward_stays_theirs():
+def test_a_scripts_own_orig_forward_is_kept():
     model = torch.nn.Sequential(_Patched(), _Derived())
     for _ in range(2):
         add_documented_aliases(model)
@@ -348,10 +351,10 @@ def test_what_scripts_call_orig_forward_stays_theirs():
 
 
 class _Tagged(torch.nn.Parameter):
-    """A parameter of a script's own class."""
+    """A parameter of a class of the script."""
 
 
-def test_delayed_parameters_stay_what_they_are():
+def test_delayed_parameters_keep_their_class_and_attributes():
     handle = delay_parameters()
     try:
         one, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
@@ -363,7 +366,7 @@ def test_delayed_parameters_stay_what_they_are():
         assert one.more.is_meta
         assert not shared.is_meta
         assert (type(one.more), one.more.word, one.more.requires_grad) == (_Tagged, "kept", False)
-        # Somebody has values for it.
+        # A parameter that is assigned keeps its values.
         one.weight = shared
         assert one.weight is shared
         lazy = torch.nn.LazyLinear(4)
@@ -372,14 +375,14 @@ def test_delayed_parameters_stay_what_they_are():
     assert lazy(torch.ones(1, 2)).shape == (1, 4)
 
 
-def _settled(model):
-    """As on the only rank of a pipeline."""
+def _materialized(model):
+    """Materializes a model as on the only rank of a pipeline."""
     settle(model, types.SimpleNamespace(of=lambda module: 0), 0, torch.device("cpu"))
     return model
 
 
 class _Mixed(torch.nn.Module):
-    """Buffers, a plain tensor, modules that keep their parameters elsewhere, and a table that two share."""
+    """Has a buffer, a plain tensor, modules that keep references to their parameters, and an embedding."""
 
     def __init__(self):
         super().__init__()
@@ -397,21 +400,21 @@ class _Mixed(torch.nn.Module):
         return self.head(x.transpose(1, 2)) + self.positions.sum()
 
 
-def test_delayed_parameters_start_as_others_do_and_other_tensors_are_left_alone():
+def test_delayed_parameters_get_the_usual_initial_values_and_other_tensors_are_unchanged():
     torch.manual_seed(5)
     plain = _Mixed().eval()
     with delay_param_initialization():
         delayed = _Mixed().eval()
     assert all(parameter.is_meta for parameter in delayed.parameters())
     torch.manual_seed(5)
-    _settled(delayed)
+    _materialized(delayed)
     found, expected = delayed.state_dict(), plain.state_dict()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
     x = torch.randn(2, 6, 4)
     assert torch.equal(delayed(x), plain(x))
 
 
-def test_whom_nobody_gives_values_is_named():
+def test_tensors_that_are_never_initialized_are_named():
     class Odd(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -424,12 +427,12 @@ def test_whom_nobody_gives_values_is_named():
     with delay_param_initialization():
         model = Odd()
     with pytest.raises(SMPPartitionError, match="`token` was created without memory"):
-        _settled(model)
+        _materialized(model)
     with torch.device("meta"):
         buffers = torch.nn.Module()
         buffers.register_buffer("count", torch.zeros(2, dtype=torch.int64))
     with pytest.raises(SMPPartitionError, match="`count` was created without memory"):
-        _settled(buffers)
+        _materialized(buffers)
 
 
 class _Doubled(torch.nn.Module):
@@ -438,7 +441,9 @@ class _Doubled(torch.nn.Module):
 
 
 class _ByData(torch.nn.Module):
-    """Starts past autograd, has nothing in a parameter, a buffer that is given values, and computed weights."""
+    """Initializes through `.data`; has a parameter without elements, a buffer that is set later, and parametrized
+    weights.
+    """
 
     def __init__(self):
         super().__init__()
@@ -456,7 +461,7 @@ class _ByData(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
-def test_delayed_parameters_start_past_autograd_and_behind_parametrizations_and_buffers_keep_their_values():
+def test_delayed_initialization_through_data_and_parametrizations_keeps_values_of_buffers():
     torch.manual_seed(5)
     plain = _ByData()
     with delay_param_initialization():
@@ -465,7 +470,7 @@ def test_delayed_parameters_start_past_autograd_and_behind_parametrizations_and_
         model.mean.fill_(4)
         model.norm.running_mean.fill_(7)
     torch.manual_seed(5)
-    _settled(delayed)
+    _materialized(delayed)
     found, expected = delayed.state_dict(), plain.state_dict()
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
@@ -479,7 +484,7 @@ def test_recurrent_layers_of_other_partitions_keep_no_memory():
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_models_of_hugging_face_start_as_they_do_without_delay(wrapped):
+def test_delayed_models_of_hugging_face_get_the_usual_initial_values(wrapped):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_embd=64, n_layer=8, n_head=4, vocab_size=200, n_positions=32)
 
@@ -490,7 +495,7 @@ def test_models_of_hugging_face_start_as_they_do_without_delay(wrapped):
     plain = build()
     with delay_param_initialization():
         delayed = build()
-    _settled(delayed)
+    _materialized(delayed)
     found, expected = delayed.state_dict(), plain.state_dict()
     assert found.keys() == expected.keys()
     spreads = {name: float(tensor.std()) for name, tensor in expected.items() if tensor.numel() > 1000}
@@ -500,20 +505,20 @@ def test_models_of_hugging_face_start_as_they_do_without_delay(wrapped):
         assert torch.equal(found[name], expected[name]), name
 
 
-def test_parents_start_what_is_on_other_partitions_nowhere():
+def test_parents_do_not_initialize_parameters_of_other_partitions():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=100, n_positions=32)
     with delay_param_initialization():
         model = transformers.GPT2LMHeadModel(config)
-    there = model.transformer.h[1].mlp.c_proj
-    settle(model, types.SimpleNamespace(of=lambda module: int(module is there)), 0, torch.device("cpu"))
-    assert isinstance(there.weight, MetaParameter)
+    remote = model.transformer.h[1].mlp.c_proj
+    settle(model, types.SimpleNamespace(of=lambda module: int(module is remote)), 0, torch.device("cpu"))
+    assert isinstance(remote.weight, MetaParameter)
     assert model.lm_head.weight is model.transformer.wte.weight
     assert float(model.lm_head.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
     assert float(model.transformer.h[0].mlp.c_proj.weight.detach().std()) == pytest.approx(0.02 / 2, rel=0.1)
 
 
-def test_what_is_gathered_on_the_host_stays_there():
+def test_tensors_that_are_gathered_on_the_host_stay_there():
     tensor = torch.arange(4.0)
     key = (0, (4,), "torch.float32", "cuda", None)
     contents = [tensor.view(torch.uint8)]

@@ -1,4 +1,4 @@
-"""Answers about tensors that the bodies of all microbatches make of the same constants."""
+"""Values of tensors that the bodies of all microbatches compute from the same constants, such as positions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from smdistributed.modelparallel.torch.tracing.encoder import Encoder  # noqa: E
 
 
 class _Body(TorchFunctionMode):
-    """Calls go through the constants, as those of a body do; `asked` counts the questions that reach a tensor."""
+    """Routes calls through the constants, as a step's body does. `asked` counts the reads of values that reach a
+    tensor.
+    """
 
     def __init__(self, constants: Constants) -> None:
         super().__init__()
-        self._constants, self.asked = constants, 0
+        self._constants, self.reads = constants, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -29,23 +31,23 @@ class _Body(TorchFunctionMode):
         encoder.encode(kwargs)
 
         def compute() -> Any:
-            self.asked += func in (torch.Tensor.__bool__, torch.Tensor.item, torch.Tensor.tolist)
+            self.reads += func in (torch.Tensor.__bool__, torch.Tensor.item, torch.Tensor.tolist)
             return func(*args, **kwargs)
 
         return self._constants.call(func, None if encoder.unknown else encoder.key(), encoder.leaves, compute)
 
 
 def _run(*bodies: Callable[[], Any]) -> tuple[list[Any], int]:
-    constants, answers, asked = Constants(("cpu",)), [], 0
+    constants, values, reads = Constants(("cpu",)), [], 0
     for body in bodies:
         with _Body(constants) as mode:
-            answers.append(body())
+            values.append(body())
         constants.end_of_body()
-        asked += mode.asked
-    return answers, asked
+        reads += mode.reads
+    return values, reads
 
 
-def test_a_question_about_positions_is_put_once() -> None:
+def test_a_value_computed_from_positions_is_read_once() -> None:
     def is_one_sequence() -> bool:
         positions = torch.arange(6).unsqueeze(0).expand(2, -1)
         steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
@@ -54,29 +56,29 @@ def test_a_question_about_positions_is_put_once() -> None:
     assert _run(is_one_sequence, is_one_sequence, is_one_sequence) == ([True] * 3, 1)
 
 
-def test_other_arguments_are_another_question() -> None:
-    answers, asked = _run(*(lambda n=n: (torch.arange(n) * 2).sum().item() for n in (3, 4, 3)))
-    assert answers == [6, 12, 6]
-    assert asked == 2
+def test_other_arguments_are_read_again() -> None:
+    values, reads = _run(*(lambda n=n: (torch.arange(n) * 2).sum().item() for n in (3, 4, 3)))
+    assert values == [6, 12, 6]
+    assert reads == 2
 
 
-def test_types_are_told_apart() -> None:
-    answers, _ = _run(lambda: torch.arange(1, 2).item(), lambda: torch.arange(1.0, 2.0).item())
-    assert [type(answer) for answer in answers] == [int, float]
-    answers, _ = _run(
+def test_dtypes_are_distinguished() -> None:
+    values, _ = _run(lambda: torch.arange(1, 2).item(), lambda: torch.arange(1.0, 2.0).item())
+    assert [type(value) for value in values] == [int, float]
+    values, _ = _run(
         *(lambda dtype=dtype: (torch.arange(3).to(dtype) / 2)[1].item() for dtype in (torch.half, torch.int))
     )
-    assert answers == [0.5, 0.5]
+    assert values == [0.5, 0.5]
 
 
-def test_data_of_the_microbatch_is_asked_for_each_time() -> None:
+def test_data_of_the_microbatch_is_read_each_time() -> None:
     data = [torch.tensor([1]), torch.tensor([2])]
-    answers, asked = _run(*(lambda x=x: (x + torch.arange(1)).item() for x in data))
-    assert answers == [1, 2]
-    assert asked == 2
+    values, reads = _run(*(lambda x=x: (x + torch.arange(1)).item() for x in data))
+    assert values == [1, 2]
+    assert reads == 2
 
 
-def test_random_numbers_are_asked_for_each_time() -> None:
+def test_random_numbers_are_read_each_time() -> None:
     torch.manual_seed(0)
     assert _run(*[lambda: torch.rand(1).item()] * 3)[1] == 3
 
@@ -109,7 +111,7 @@ def test_a_tensor_that_was_written_to_is_not_constant(change: Callable[[Any], An
     assert after == body(True)
 
 
-def test_the_caller_owns_the_answer() -> None:
+def test_the_caller_may_modify_a_list_of_values() -> None:
     def body() -> list[int]:
         found = torch.arange(2).tolist()
         found.append(9)
@@ -123,14 +125,14 @@ def test_a_tensor_that_a_collective_writes_to_is_not_constant() -> None:
 
     def body(other: int) -> int:
         x = torch.full((1,), 1)
-        # As a process group does: no version changes.
+        # Written as a process group writes: the tensor's version does not change.
         x.numpy()[0] += other
         return x.item()
 
     assert _run(*(lambda other=other: body(other) for other in others))[0] == [8, 13]
 
 
-def test_numbers_of_a_class_of_the_script_are_told_apart() -> None:
+def test_values_of_a_subclass_of_int_are_distinguished() -> None:
     class Length(int):
         pass
 

@@ -1,4 +1,4 @@
-"""A durable save has the names of everything that it made on the disk."""
+"""After a durable save, the directory entries of everything that it created are on the disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-#: Writes down what is synchronised, in the place of the C library's own function.
+#: An `fsync` that records the paths of synchronized files and folders; preloaded in place of the C library's.
 _RECORDER = r"""
 #define _GNU_SOURCE
 #include <stdio.h>
@@ -39,7 +39,7 @@ _core.CheckpointSaver(sys.argv[1], 0, 1, 1, True, None, 30.0).save("one", 0, 1, 
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
-def test_parents_that_a_save_makes_are_on_the_disk(tmp_path):
+def test_a_save_synchronizes_the_parent_folders_that_it_creates(tmp_path):
     (tmp_path / "recorder.c").write_text(_RECORDER)
     recorder = tmp_path / "recorder.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", recorder, tmp_path / "recorder.c"], check=True, timeout=60)
@@ -48,5 +48,5 @@ def test_parents_that_a_save_makes_are_on_the_disk(tmp_path):
     subprocess.run([sys.executable, "-c", _SAVE, folder], env=env, check=True, timeout=60)
     assert (folder / "one").is_dir()
     synced = set(record.read_text().splitlines())
-    # A folder's name is in its parent.
+    # A folder's name is an entry of its parent, so the parent must be synchronized as well.
     assert {str(each) for each in (tmp_path, tmp_path / "new", tmp_path / "new" / "deep", folder)} <= synced, synced

@@ -1,4 +1,4 @@
-"""The configuration of model parallelism, its channels, and the places of ranks."""
+"""The configuration of model parallelism, its sources, and the coordinates of ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from smdistributed.modelparallel.exceptions import SMPConfigError, SMPUnsupporte
 
 
 @pytest.fixture(autouse=True)
-def _no_channels(monkeypatch):
+def _no_launcher_variables(monkeypatch):
     monkeypatch.delenv("SM_HP_MP_PARAMETERS", raising=False)
     monkeypatch.delenv("SMP_CONFIG", raising=False)
     config.warn_once.cache_clear()
 
 
-def test_defaults_follow_from_each_other():
+def test_defaults_that_depend_on_other_keys():
     cfg = config.read({"partitions": 3, "optimize": "speed"})
     assert cfg.pipeline_parallel_degree == cfg.partitions == 3
     assert cfg.active_microbatches == 5
@@ -31,7 +31,7 @@ def test_defaults_follow_from_each_other():
         cfg.ddp = True
 
 
-def test_the_launcher_wins(monkeypatch, tmp_path):
+def test_the_launchers_values_override_those_of_the_script(monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"microbatches": 2, "ddp": True}))
     monkeypatch.setenv("SMP_CONFIG", str(tmp_path / "config.json"))
     cfg = config.read({"microbatches": 8, "partitions": 4})
@@ -79,13 +79,13 @@ def test_bad_values_are_named(given, text):
         {"horovod": True},
     ],
 )
-def test_what_is_not_there_yet_says_so(given):
+def test_a_key_that_is_not_supported_yet_is_named(given):
     with pytest.raises(SMPUnsupportedError, match="not supported yet"):
         config.read(given)
     assert config.read({"fp16": False, "tensor_parallel_degree": 1}).fp16 is False
 
 
-def test_what_one_framework_has_is_refused_for_the_other():
+def test_keys_of_one_framework_are_refused_for_the_other():
     with pytest.warns(UserWarning, match="`tensor_parallel_degree` 2 implies `ddp: true`"):
         assert config.read({"tensor_parallel_degree": 2}).ddp
     with pytest.raises(SMPUnsupportedError, match="`tensor_parallel_degree` is 2, but only 1 is supported"):
@@ -104,12 +104,12 @@ def test_what_one_framework_has_is_refused_for_the_other():
         config.read({"offload_activations": True}, "tensorflow")
 
 
-def test_what_has_no_effect_is_told():
+def test_a_value_without_effect_warns():
     with pytest.warns(UserWarning, match="`contiguous: false` is ignored"):
         config.read({"contiguous": False})
 
 
-def test_values_may_be_spelled_as_the_launcher_takes_them():
+def test_values_may_be_spelled_as_for_the_launcher():
     cfg = config.read({"sdp_reduce_bucket_size": 5e8, "sdp_gradient_clipping": 0, "placement_strategy": "tpd"})
     assert (cfg.sdp_reduce_bucket_size, cfg.sdp_gradient_clipping, cfg.placement_strategy) == (500_000_000, 0, "TPD")
     assert type(cfg.sdp_reduce_bucket_size) is int
@@ -122,7 +122,7 @@ def test_unknown_keys_are_ignored_with_a_warning():
     config.read({"_internal": object()})
 
 
-def test_broken_channels_are_named(monkeypatch):
+def test_a_broken_configuration_file_is_named(monkeypatch):
     monkeypatch.setenv("SMP_CONFIG", "/nowhere/config.json")
     with pytest.raises(SMPConfigError, match="cannot be read"):
         config.read()
@@ -131,7 +131,7 @@ def test_broken_channels_are_named(monkeypatch):
         config.read()
 
 
-def test_groups_are_those_of_the_published_tables():
+def test_groups_equal_the_published_tables():
     cluster, spread = (_core.ParallelTopology(8, 2, 1, name) for name in ("cluster", "spread"))
     assert cluster.groups("mp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert cluster.groups("dp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
@@ -139,8 +139,8 @@ def test_groups_are_those_of_the_published_tables():
     assert spread.groups("dp") == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert _core.ParallelTopology(8, 4, 1, "spread").groups("pp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
     both = _core.ParallelTopology(8, 2, 2, "DPT")
-    places = [both.coordinates(rank) for rank in range(8)]
-    assert places == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1)]
+    coordinates = [both.coordinates(rank) for rank in range(8)]
+    assert coordinates == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1)]
     assert [both.group("dp", rank).index(rank) for rank in range(8)] == [0, 1, 0, 1, 2, 3, 2, 3]
     assert both.groups("rdp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
     with pytest.raises(ConfigError, match="6 processes"):

@@ -1,4 +1,4 @@
-"""What calls are estimated to take and to keep."""
+"""Estimated times and memory of calls."""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ class _Block(nn.Module):
 
 
 def _cost(call, module):
-    specs, taken = OutputSpecs(), torch.ones(32, 64, requires_grad=True)
-    return specs.of(specs.module(module, call or module), (taken,), {}, TensorMeta.of).cost
+    specs, argument = OutputSpecs(), torch.ones(32, 64, requires_grad=True)
+    return specs.of(specs.module(module, call or module), (argument,), {}, TensorMeta.of).cost
 
 
-@pytest.mark.parametrize("way", ["set", "called"])
-def test_what_is_computed_again_is_not_kept_but_what_waits_is(way):
+@pytest.mark.parametrize("how", ["set", "called"])
+def test_checkpointing_saves_activations_but_not_deferred_weight_gradients(how):
     module = _Block(64, False)
     plain = _cost(None, module)
-    if way == "set":
+    if how == "set":
         again = _cost(None, _Block(64, True))
     else:
         again = _cost(lambda *args: activation_checkpointing._run(module, True, *args), module)
     row = 32 * 64 * 4
-    # Of the norm two numbers a row and what the first layer takes, of relu what the second one takes.
+    # The norm keeps two numbers for each row and the input of the first layer; relu keeps the input of the second
+    # layer.
     assert plain.kept_bytes == 2 * 32 * 4 + row + 4 * row
     assert again.kept_bytes == 0
-    # Two layers: what each takes, and a gradient as large as what it makes.
+    # Two layers, whose weight gradients wait: each keeps its input and the gradient of its output.
     assert plain.waiting_bytes == again.waiting_bytes == (row + 4 * row) + (4 * row + row)
     assert again.forward == plain.forward
     assert (again.input, again.weight) == (plain.input + plain.forward, plain.weight)
@@ -63,12 +64,12 @@ class _Grouped(nn.Module):
         return nn.functional.scaled_dot_product_attention(heads, shared, shared, enable_gqa=True)
 
 
-def test_attention_of_grouped_queries_has_a_price():
+def test_grouped_query_attention_has_a_cost():
     cost = _cost(None, _Grouped())
     assert cost.forward > _cost(None, nn.Linear(64, 64)).forward
 
 
-def test_an_operation_whose_formula_fails_has_a_price(monkeypatch):
+def test_an_operation_whose_formula_fails_has_a_cost(monkeypatch):
     def fails(*args, **kwargs):
         raise AssertionError("shapes that the formula does not expect")
 
@@ -77,21 +78,21 @@ def test_an_operation_whose_formula_fails_has_a_price(monkeypatch):
     assert _cost(None, nn.Linear(64, 64)) == known
 
 
-@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this PyTorch has no products of groups")
-@pytest.mark.parametrize("way", ["call", "model"])
-def test_operations_that_fail_on_fake_tensors_are_not_logged(way, caplog, monkeypatch):
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this PyTorch has no grouped matrix product")
+@pytest.mark.parametrize("how", ["call", "model"])
+def test_operations_that_fail_on_fake_tensors_are_not_logged(how, caplog, monkeypatch):
     class Experts(nn.Module):
         def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.randn(2, 64, 64))
 
         def forward(self, x):
-            # Runs on CPUs, and is refused on fake tensors of float32.
+            # Runs on CPUs, but fails on fake tensors of float32.
             return torch._grouped_mm(x, self.weight, offs=torch.tensor([16, 32], dtype=torch.int32))
 
     monkeypatch.setattr(logging.getLogger("torch"), "propagate", True)
     monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "propagate", True)
-    if way == "call":
+    if how == "call":
         cost = _cost(None, Experts())
         assert cost is not None
     else:

@@ -1,4 +1,4 @@
-"""Deferred tensors: operations on them run when elements are needed."""
+"""Deferred tensors: operations on them run only when elements are needed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_operations_are_recorded():
     assert not reads
     assert torch.equal(deferred.resolve(joined), torch.cat([whole.t()[3:], whole.t()[:3]])[1:3])
     assert len(reads) == 2
-    # The elements of a slice are not copied before they are needed.
+    # A slice is a view: its elements are not copied.
     assert deferred.resolve(query).untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
     assert deferred.resolve("text") == "text"
 

@@ -1,4 +1,4 @@
-"""Every key of the configuration, and every argument of models and checkpoints, changes something or warns once."""
+"""Every configuration key and every argument of models and checkpoints has an effect or warns once."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from smdistributed.modelparallel.torch import compat  # noqa: E402
 ROOT = Path(__file__).parents[3]
 _TORCH = "multiproc/modelparallel_torch/"
 
-#: For keys and arguments that act: a file of tests that compares what they change, and the text in it that sets them.
-ACT = {
+#: For keys with an effect: a test file that compares the effect, and the text in it that sets the key.
+EFFECTIVE = {
     "activation_loading_horizon": (_TORCH + "test_offloading.py", "activation_loading_horizon"),
     "activation_memory_bytes": (_TORCH + "test_features.py", "activation_memory_bytes"),
     "active_microbatches": (_TORCH + "test_features.py", "active_microbatches"),
@@ -56,8 +56,8 @@ ACT = {
     "tensor_parallel_degree": ("support/tensor_parallel.py", "tensor_parallel_degree"),
 }
 
-#: For keys that do not act: the value that warns.
-WARN = {
+#: For keys without an effect: the value that warns.
+WITHOUT_EFFECT = {
     "contiguous": False,
     "deterministic_server": True,
     "fast_mode": True,
@@ -65,8 +65,8 @@ WARN = {
     "static_mode": True,
 }
 
-#: For arguments of `smp.DistributedModel` that act: as for `ACT`.
-ARGUMENTS_ACT = {
+#: For arguments of `smp.DistributedModel` with an effect: as in `EFFECTIVE`.
+EFFECTIVE_ARGUMENTS = {
     "module": (_TORCH + "test_features.py", "DistributedModel"),
     "trace_execution_times": ("unit/modelparallel/test_every_key.py", "trace_execution_times"),
     "overlapping_allreduce": (_TORCH + "test_features.py", "overlapping_allreduce"),
@@ -75,7 +75,7 @@ ARGUMENTS_ACT = {
     "bucket_cap_mb": (_TORCH + "test_replicas.py", "bucket_cap_mb"),
     "broadcast_buffers": (_TORCH + "test_optimizer_sharding.py", "broadcast_buffers"),
 }
-ARGUMENTS_WARN = {
+ARGUMENTS_WITHOUT_EFFECT = {
     "trace_device": "cpu",
     "trace_memory_usage": True,
     "gradient_as_bucket_view": True,
@@ -84,7 +84,7 @@ ARGUMENTS_WARN = {
 
 
 @pytest.fixture(autouse=True)
-def _no_channels(monkeypatch):
+def _no_launcher_variables(monkeypatch):
     monkeypatch.delenv("SM_HP_MP_PARAMETERS", raising=False)
     monkeypatch.delenv("SMP_CONFIG", raising=False)
     config.warn_once.cache_clear()
@@ -100,7 +100,7 @@ def job():
 
 
 def _warned(call, times=2):
-    """The texts of warnings of repeated calls, of which none is filtered out."""
+    """Returns the messages of all warnings of repeated calls; no warning filter applies."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(times):
@@ -109,22 +109,22 @@ def _warned(call, times=2):
 
 
 def test_the_tables_are_complete():
-    assert ACT.keys() | WARN.keys() == json.loads(_core.parameter_defaults()).keys()
-    assert not ACT.keys() & WARN.keys()
+    assert EFFECTIVE.keys() | WITHOUT_EFFECT.keys() == json.loads(_core.parameter_defaults()).keys()
+    assert not EFFECTIVE.keys() & WITHOUT_EFFECT.keys()
     arguments = inspect.signature(smp.DistributedModel).parameters.keys()
-    assert ARGUMENTS_ACT.keys() | ARGUMENTS_WARN.keys() == arguments
-    assert ARGUMENTS_WARN.keys() == compat.IGNORED_ARGUMENTS.keys()
+    assert EFFECTIVE_ARGUMENTS.keys() | ARGUMENTS_WITHOUT_EFFECT.keys() == arguments
+    assert ARGUMENTS_WITHOUT_EFFECT.keys() == compat.IGNORED_ARGUMENTS.keys()
 
 
-@pytest.mark.parametrize("key", [*ACT, *ARGUMENTS_ACT])
-def test_what_acts_has_a_test(key):
-    file, text = (ACT | ARGUMENTS_ACT)[key]
+@pytest.mark.parametrize("key", [*EFFECTIVE, *EFFECTIVE_ARGUMENTS])
+def test_every_effective_key_has_a_test(key):
+    file, text = (EFFECTIVE | EFFECTIVE_ARGUMENTS)[key]
     assert text in (ROOT / "tests" / file).read_text(), key
 
 
-@pytest.mark.parametrize("key", WARN)
+@pytest.mark.parametrize("key", WITHOUT_EFFECT)
 def test_a_key_without_effect_warns_once(key):
-    given = {key: WARN[key], "ddp": True, "sharded_data_parallel_degree": 2}
+    given = {key: WITHOUT_EFFECT[key], "ddp": True, "sharded_data_parallel_degree": 2}
     (text,) = _warned(lambda: config.read(given))
     assert re.search(rf"`{key}: (true|false)` (changes nothing|is ignored): \w+", text)
     page = (ROOT / "docs" / "reference" / "smp-config.md").read_text()
@@ -133,11 +133,11 @@ def test_a_key_without_effect_warns_once(key):
     assert not _warned(lambda: config.read({**given, key: default}))
 
 
-@pytest.mark.parametrize("argument", ARGUMENTS_WARN)
+@pytest.mark.parametrize("argument", ARGUMENTS_WITHOUT_EFFECT)
 def test_an_argument_without_effect_warns_once(argument):
     def wrap():
         smp.init({})
-        smp.DistributedModel(torch.nn.Linear(2, 2), **{argument: ARGUMENTS_WARN[argument]})
+        smp.DistributedModel(torch.nn.Linear(2, 2), **{argument: ARGUMENTS_WITHOUT_EFFECT[argument]})
         smp.shutdown()
 
     (text,) = _warned(wrap)

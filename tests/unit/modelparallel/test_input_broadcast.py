@@ -1,4 +1,4 @@
-"""What a rank says of the arguments of a step, before they are sent."""
+"""The description of a step's arguments that a rank sends before their contents."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ torch = pytest.importorskip("torch")
 from smdistributed.modelparallel.torch.runtime import input_broadcast  # noqa: E402
 
 
-def test_the_order_of_memory_is_not_that_of_addresses():
+def test_segments_are_ordered_by_first_use_of_their_storage():
     block = torch.zeros(64)
-    # Two tensors of one storage, and around it two that lie elsewhere.
+    # Two tensors share one storage; the others have storages of their own.
     tensors = [torch.zeros(8), block[32:], torch.zeros(4, 4).T, block[:8], torch.zeros(0, 3)]
     for order in (tensors, [torch.zeros(8), block[32:], torch.zeros(4, 4).T, block[:8], torch.zeros(0, 3)]):
         segments, memory = [], []
@@ -20,14 +20,14 @@ def test_the_order_of_memory_is_not_that_of_addresses():
         assert [segment.size for segment in segments] == [32, 32, 128, 64, 0]
 
 
-def test_ranks_with_other_addresses_say_the_same():
-    def said(first, second):
+def test_descriptions_do_not_depend_on_addresses():
+    def describe(first, second):
         segments, memory = [], []
         return input_broadcast._layouts([first, second], segments, memory), segments
 
     one, other = torch.zeros(16), torch.zeros(64)
     low, high = sorted([one, other], key=torch.Tensor.data_ptr)
-    assert said(low[:16], high[:16]) == said(high[:16], low[:16])
+    assert describe(low[:16], high[:16]) == describe(high[:16], low[:16])
 
 
 def test_tensors_of_one_storage_are_in_one_storage_on_other_ranks():
@@ -37,15 +37,15 @@ def test_tensors_of_one_storage_are_in_one_storage_on_other_ranks():
     layouts = input_broadcast._layouts(tensors, segments, memory)
     assert [segment.is_dense for segment in segments] == [False, False, True, False, True]
     header = input_broadcast._Header({}, (), layouts, tuple(segments))
-    homes = input_broadcast._new_memory(header, torch.empty)
-    for home, segment, sent in zip(homes, segments, memory, strict=True):
+    storages_of_segments = input_broadcast._new_memory(header, torch.empty)
+    for home, segment, sent in zip(storages_of_segments, segments, memory, strict=True):
         home[: segment.size].copy_(input_broadcast._dense(sent) if segment.is_dense else sent)
-    placed = [input_broadcast._placed(layout, segments[layout.segment], homes) for layout in layouts]
-    for ours, theirs in zip(placed, tensors, strict=True):
+    received = [input_broadcast._placed(layout, segments[layout.segment], storages_of_segments) for layout in layouts]
+    for ours, theirs in zip(received, tensors, strict=True):
         assert torch.equal(ours, theirs)
         assert ours.stride() == theirs.stride()
-    storages = [tensor.untyped_storage().data_ptr() for tensor in placed]
+    storages = [tensor.untyped_storage().data_ptr() for tensor in received]
     assert storages[0] == storages[1]
     assert len(set(storages)) == 4
-    # Only the bytes that the views cover.
-    assert placed[0].untyped_storage().nbytes() == 160
+    # The storage has only the bytes that the views cover.
+    assert received[0].untyped_storage().nbytes() == 160

@@ -1,4 +1,4 @@
-"""Stand-ins for Apex, helpers of scripts' tests, and the division of data in Hugging Face's accelerate."""
+"""Stand-ins for Apex, the helpers for tests of scripts, and Hugging Face's accelerate and Trainer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from smdistributed.modelparallel.torch.integrations import trainer as integratio
 
 @pytest.fixture
 def job(monkeypatch):
-    """A job of one process, without the others' variables."""
+    """Initializes a job of one process, without configuration variables of a launcher."""
     for name in ("SM_HP_MP_PARAMETERS", "SM_FRAMEWORK_PARAMS", "SMP_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     smp.init({})
@@ -86,7 +86,7 @@ def test_a_dump_is_verified(job, tmp_path):
 
 
 def test_an_accelerator_divides_data_over_ranks_with_different_data(job, monkeypatch):
-    """With a package that keeps its state as accelerate does, in attributes that all objects share."""
+    """Uses a stand-in for accelerate that, like accelerate, keeps its state in attributes that all objects share."""
 
     class PartialState:
         shared: ClassVar = {}
@@ -126,7 +126,7 @@ def test_results_of_ranks_are_concatenated(job, monkeypatch):
     assert logits.tolist() == [[1, 1, 1], [1, 1, 1], [1, -100, -100], [1, -100, -100]]
     assert others.shape == (4, 2, 5)
     assert others[0, 1].tolist() == [-100] * 5
-    # The last batch is filled up with samples that were evaluated already.
+    # The last batch is padded with samples that were evaluated already; they are dropped.
     state.end_of_dataloader = True
     assert len(accelerate._gather_for_metrics(accelerator, smp.DP_GROUP, results[0])["logits"][0]) == 3
     results[:] = ["a", "b"]
@@ -134,7 +134,7 @@ def test_results_of_ranks_are_concatenated(job, monkeypatch):
         accelerate._gather_for_metrics(accelerator, smp.DP_GROUP, "a")
 
 
-def test_the_trainer_is_enabled_before_transformers_is_imported(monkeypatch):
+def test_the_trainer_must_be_enabled_before_transformers_is_imported(monkeypatch):
     monkeypatch.setenv("SM_HP_MP_PARAMETERS", '{"microbatches": 4}')
     monkeypatch.setenv("SM_FRAMEWORK_PARAMS", '{"sagemaker_mpi_num_of_processes_per_host": 2}')
     utils = types.SimpleNamespace(is_sagemaker_mp_enabled=lambda: False)
@@ -143,14 +143,14 @@ def test_the_trainer_is_enabled_before_transformers_is_imported(monkeypatch):
         enable_trainer({"pipeline_parallel_degree": 2, "microbatches": 2})
     utils.is_sagemaker_mp_enabled = lambda: True
     enable_trainer({"ddp": True})
-    # The launcher's values count, and transformers looks for `partitions`.
+    # The launcher's value of `microbatches` wins. transformers looks for the key `partitions`.
     found = json.loads(os.environ["SM_HP_MP_PARAMETERS"])
     assert found == {"partitions": 2, "microbatches": 4, "ddp": True}
     framework = json.loads(os.environ["SM_FRAMEWORK_PARAMS"])
     assert framework == {"sagemaker_mpi_num_of_processes_per_host": 2, "sagemaker_mpi_enabled": True}
 
 
-def test_the_branch_of_transformers_5_gets_an_optimizer_and_evaluates_the_wrapped_model(job, monkeypatch):
+def test_the_trainer_of_transformers_5_gets_an_optimizer_and_evaluates_the_wrapped_model(job, monkeypatch):
     class Trainer:
         def __init__(self, model):
             self.model_wrapped, self.optimizer, self.made = model, None, []
@@ -179,7 +179,7 @@ def test_the_branch_of_transformers_5_gets_an_optimizer_and_evaluates_the_wrappe
     trainer.optimizer = "the script's"
     trainer.create_scheduler(4)
     assert trainer.made == [(3, model), (4, "the script's")]
-    # Before the first step, and once; other hooks wait for the step.
+    # The trainer's hook runs at once, before the first step, and is not kept; other hooks wait for a step.
     model.register_post_step_hook(others := [].append)
     trainer._load_optimizer_and_scheduler("checkpoint-4")
     assert trainer.made[2:] == [("checkpoint-4", model)]
@@ -189,7 +189,7 @@ def test_the_branch_of_transformers_5_gets_an_optimizer_and_evaluates_the_wrappe
     assert output.concat().tolist() == [2.0]
 
 
-def test_settings_that_the_branch_ignores_are_named(monkeypatch):
+def test_settings_that_the_trainer_ignores_are_named(monkeypatch):
     class Trainer:
         compute_loss_func = None
 
@@ -200,18 +200,18 @@ def test_settings_that_the_branch_ignores_are_named(monkeypatch):
         def compute_loss(self, model, inputs):
             return 2 * model(**inputs)
 
-    told = []
-    monkeypatch.setattr(integration, "warn_once", told.append)
+    warned = []
+    monkeypatch.setattr(integration, "warn_once", warned.append)
     trainer = Trainer()
     trainer.args = types.SimpleNamespace(label_smoothing_factor=0.0, torch_compile=False)
     integration._warn_of_ignored(trainer, Trainer)
-    assert not told
+    assert not warned
     weighted = Weighted()
     weighted.args = types.SimpleNamespace(label_smoothing_factor=0.1, torch_compile=True)
     weighted.compute_loss_func = print
     integration._warn_of_ignored(weighted, Trainer)
     names = ["`label_smoothing_factor`", "`compute_loss_func`", "`Weighted.compute_loss`", "`torch_compile`"]
-    assert [text.partition(" is ignored")[0] for text in told] == names
+    assert [text.partition(" is ignored")[0] for text in warned] == names
 
 
 def test_the_optimizer_of_the_trainer_gets_the_chosen_loss_scale(monkeypatch):
@@ -260,8 +260,8 @@ def test_losses_of_the_trainer_are_divided_by_the_labels_of_all_batches(job, mon
         def _get_num_items_in_batch(self, batches, device):
             return torch.tensor(24)
 
-    told = []
-    monkeypatch.setattr(trainer_loss, "warn_once", told.append)
+    warned = []
+    monkeypatch.setattr(trainer_loss, "warn_once", warned.append)
     model = Counting(2, 2)
     wrapped = smp.DistributedModel(model)
     two = types.SimpleNamespace(cfg=types.SimpleNamespace(microbatches=2), require_model=lambda: wrapped)
@@ -277,18 +277,18 @@ def test_losses_of_the_trainer_are_divided_by_the_labels_of_all_batches(job, mon
     # The mean over two microbatches and four ranks is the sum of all losses divided by 12.
     assert inputs["num_items_in_batch"].smp_slice(2, 1, 0).item() == 6.0
     assert divisor == 1 / 4
-    assert not told
+    assert not warned
     assert trainer.prediction_step(model, inputs, True)["num_items_in_batch"].smp_slice(2, 0, 0).item() == 3.0
-    # A model without a use of the number has the mean of accumulated batches, of which an epoch's end may have fewer;
-    # one that takes the number, and ignores it, has their sum.
+    # If the model has no use for the number of labels, the loss is the mean over accumulated batches; the last ones of
+    # an epoch may be fewer. If the model accepts the number and ignores it, the loss is their sum.
     other = Trainer(torch.nn.Linear(2, 2))
     assert other.training_step(model, {"labels": labels.abs()}, torch.tensor(12))[1] == 1.0
     other.loss_is_scaled_for_ga = False
     assert other.training_step(model, {"labels": labels.abs()}, torch.tensor(12))[1] == 3.0
-    assert not told
+    assert not warned
     inputs, divisor = other.training_step(model, {"labels": labels}, torch.tensor(12))
     assert ("num_items_in_batch" in inputs, divisor) == (False, 3.0)
-    assert [text.partition(",")[0] for text in told] == ["microbatches have different numbers of labels"]
+    assert [text.partition(",")[0] for text in warned] == ["microbatches have different numbers of labels"]
     assert module.smp_forward_backward(model, inputs, 2)[1] == 2
 
 
@@ -311,10 +311,10 @@ def test_means_over_labels_are_weighted_by_the_labels_of_microbatches():
         trainer = types.SimpleNamespace(model=model)
         assert trainer_loss._averages_labels(trainer, {"labels": labels}) is expected
     assert not trainer_loss._averages_labels(types.SimpleNamespace(model=Masked()), {"labels": labels[:, 0]})
-    # Of 12 labels on two ranks, this rank has 4 and 2 in its microbatches.
+    # There are 12 labels on two ranks. The two microbatches of this rank have 4 and 2 of them.
     shares = trainer_loss.LabelShares(labels, torch.tensor(12), 2)
     assert [shares.smp_slice(2, at, 0).item() for at in range(2)] == [6 / (2 * 4), 6 / (2 * 2)]
-    # Weighted so, the mean over ranks and microbatches is the mean over all labels.
+    # With these weights, the mean over ranks and microbatches is the mean over all labels.
     losses = torch.randn(6, dtype=torch.float64)
     parts = [losses[:4].mean() / shares.smp_slice(2, 0, 0), losses[4:].mean() / shares.smp_slice(2, 1, 0)]
     torch.testing.assert_close(sum(parts) / 2, losses.sum() / 6)

@@ -1,4 +1,4 @@
-"""What is replaced while a step is recorded."""
+"""Functions that are replaced while a step is recorded."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class _Double(torch.autograd.Function):
         return 2 * gradient
 
 
-# `Function` has the first one since PyTorch 2.15, and a class method of Python before.
+# `_FunctionBase.apply` is implemented in C. Before PyTorch 2.15, `Function.apply` is a class method in Python.
 @pytest.mark.parametrize("owner", [torch._C._FunctionBase, torch.autograd.Function])
-def test_apply_may_be_of_c_or_of_python(owner):
+def test_apply_may_be_implemented_in_c_or_in_python(owner):
     original = vars(owner)["apply"]
     replaced = interception._applied(original)
     x = torch.ones(3, requires_grad=True)

@@ -1,4 +1,4 @@
-"""How scripts and libraries look for the package and its version."""
+"""How scripts and libraries find the package and its version."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-#: The oldest versions that published scripts compare with: transformers reads 1.10, the API followed is that of 1.15.
+#: Versions that published scripts require: transformers needs 1.10, and the API is that of 1.15.
 NEEDED = ((1, 10), (1, 15))
 
 
@@ -44,7 +44,7 @@ def test_transformers_finds_the_job(monkeypatch):
     from transformers.utils import import_utils
 
     def found():
-        # Some versions keep the answer.
+        # Some versions of transformers cache the result.
         getattr(import_utils.is_sagemaker_mp_enabled, "cache_clear", lambda: None)()
         return import_utils.is_sagemaker_mp_enabled()
 

@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[3] / "python/smdistributed/modelparallel"
 FRAMEWORKS = ["torch", "tensorflow"]
-#: What published scripts import; each line runs in one process.
+#: Imports of published scripts, by framework; each text runs in a process of its own.
 PUBLIC = {
     "torch": """
 import smdistributed.modelparallel.torch as smp
@@ -47,14 +47,14 @@ assert callable(smp.step) and callable(smp.partition) and smp.CheckpointManager 
 
 
 def modules():
-    """Every module of the packages, by its dotted name."""
+    """Yields the dotted name and the path of every module of the packages."""
     for path in PACKAGE.rglob("*.py"):
         parts = ["smdistributed", "modelparallel", *path.relative_to(PACKAGE).with_suffix("").parts]
         yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
 def imports(tree, known):
-    """The modules of the packages that a module imports as it is imported itself."""
+    """Yields the modules of the packages that a module imports while it is imported itself."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)):
             continue
@@ -64,7 +64,7 @@ def imports(tree, known):
         yield from imports(node, known)
 
 
-def test_no_module_imports_itself_by_way_of_others():
+def test_imports_have_no_cycle():
     known = dict(modules())
     graph = {name: set(imports(ast.parse(path.read_text()), known)) & set(known) for name, path in known.items()}
     assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(known)

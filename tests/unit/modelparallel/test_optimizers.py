@@ -1,4 +1,4 @@
-"""``smp.optimizers`` beside their papers' equations, and beside PyTorch."""
+"""``smp.optimizers`` compared with the equations of their papers and with PyTorch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _run(kind, steps=4, **arguments):
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_adam_is_pytorchs(decoupled):
+def test_adam_equals_pytorchs(decoupled):
     ours = _run(optimizers.FusedAdam, lr=0.1, weight_decay=0.1, adam_w_mode=decoupled)
     theirs = _run(torch.optim.AdamW if decoupled else torch.optim.Adam, lr=0.1, weight_decay=0.1)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -43,7 +43,7 @@ def test_adam_is_pytorchs(decoupled):
 
 
 @pytest.mark.parametrize("limit", [0.0, 1.0])
-def test_lamb_is_the_papers(limit):
+def test_lamb_follows_its_paper(limit):
     rate, decay, eps, beta1, beta2 = 0.05, 0.1, 1e-6, 0.9, 0.999
     weights = [each.detach().double() for each in _parameters()]
     first = [torch.zeros_like(each) for each in weights]
@@ -64,7 +64,7 @@ def test_lamb_is_the_papers(limit):
     assert optimizers.FusedLamb is optimizers.FusedLAMB
 
 
-def test_novograd_is_the_papers():
+def test_novograd_follows_its_paper():
     rate, decay, beta1, beta2 = 0.05, 0.1, 0.95, 0.98
     weights = [each.detach().double() for each in _parameters()]
     moments = [torch.zeros_like(each) for each in weights]
@@ -83,7 +83,7 @@ def test_novograd_is_the_papers():
 
 
 @pytest.mark.parametrize("kind", [optimizers.FusedLAMB, optimizers.FusedNovoGrad])
-def test_they_train(kind):
+def test_lamb_and_novograd_reduce_the_loss(kind):
     torch.manual_seed(1)
     model, x = torch.nn.Linear(4, 1), torch.randn(64, 4)
     y = x @ torch.tensor([[1.0], [-2.0], [0.5], [3.0]])

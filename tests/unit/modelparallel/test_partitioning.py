@@ -1,4 +1,6 @@
-"""Models are traced without memory, and the partition that follows holds together what belongs together."""
+"""Models are traced without memory for their tensors, and automatic partitions keep modules together that must not be
+separated.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,7 @@ def _t5():
 
 
 def _line(tree):
-    """Modules that cost something, in the order in which they first run; but not those that are tied."""
+    """Modules that have a cost, in the order of their first run, except modules with shared parameters."""
     tied = {at for tie in tree.ties for at in tie}
     ran = [at for at, part in enumerate(tree.modules) if part.first_run is not None and at not in tied]
     return sorted(ran, key=lambda at: tree.modules[at].first_run)
@@ -101,7 +103,7 @@ def _line(tree):
 
 @pytest.mark.parametrize("partitions", [1, 2, 3, 4])
 @pytest.mark.parametrize("model", [_mlp, _resnet, _gpt2, _t5])
-def test_models_are_cut_into_pieces_of_similar_cost(model, partitions):
+def test_partitions_are_contiguous_and_all_used(model, partitions):
     module, args, kwargs = model()
     config = _config(partitions)
     with warnings.catch_warnings():
@@ -129,7 +131,7 @@ def test_a_trace_leaves_the_model_as_it_is():
         assert torch.equal(tensor, before[name]), name
 
 
-def test_outputs_that_have_no_softmax_are_left_alone():
+def test_outputs_for_which_softmax_is_undefined_are_accepted():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -150,16 +152,16 @@ def test_costs_are_those_of_the_layers():
     assert first.parameter_bytes == 4 * (100 * 200 + 200)
     assert second.parameter_bytes == 4 * 200 * 50
     assert first.state_bytes == 3 * first.parameter_bytes
-    # The input, and what ReLU makes, for itself and for the next layer.
+    # Its input, and the output of ReLU, which ReLU and the next layer keep.
     assert first.activation_bytes == 4 * 8 * (100 + 200)
-    # What a loss keeps.
+    # The output, which the loss keeps.
     assert second.activation_bytes == 4 * 8 * 50
     assert relu.follows == 1
     assert tree.values == [(1, [3], 4 * 8 * 200)]
-    # The loss begins with a softmax.
+    # The assumed loss begins with a softmax, whose time counts for the last layer.
     launch = 3 * int(_core.operation_nanoseconds(0.0, 0))
     assert (first.time, relu.time, second.time) == (2 * launch, 0, 2 * launch)
-    # Three calls.
+    # One task for each of the three calls.
     task = _core.task_nanoseconds()
     assert tree.tasks == [(0, 1, 2 * task), (0, 3, task)]
 
@@ -173,7 +175,7 @@ class _Residual(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def test_a_module_that_is_taken_apart_costs_a_task_for_each_of_its_operations():
+def test_a_module_split_over_partitions_costs_a_task_for_each_operation():
     tree = cost_trace.trace(nn.Sequential(_Residual(16), _Residual(16)), (torch.randn(4, 16),), {})
     paths = [part.path for part in tree.modules]
     counts = {(paths[module], paths[at]): time // _core.task_nanoseconds() for module, at, time in tree.tasks}
@@ -181,7 +183,7 @@ def test_a_module_that_is_taken_apart_costs_a_task_for_each_of_its_operations():
     assert counts == {("", "0.up"): 1, ("", "1.up"): 1, **{(at[0], at): count for at, count in block.items()}}
 
 
-def test_what_autocast_makes_of_parameters_is_there_once():
+def test_casts_of_parameters_by_autocast_are_counted_once():
     module = nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.Linear(1000, 1000, bias=False))
     with torch.autocast("cpu", torch.bfloat16):
         tree = cost_trace.trace(module, (torch.randn(8, 1000),), {})
@@ -189,13 +191,13 @@ def test_what_autocast_makes_of_parameters_is_there_once():
             without = cost_trace.trace(module, (torch.randn(8, 1000),), {})
     assert [part.state_bytes for part in tree.modules[1:]] == [(3 * 4 + 2) * 1000**2] * 2
     assert [part.state_bytes for part in without.modules[1:]] == [3 * 4 * 1000**2] * 2
-    # The first layer needs no gradient of its input, so it does not keep its weight.
+    # The first layer's input needs no gradient, so the layer does not keep its cast weight.
     more = [b.activation_bytes - a.activation_bytes for a, b in zip(tree.modules, without.modules, strict=True)]
     assert more == [0, 0, 2 * 1000**2]
     assert all(a.time < b.time for a, b in zip(tree.modules[1:], without.modules[1:], strict=True))
 
 
-def test_equal_blocks_stay_whole_beside_a_head():
+def test_equal_blocks_before_a_large_head_are_not_split():
     with torch.device("meta"):
         blocks = [_Residual(2048) for _ in range(32)]
         module = nn.Sequential(nn.Embedding(50_304, 2048), *blocks, nn.Linear(2048, 50_304, bias=False))
@@ -205,7 +207,7 @@ def test_equal_blocks_stay_whole_beside_a_head():
 
 
 def test_memory_counts_only_where_it_is_scarce():
-    """The first of two ranks keeps the activations of two microbatches: balanced memory costs time."""
+    """The first of two ranks keeps the activations of two microbatches, so balancing memory costs time."""
     with torch.device("meta"):
         module = nn.Sequential(*[_Residual(1024) for _ in range(16)])
     inputs = torch.empty(8, 1024, 1024, device="meta")
@@ -231,7 +233,7 @@ def test_a_model_larger_than_memory():
         cost_trace.trace(module, (torch.randn(1, 100_000),), {}, measure_times=True)
 
 
-def test_measured_times():
+def test_measured_times_follow_the_work_of_layers():
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(700, 700), nn.Linear(4, 4))
     module.forward = lambda x: module[2](module[0](x)) + module[1](torch.zeros(300, 700)).sum()
     tree = cost_trace.trace(module, (torch.randn(1, 4),), {}, measure_times=True)
@@ -239,7 +241,9 @@ def test_measured_times():
 
 
 class _Reaching(nn.Module):
-    """`nn.MultiheadAttention` uses the weights of a module that it never calls; the head those of the embedding."""
+    """`nn.MultiheadAttention` uses the weights of a submodule that it never calls, and the root uses the embedding's
+    weight.
+    """
 
     def __init__(self):
         super().__init__()
@@ -254,7 +258,7 @@ class _Reaching(nn.Module):
         return nn.functional.linear(x * self.scale, self.embedding.weight)
 
 
-def test_modules_that_reach_into_others():
+def test_modules_that_use_weights_of_others_stay_together():
     module = _Reaching()
     found = assignment.auto_partition(module, (torch.zeros(2, 8, dtype=torch.long),), {}, _config(3), {})
     for layer in range(4):
@@ -262,7 +266,7 @@ def test_modules_that_reach_into_others():
     assert len(set(found.values())) == 3
 
 
-def test_compiled_and_scripted_leaves():
+def test_models_with_compiled_and_scripted_modules_are_partitioned():
     module = nn.Sequential(nn.Linear(8, 8), torch.compile(nn.Linear(8, 8)), nn.Linear(8, 8))
     assert cost_trace.trace(module, (torch.randn(2, 8),), {}).values
     module[1] = torch.jit.script(nn.Linear(8, 8))
@@ -281,7 +285,7 @@ class _DependsOnValues(nn.Module):
         return self.layers(x) if x.sum().item() > 0 else x
 
 
-def test_without_a_trace_parameters_decide():
+def test_without_a_trace_parameter_sizes_decide():
     with pytest.warns(UserWarning, match="goes by parameters alone: DataDependentOutputException"):
         found = assignment.auto_partition(_DependsOnValues(), (torch.randn(2, 8),), {}, _config(2), {})
     assert [found[f"layers.{layer}"] for layer in range(4)] == [0, 0, 1, 1]
@@ -299,7 +303,9 @@ def _bart():
 
 
 class _Unused(nn.Module):
-    """The forward uses the shared weight under one of its names; the other module stands among those of another partition."""
+    """The forward uses the shared weight under one of its names. The other module that holds it is never called and
+    sits among modules of another partition.
+    """
 
     def __init__(self):
         super().__init__()
@@ -321,7 +327,7 @@ def _unused():
 @pytest.mark.parametrize("skip_tracing", [False, True])
 @pytest.mark.parametrize("partitions", [2, 3, 4])
 @pytest.mark.parametrize("model", [_t5, _bart, _unused])
-def test_modules_that_share_a_parameter_lie_together(model, partitions, skip_tracing):
+def test_modules_that_share_a_parameter_are_on_one_partition(model, partitions, skip_tracing):
     module, args, kwargs = model()
     found = assignment.auto_partition(module, args, kwargs, _config(partitions, skip_tracing=skip_tracing), {})
     assert set(found.values()) == set(range(partitions))
@@ -331,7 +337,7 @@ def test_modules_that_share_a_parameter_lie_together(model, partitions, skip_tra
         assert len({found[tree.modules[at].path] for at in tie}) == 1
 
 
-def test_by_hand_and_by_file(tmp_path):
+def test_manual_partitions_and_partition_files(tmp_path):
     module = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
     file = str(tmp_path / "partition.json")
     config = _config(3, auto_partition=False, default_partition=1)
@@ -350,7 +356,7 @@ def test_by_hand_and_by_file(tmp_path):
         assignment.by_hand(module, {"0": 0}, 1, 3)
 
 
-def test_a_decision_is_shown_whether_logging_is_set_up_or_not(monkeypatch, capsys, caplog):
+def test_the_table_of_partitions_is_shown_with_and_without_a_logging_setup(monkeypatch, capsys, caplog):
     caplog.set_level(logging.INFO, "smdistributed.modelparallel")
     partition_file.log_table("one  0\n")
     assert caplog.messages == ["Partition assignments:\none  0"]
@@ -359,15 +365,15 @@ def test_a_decision_is_shown_whether_logging_is_set_up_or_not(monkeypatch, capsy
     assert capsys.readouterr().err == "Partition assignments:\none  0\n"
 
 
-def test_a_partition_file_is_written_beside_what_other_containers_write(tmp_path):
-    # Where processes have their ids of their own, another rank may have this one's.
+def test_ranks_in_different_containers_can_write_partition_files_at_once(tmp_path):
+    # With PID namespaces, another rank may have the same process id, and so the same temporary file name.
     other = tmp_path / f".decision.json.{os.getpid()}"
     other.write_text("another rank is writing this")
     partition_file.write(str(tmp_path / "decision.json"), {"": 0, "one": 1})
     assert partition_file.read(str(tmp_path / "decision.json"), 2) == {"": 0, "one": 1}
     assert other.read_text() == "another rank is writing this"
     assert len(list(tmp_path.iterdir())) == 2
-    # What cannot be written leaves nothing.
+    # A failed write leaves no temporary file.
     (tmp_path / "folder").mkdir()
     with pytest.raises(IsADirectoryError):
         partition_file.write(str(tmp_path / "folder"), {"": 0})

@@ -1,4 +1,4 @@
-"""What published scripts rely on, in one process."""
+"""Behaviour on which published scripts rely, tested in one process."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from smdistributed.modelparallel.torch.partitioning import cost_trace  # noqa: E
 
 @pytest.fixture
 def job(monkeypatch):
-    """A job of one process, without the others' variables."""
+    """Initializes a job of one process, without configuration variables of a launcher."""
     for name in ("SM_HP_MP_PARAMETERS", "SMP_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     smp.init({"microbatches": 2})
     yield smp
     smp.shutdown()
-    # `smp.shutdown` leaves the process in its job of one: the jobs that later tests start would take it for theirs.
+    # `smp.shutdown` does not end the session of one process, which jobs of later tests would take for theirs.
     lifecycle.shutdown()
 
 
@@ -52,12 +52,12 @@ def test_the_configuration_can_be_copied_and_pickled(change):
 def test_scripts_see_that_states_of_sharded_data_parallelism_are_sharded(monkeypatch):
     for name in ("SM_HP_MP_PARAMETERS", "SMP_CONFIG"):
         monkeypatch.delenv(name, raising=False)
-    # By this key, the Trainer of transformers decides which ranks save the optimizer's state.
+    # The Trainer of transformers reads this key to decide which ranks save the optimizer's state.
     assert config.read({"ddp": True, "sharded_data_parallel_degree": 2}).shard_optimizer_state
     assert not config.read({"ddp": True}).shard_optimizer_state
 
 
-def test_the_launchers_value_wins_before_limits_are_checked(monkeypatch):
+def test_the_launchers_value_overrides_before_limits_are_checked(monkeypatch):
     monkeypatch.delenv("SMP_CONFIG", raising=False)
     monkeypatch.setenv("SM_HP_MP_PARAMETERS", '{"tensor_parallel_degree": 1, "fp16": false}')
     cfg = config.read({"tensor_parallel_degree": 4, "fp16": True})
@@ -100,7 +100,7 @@ def test_a_failed_constructor_registers_nothing(job):
     with smp.delay_param_initialization():
         module = _WithoutValues()
     for _ in range(2):
-        # The second try sees what the first one saw: nothing looks as if it had values.
+        # The second attempt must fail like the first: the failure has marked no parameter as initialized.
         with pytest.raises(SMPPartitionError, match="`scale` was created without memory"):
             smp.DistributedModel(module)
         assert smp.state.model is None
@@ -123,7 +123,7 @@ def test_a_failed_constructor_registers_nothing(job):
     assert smp.state.optimizer is ours
 
 
-def test_scales_without_effect_say_so_once(job):
+def test_loss_scales_without_effect_warn_once(job):
     plain = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     optimizer._warn_of_scales.cache_clear()
     arguments = {"init_scale": 2.0**32, "scale_window": 1000, "min_scale": 1, "delayed_shift": 2}
@@ -138,7 +138,7 @@ def test_scales_without_effect_say_so_once(job):
         smp.DistributedOptimizer(plain, dynamic_loss_args={"scale": 2.0})
 
 
-def test_marks_without_effect_say_so_once(job):
+def test_arguments_of_tensor_parallelism_without_effect_warn_once(job):
     replacement._warn_without_effect.cache_clear()
     with smp.model_creation(tensor_parallelism=True, dtype=torch.float64, flash_attention=True):
         layer = torch.nn.Linear(2, 2)
@@ -190,7 +190,7 @@ def test_the_outermost_supported_module_is_replaced(job):
     assert model[1](torch.zeros(1, 2, 4))[0].shape == (1, 2, 4)
 
 
-def test_a_step_gets_the_object_only_if_its_body_takes_one(job):
+def test_a_step_passes_self_only_if_its_body_accepts_it(job):
     module = torch.nn.Linear(2, 1)
     model = smp.DistributedModel(module)
 
@@ -242,22 +242,22 @@ def test_a_step_gets_the_object_only_if_its_body_takes_one(job):
         script.method(model)
 
 
-def test_the_object_is_passed_by_the_signature_that_fits():
-    def takes(function, *args, **kwargs):
+def test_the_signature_decides_whether_self_is_passed():
+    def accepts_self(function, *args, **kwargs):
         return binding.binds_instance(inspect.signature(function), object(), args, kwargs)
 
-    assert takes(lambda self, x: 0, 1)
-    assert not takes(lambda self, x: 0, 1, 2)
-    assert not takes(lambda model, x: 0, 1, 2)
-    assert takes(lambda trainer, x: 0, 1)
-    assert takes(lambda trainer, x: 0, x=1)
-    assert not takes(lambda model, *batch: 0, 1, 2)
-    assert takes(lambda self, *batch: 0, 1, 2)
-    assert not takes(lambda **batch: 0, x=1)
+    assert accepts_self(lambda self, x: 0, 1)
+    assert not accepts_self(lambda self, x: 0, 1, 2)
+    assert not accepts_self(lambda model, x: 0, 1, 2)
+    assert accepts_self(lambda trainer, x: 0, 1)
+    assert accepts_self(lambda trainer, x: 0, x=1)
+    assert not accepts_self(lambda model, *batch: 0, 1, 2)
+    assert accepts_self(lambda self, *batch: 0, 1, 2)
+    assert not accepts_self(lambda **batch: 0, x=1)
 
 
 class _Shared(torch.nn.Module):
-    """As T5 has it: one embedding under three parents."""
+    """Like T5: one embedding under three parents."""
 
     def __init__(self):
         super().__init__()
@@ -274,7 +274,7 @@ class _Shared(torch.nn.Module):
 
 
 @pytest.mark.parametrize("measure", [False, True])
-def test_a_trace_leaves_shared_modules_as_they_were(measure):
+def test_a_trace_does_not_change_shared_modules(measure):
     module = _Shared()
     before = [*module.parameters(), *module.buffers()]
     trace = cost_trace.trace(module, (torch.zeros(2, 3, dtype=torch.long),), {}, measure_times=measure)
@@ -297,16 +297,16 @@ class _Block(torch.nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["module", "sequential"])
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-def test_a_copy_of_a_checkpointed_model_computes_with_its_own_weights(kind, way):
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_of_a_checkpointed_model_computes_with_its_own_weights(kind, how):
     model = _Block() if kind == "module" else torch.nn.Sequential(_Block(), _Block(), torch.nn.Tanh())
     options = {} if kind == "module" else {"strategy": "group_2"}
     smp.set_activation_checkpointing(model, **options)
-    # Again: the settings change, and nothing is checkpointed twice.
+    # A second call changes the settings, but does not checkpoint twice.
     smp.set_activation_checkpointing(model, preserve_rng_state=False, **options)
     x = torch.randn(2, 3)
     expected = model(x)
-    if way == "deepcopy":
+    if how == "deepcopy":
         other = copy.deepcopy(model)
     else:
         stream = io.BytesIO()
@@ -322,7 +322,9 @@ def test_a_copy_of_a_checkpointed_model_computes_with_its_own_weights(kind, way)
     blocks = [module for module in other.modules() if isinstance(module, _Block)]
     before = [block.calls for block in blocks]
     other(x.requires_grad_()).sum().backward()
-    assert [block.calls - then for block, then in zip(blocks, before, strict=True)] == [2] * len(blocks), "recomputed"
+    assert [block.calls - then for block, then in zip(blocks, before, strict=True)] == [2] * len(blocks), (
+        "the backward must run each block again"
+    )
     assert all(parameter.grad is not None for parameter in other.parameters())
     assert all(parameter.grad is None for parameter in model.parameters())
     if kind == "module":
@@ -354,7 +356,7 @@ def test_hooks_after_a_step_run_once(job):
         return loss
 
     def hook(*arguments):
-        # The step is over: its gradients are there, and another may begin.
+        # The step is over: gradients are complete, and another step may begin.
         assert next(model.parameters()).grad is not None
         assert model.step_run is None
         seen.append(arguments)
@@ -405,7 +407,7 @@ def test_a_distributed_model_is_read_from_the_files_of_transformers(job, tmp_pat
     model = smp.DistributedModel(theirs)
     assert isinstance(model.module, smp.nn.DistributedTransformerLMHead)
     values["lm_head.weight"] = values["transformer.wte.weight"]
-    # transformers writes a tied weight once, under either of its names, or twice.
+    # transformers writes a tied weight once, under one of its two names, or twice.
     for left_out in ("lm_head.weight", "nothing"):
         kept = {name: each.clone() for name, each in values.items() if name != left_out}
         safetensors.save_file(kept, tmp_path / "model.safetensors")
@@ -418,8 +420,8 @@ def test_a_distributed_model_is_read_from_the_files_of_transformers(job, tmp_pat
         assert all(torch.equal(found[name], each) for name, each in values.items())
 
 
-def test_a_backward_by_pytorchs_own_call_is_summed_over_microbatches(job):
-    """Without replicas nothing is reduced, and the numbers are those of the plain program."""
+def test_gradients_of_tensor_backward_are_summed_over_microbatches(job):
+    """Without replicas, no gradient is reduced, and the gradients equal those of plain PyTorch."""
     model = smp.DistributedModel(torch.nn.Linear(2, 1))
 
     @smp.step

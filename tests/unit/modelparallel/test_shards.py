@@ -1,4 +1,4 @@
-"""Elements of a flattened tensor as slices of the tensor."""
+"""Ranges of elements of a flattened tensor as slices of the tensor."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def test_slices_have_the_elements_in_their_order(shape):
 
     tensor = torch.arange(math.prod(shape)).view(shape)
     for start, end in itertools.combinations_with_replacement(range(tensor.numel() + 1), 2):
-        found, at = [], 0
+        found, index = [], 0
         for first, lengths, offset in slices(start, end, shape):
-            assert offset == at
+            assert offset == index
             part = tensor[tuple(slice(low, low + length) for low, length in zip(first, lengths, strict=True))]
             found += part.flatten().tolist()
-            at += part.numel()
+            index += part.numel()
         assert found == list(range(start, end)), (start, end)

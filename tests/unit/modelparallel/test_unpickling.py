@@ -1,4 +1,4 @@
-"""What a process makes of pickles from other ranks."""
+"""Unpickling of objects from other ranks: data is restored, and pickles that could run code are rejected."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{type(value).__name__}")
-def test_data_comes_as_it_was(value):
+def test_data_is_restored(value):
     found = _trip(value)
     assert type(found) is type(value)
     assert repr(found) == repr(value)
@@ -153,7 +153,7 @@ TENSORS = [
 
 
 @pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: f"{tensor.layout}-{tensor.dtype}")
-def test_tensors_come_as_they_were(tensor):
+def test_tensors_are_restored(tensor):
     found = _trip({"state": tensor})["state"]
     assert type(found) is type(tensor)
     assert (found.dtype, found.requires_grad) == (tensor.dtype, tensor.requires_grad)
@@ -162,7 +162,7 @@ def test_tensors_come_as_they_were(tensor):
 
 
 class _Reduced:
-    """Pickles as a call."""
+    """Pickles as a call of a function."""
 
     def __init__(self, function, *arguments):
         self._call = function, arguments
@@ -187,7 +187,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_may_run_code_is_refused_by_name(name, tmp_path):
+def test_objects_that_may_run_code_are_refused_by_name(name, tmp_path):
     evidence = tmp_path / "evidence"
     data = pickle.dumps(REFUSED[name](evidence))
     with pytest.raises(UnsafeObjectError) as caught:
@@ -220,7 +220,7 @@ def test_forged_pickles_are_refused(name):
     assert "antigravity" not in sys.modules
 
 
-def test_the_bytes_of_a_storage_are_no_way_around():
+def test_the_bytes_of_a_storage_are_not_unpickled_either():
     inner = pickle.dumps(_Reduced(os.system, "true"))
     data = b"\x80\x04ctorch.storage\n_load_from_bytes\nC" + bytes([len(inner)]) + inner + b"\x85R."
     with pytest.raises(UnsafeObjectError, match="rank 1 sent an object that is not unpickled"):
@@ -253,11 +253,11 @@ def test_objects_of_a_class_that_the_receiver_supplies():
 
 
 @pytest.fixture
-def no_added(monkeypatch):
+def no_added_globals(monkeypatch):
     monkeypatch.setattr(unpickling, "_added", {})
 
 
-def test_the_user_can_trust_classes(no_added, monkeypatch):
+def test_the_user_can_allow_classes(no_added_globals, monkeypatch):
     with pytest.raises(UnsafeObjectError):
         _trip(Called())
     unpickling.add_safe_globals([Called])
@@ -269,14 +269,14 @@ def test_the_user_can_trust_classes(no_added, monkeypatch):
         unpickling.add_safe_globals(["text"])
 
 
-def test_what_torch_was_told_is_trusted_too(no_added):
+def test_safe_globals_of_torch_are_allowed_too(no_added_globals):
     with torch.serialization.safe_globals([Called]):
         assert _trip(Called()).arguments == (1, 2)
     with pytest.raises(UnsafeObjectError):
         _trip(Called())
 
 
-def test_a_setting_trusts_names(no_added, monkeypatch):
+def test_a_setting_allows_names(no_added_globals, monkeypatch):
     monkeypatch.setenv("SMD_SAFE_GLOBALS", f"other.Name, {__name__}.Call*")
     assert _trip(Called(), trusts=lambda: False).arguments == (1, 2)
     with pytest.raises(UnsafeObjectError):
@@ -287,7 +287,7 @@ def test_a_setting_trusts_names(no_added, monkeypatch):
         _trip(_Reduced(os.getcwd), trusts=lambda: False)
 
 
-def test_what_has_no_name_is_sent_by_value_and_refused(no_added):
+def test_functions_without_a_name_are_sent_by_value_and_refused(no_added_globals):
     pytest.importorskip("cloudpickle")
     with pytest.raises(UnsafeObjectError, match=r"cloudpickle\.cloudpickle\._make_function"):
         _trip(lambda: 1)
