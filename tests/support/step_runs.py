@@ -141,11 +141,12 @@ def pipelined(program: Mapping[str, Any]) -> Outcome:
     import smdistributed.modelparallel.torch as smp
 
     config = {"partitions": program["PARTITIONS"], "microbatches": MICROBATCHES, "pipeline": program["SCHEDULE"]}
-    smp.init({**config, "auto_partition": False, "default_partition": 0})
+    places = program["PLACES"]
+    smp.init({**config, "auto_partition": places is None, "default_partition": 0})
     try:
         module, keep = _begin(program)
         outcome = Outcome()
-        for path, place in program["PLACES"].items():
+        for path, place in (places or {}).items():
             smp.set_partition(module.get_submodule(path), place)
         program["prepare"](module, keep)
         model = smp.DistributedModel(module)

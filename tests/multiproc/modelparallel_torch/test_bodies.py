@@ -26,7 +26,9 @@ def test_random_bodies_are_those_of_one_process_or_raise(partitions):
     assert not wrong, "\n".join(wrong)
 
 
-def _program(partitions: int, layers: dict[str, str], places: dict[str, int], body: list[str], **parts: Any) -> Program:
+def _program(
+    partitions: int, layers: dict[str, str], places: dict[str, int] | None, body: list[str], **parts: Any
+) -> Program:
     given = {"schedule": "interleaved", "dtype": "float64", "prepare": [], "forward": [], "result": "loss, h", **parts}
     return Program(seed=1, partitions=partitions, layers=layers, places=places, body=body, **given)
 
@@ -209,6 +211,16 @@ EQUAL = {
     ),
     "calls write to a tensor in an attribute, and another partition computes in between": _program(
         2, {"a": "Seen", "b": "Mode"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h)", "h = net.a(h)"],
+    ),
+    "a call writes to a tensor in an attribute in another mode from the second step on": _program(
+        2, {"a": "Seen", "b": "Noise"}, _TWO | {"b": 1}, ["net.a.train(False)", "h = net.a(h) + net.b(y)"],
+    ),
+    "a call fills a buffer, and counts in tensors": _program(
+        2, {"a": "Lazy"}, _TWO, ["h = net.a(h)", "net.a.eval()", "h = h + net.a(y)"],
+    ),
+    "the library divides a model whose calls change attributes": _program(
+        2, {"a": "Seen", "b": "Last", "c": "Table", "d": "Lazy"}, None, ["h = net.a(h)", "h = net.b(h) + net.b(y)"],
+        forward=["h = net.a(h)", "h = net.b(h)", "h = net.c(h)", "h = net.d(h)"],
     ),
     "calls count in a dictionary, and another partition computes in between": _program(
         2, {"a": "Table", "b": "Mode"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h)", "h = net.a(h)"],
