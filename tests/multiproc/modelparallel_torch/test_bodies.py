@@ -222,6 +222,11 @@ EQUAL = {
         2, {"a": "Seen", "b": "Last", "c": "Table", "d": "Lazy"}, None, ["h = net.a(h)", "h = net.b(h) + net.b(y)"],
         forward=["h = net.a(h)", "h = net.b(h)", "h = net.c(h)", "h = net.d(h)"],
     ),
+    "the library divides a model whose forward keeps a tensor, and whose hook counts": _program(
+        2, {"a": "Mode", "b": "Mode"}, None, ["h = net.a(h)", "h = net.b(h) * (1 + keep.count * 0.01)"],
+        forward=["h = net.a(h)", "h = h * 1.0 if keep.last is None else h + keep.last", "keep.last = h.detach()"],
+        prepare=["net.a.register_forward_hook(lambda module, args, output: setattr(keep, 'count', keep.count + 1))"],
+    ),
     "calls count in a dictionary, and another partition computes in between": _program(
         2, {"a": "Table", "b": "Mode"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h)", "h = net.a(h)"],
     ),

@@ -140,8 +140,9 @@ class _Stateful(nn.Module):
         self.calls, self.last, self.table, self.seen = 0, None, {"calls": 0}, torch.ones(4)
         self.parts = [torch.ones(2, 4)]
 
-    def forward(self, x):
+    def forward(self, x, kept):
         h = self.linear(x)
+        kept["cache"].append(h)
         self.calls += 1
         self.last = h
         self.table["calls"] += 1
@@ -159,8 +160,12 @@ def test_a_trace_leaves_attributes_and_generators_as_they_are(measure_times):
     torch.manual_seed(1)
     random.seed(1)
     drawn = torch.get_rng_state(), random.getstate()
-    part, before = module.parts[0], set(vars(module))
-    cost_trace.trace(module, (torch.ones(3, 4),), {}, measure_times=measure_times)
+    part, before, kept, seen = module.parts[0], set(vars(module)), {"cache": []}, []
+    module.linear.register_forward_hook(lambda module, args, output: seen.append(output))
+    module.register_forward_pre_hook(lambda module, args: seen.append(args))
+    cost_trace.trace(module, (torch.ones(3, 4),), {"kept": kept}, measure_times=measure_times)
+    assert (kept, seen) == ({"cache": []}, [])
+    assert len(module._forward_pre_hooks) == len(module.linear._forward_hooks) == 1
     assert torch.equal(torch.get_rng_state(), drawn[0])
     assert random.getstate() == drawn[1]
     assert (module.calls, module.last, module.table, module.lazy) == (0, None, {"calls": 0}, None)

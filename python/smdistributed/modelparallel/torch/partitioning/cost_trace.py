@@ -18,8 +18,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from smdistributed import _core
 from smdistributed.modelparallel.torch import pytree as structures
@@ -159,12 +160,14 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, measure_tim
             return copies[id(tensor)]
 
         state = {name: copied(tensor) for name, tensor in _named_state(module)}
-        args, kwargs = tree_map(lambda leaf: copied(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
+        # So do lists, dictionaries and objects among the arguments, such as caches.
+        args, kwargs = object_state.snapshot(args, kwargs, copied)
         recorder.own_state(module, state)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(HostGenerators())
         stack.enter_context(preserved_attributes(module, recorder.output_specs.fake, measure_times))
+        stack.enter_context(_hooks_left_out(module))
         stack.enter_context(recorder)
         if not measure_times:
             stack.enter_context(_failures_are_tried(recorder))
@@ -173,6 +176,34 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, measure_tim
         except Exception as error:
             raise TraceError(f"{type(error).__name__}: {error}") from error
     return recorder.finish()
+
+
+@contextlib.contextmanager
+def _hooks_left_out(module: nn.Module) -> Iterator[None]:
+    """Return a context without the script's forward hooks, which may count or keep what they get.
+
+    Afterwards, `preserved_attributes` restores the tables of the modules.
+    """
+    for part in module.modules():
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            table = vars(part).get(name)
+            if table:
+                part.__dict__[name] = type(table)((key, hook) for key, hook in table.items() if _is_needed(hook))
+    tables = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
+    before = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            table.clear()
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.update(hooks)
+
+
+def _is_needed(hook: Any) -> bool:
+    """Return whether a hook computes parameters, as those of `torch.nn.utils` do, or is this library's."""
+    package = getattr(hook, "__module__", None) or type(hook).__module__
+    return package.startswith(("torch.nn.utils", "smdistributed."))
 
 
 @contextlib.contextmanager
