@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from support.step_layers import CLASSES, LATER_LAYERS, LAYERS, MORE_LAYERS, STATE_LAYERS
 from support.step_statements import Statements
@@ -23,7 +23,7 @@ CONTENTS = 9_000_000
 STATE = 20_000_000
 #: From this seed on, there are more such modules, and some models are divided by a trace of their first call.
 MORE = 50_000_000
-_PARTS = ("prepare", "forward", "body")
+_PARTS = ("prepare", "between", "forward", "body")
 _RESULTS = ("loss", "loss, h", "{'loss': loss, 'values': [h, 3]}", "(loss.detach(), None, (h * 2, 'name'))", "None")
 
 _HEADER = """import contextlib
@@ -57,6 +57,7 @@ class Program:
         places: Partition of each module that is on one, by its path; ``None`` if the library divides the model.
         prepare, forward, body: Statements: before the first step, of the root's forward, of the step.
         result: What the body returns.
+        between: Statements that the script runs before each step; ``step`` is its number.
     """
 
     seed: int
@@ -69,10 +70,11 @@ class Program:
     forward: list[str]
     body: list[str]
     result: str
+    between: list[str] = field(default_factory=list)
 
     def text(self) -> str:
         """The program, which runs as it stands under a launcher."""
-        statements = "\n".join([*self.prepare, *self.forward, *self.body])
+        statements = "\n".join([*self.prepare, *self.between, *self.forward, *self.body])
         used = {name: kind for name, kind in self.layers.items() if re.search(rf"\bnet\.{name}\b", statements)}
         needed = [name for name in CLASSES if name in used.values() or re.search(rf"\b{name}\b", statements)]
         places = self.places
@@ -101,6 +103,10 @@ class Program:
             "def prepare(net, keep):",
             "    keep.seen, keep.count, keep.last = [], 0, None",
             *_indented(self.prepare, 4),
+            "",
+            "",
+            "def between(net, keep, step):",
+            *_indented(self.between or ["pass"], 4),
             "",
             "",
             "def body(model, keep, x, y):",

@@ -108,6 +108,7 @@ def plain(program: Mapping[str, Any], noise: float = 0.0) -> Outcome:
         program["prepare"](module, keep)
         model = _Plain(module)
         for step in range(STEPS):
+            program["between"](module, keep, step)
             x, y = _batch(program, step)
             pieces = zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)
             results = [program["body"](model, keep, *piece) for piece in pieces]
@@ -152,6 +153,7 @@ def pipelined(program: Mapping[str, Any]) -> Outcome:
         model = smp.DistributedModel(module)
         step_function = smp.step(program["body"])
         for step in range(STEPS):
+            program["between"](module, keep, step)
             x, y = _batch(program, step)
             result = step_function(model, keep, x, y)
             for place in range(MICROBATCHES):

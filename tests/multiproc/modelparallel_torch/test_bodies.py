@@ -244,6 +244,18 @@ EQUAL = {
             "h = net.a(net.b(h))", "h = h + net.a.last", "net.a.last = x",
         ],
     ),
+    "the body sets an attribute that calls set, and another module's call comes before the next one": _program(
+        2, {"b": "Momentum", "c": "Last"}, {"begin": 1, "b": 0, "c": 0},
+        ["t1 = net.c(y)", "net.c.last = torch.ones(3, 4)", "h = net.b(h)", "h = net.c(t1) + h"],
+    ),
+    "the body sets an attribute that calls set, before `model.backward` and another call": _program(
+        2, {"b": "Mode", "c": "Last"}, {"begin": 1, "b": 0, "c": 0},
+        ["h = net.c(h)", "net.c.last = torch.ones(3, 4)", "model.backward(h.mean())", "h = net.b(net.begin(x))", "h = net.c(h)"],
+    ),
+    "the script sets tensors in attributes between steps": _program(
+        2, {"a": "Offset", "b": "Seen"}, _TWO | {"b": 0}, ["h = net.b(net.a(h))", "h = net.b(h)"],
+        between=["net.a.offset = torch.ones(3, 4) * step", "net.a.more[0] = torch.ones(4)", "if step == 1:\n    net.b.seen = torch.ones(4)"],
+    ),
     "the body sets an attribute that calls set, before it asks for numbers": _program(
         2, {"a": "Last"}, _TWO,
         ["h = net.a(h)", "net.a.last = None", "h = h * (1 + h.detach().mean().item())", "h = net.a(h)", "h = net.a(h)"],
@@ -391,6 +403,27 @@ REFUSED = {
     "modules on two partitions have a tensor to which calls write": (
         _program(2, {"a": "Seen", "b": "Offset"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h)"], prepare=["net.b.offset = net.a.seen"]),
         "a call of `a` on partition 1 changes the content of `a.seen`, which modules on other partitions also have",
+    ),
+    "modules on two partitions have a tensor to which calls write, from the second step on": (
+        _program(
+            2, {"a": "Seen", "b": "Offset"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h)"],
+            between=["if step == 1:\n    net.b.offset = net.a.seen"],
+        ),
+        "a call of `a` on partition 1 changes the content of `a.seen`, which modules on other partitions also have",
+    ),
+    "modules on two partitions have a dictionary that calls change, from the second step on": (
+        _program(
+            2, {"a": "Table", "b": "Table"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h)"],
+            between=["if step == 1:\n    net.b.table = net.a.table"],
+        ),
+        "a call of `a` on partition 1 changes the content of `a.table`, which modules on other partitions also have",
+    ),
+    "the body reads a tensor that the script has put into an attribute to which calls write": (
+        _program(
+            2, {"a": "Seen", "b": "Mode"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h) + keep.one"],
+            prepare=["keep.one = torch.zeros(4)"], between=["if step == 1:\n    net.a.seen = keep.one = torch.zeros(4)"],
+        ),
+        "this tensor was changed in place with numbers of a partition",
     ),
     "the body reads what a call remembers in a dictionary": (
         _program(2, {"a": "Memo"}, _TWO, ["h = net.a(h)", "h = h + net.a.table['last']"]),
