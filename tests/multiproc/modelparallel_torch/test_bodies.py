@@ -248,10 +248,6 @@ EQUAL = {
         2, {"b": "Momentum", "c": "Last"}, {"begin": 1, "b": 0, "c": 0},
         ["t1 = net.c(y)", "net.c.last = torch.ones(3, 4)", "h = net.b(h)", "h = net.c(t1) + h"],
     ),
-    "the body sets an attribute that calls set, before `model.backward` and another call": _program(
-        2, {"b": "Mode", "c": "Last"}, {"begin": 1, "b": 0, "c": 0},
-        ["h = net.c(h)", "net.c.last = torch.ones(3, 4)", "model.backward(h.mean())", "h = net.b(net.begin(x))", "h = net.c(h)"],
-    ),
     "the script sets tensors in attributes between steps": _program(
         2, {"a": "Offset", "b": "Seen"}, _TWO | {"b": 0}, ["h = net.b(net.a(h))", "h = net.b(h)"],
         between=["net.a.offset = torch.ones(3, 4) * step", "net.a.more[0] = torch.ones(4)", "if step == 1:\n    net.b.seen = torch.ones(4)"],
