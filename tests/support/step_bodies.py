@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from support.step_layers import CLASSES, LATER_LAYERS, LAYERS, STATE_LAYERS
+from support.step_layers import CLASSES, LATER_LAYERS, LAYERS, MORE_LAYERS, STATE_LAYERS
 from support.step_statements import Statements
 
 SCHEDULES = ("simple", "interleaved", "zero_bubble")
@@ -21,7 +21,9 @@ ALL_KINDS = 1_000_000
 CONTENTS = 9_000_000
 #: From this seed on, there are modules with state that is no parameter, and statements that change it.
 STATE = 20_000_000
-_PARTS = ("prepare", "forward", "body")
+#: From this seed on, there are more such modules, and some models are divided by a trace of their first call.
+MORE = 50_000_000
+_PARTS = ("prepare", "between", "forward", "body")
 _RESULTS = ("loss", "loss, h", "{'loss': loss, 'values': [h, 3]}", "(loss.detach(), None, (h * 2, 'name'))", "None")
 
 _HEADER = """import contextlib
@@ -52,9 +54,10 @@ class Program:
         seed: What it was drawn with.
         partitions, schedule, dtype: What it runs with.
         layers: Class of each layer of the model, by its name.
-        places: Partition of each module that is on one, by its path.
+        places: Partition of each module that is on one, by its path; ``None`` if the library divides the model.
         prepare, forward, body: Statements: before the first step, of the root's forward, of the step.
         result: What the body returns.
+        between: Statements that the script runs before each step; ``step`` is its number.
     """
 
     seed: int
@@ -62,18 +65,21 @@ class Program:
     schedule: str
     dtype: str
     layers: dict[str, str]
-    places: dict[str, int]
+    places: dict[str, int] | None
     prepare: list[str]
     forward: list[str]
     body: list[str]
     result: str
+    between: list[str] = field(default_factory=list)
 
     def text(self) -> str:
         """The program, which runs as it stands under a launcher."""
-        statements = "\n".join([*self.prepare, *self.forward, *self.body])
+        statements = "\n".join([*self.prepare, *self.between, *self.forward, *self.body])
         used = {name: kind for name, kind in self.layers.items() if re.search(rf"\bnet\.{name}\b", statements)}
         needed = [name for name in CLASSES if name in used.values() or re.search(rf"\b{name}\b", statements)]
-        places = {path: place for path, place in self.places.items() if path.split(".")[0] in ("begin", *used)}
+        places = self.places
+        if places is not None:
+            places = {path: place for path, place in places.items() if path.split(".")[0] in ("begin", *used)}
         loss = "loss + F.mse_loss(h, y)" if "loss = " in "\n".join(self.body) else "F.mse_loss(h, y)"
         lines = [
             *(CLASSES[name].strip("\n") + "\n\n" for name in needed),
@@ -97,6 +103,10 @@ class Program:
             "def prepare(net, keep):",
             "    keep.seen, keep.count, keep.last = [], 0, None",
             *_indented(self.prepare, 4),
+            "",
+            "",
+            "def between(net, keep, step):",
+            *_indented(self.between or ["pass"], 4),
             "",
             "",
             "def body(model, keep, x, y):",
@@ -145,7 +155,10 @@ def draw(seed: int, partitions: int) -> Program:
     kinds = LAYERS | LATER_LAYERS if has_contents else LAYERS
     if has_state:
         kinds = kinds | STATE_LAYERS
-    layers, places = {}, {"begin": choose.randrange(partitions)}
+    if seed >= MORE:
+        kinds = kinds | MORE_LAYERS
+    layers: dict[str, str] = {}
+    places = {"begin": choose.randrange(partitions)}
     for name in "abcdef"[: choose.randint(2, 5)]:
         kind = layers[name] = choose.choice(list(kinds))
         for child in kinds[kind]:
@@ -161,4 +174,6 @@ def draw(seed: int, partitions: int) -> Program:
     )
     dtype = "float32" if is_mixed else "float64"
     schedule, result = choose.choice(SCHEDULES), choose.choice(_RESULTS)
-    return Program(seed, partitions, schedule, dtype, layers, places, prepare, forward, body, result)
+    is_divided = seed >= MORE and choose.random() < 0.15
+    given = None if is_divided else places
+    return Program(seed, partitions, schedule, dtype, layers, given, prepare, forward, body, result)

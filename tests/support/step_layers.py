@@ -246,6 +246,39 @@ class Memo(nn.Module):
             self.table["last"] = x.detach().mean()
         return h
 ''',
+    "Noise": '''
+class Noise(nn.Module):
+    """Draws into a tensor in an attribute, from a seed of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.noise = torch.zeros(4)
+
+    def forward(self, x):
+        torch.manual_seed(3)
+        self.noise.normal_()
+        return self.linear(x) + self.noise
+''',
+    "Lazy": '''
+class Lazy(nn.Module):
+    """Fills a buffer and an attribute in the first call, and counts in tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("first", None)
+        self.calls = torch.zeros((), dtype=torch.long)
+        self.steps = [torch.zeros(2)]
+
+    def forward(self, x):
+        if self.first is None:
+            self.first = torch.ones(4, dtype=x.dtype)
+        self.calls += 1
+        self.steps[0][0] = self.steps[0][0] + 1
+        self.first.mul_(0.5)
+        return self.linear(x) * (1 + self.calls % 3) + self.steps[0][0] % 2 + self.first
+''',
     "Spread": '''
 class Spread(nn.Module):
     """Its two parts are where they are placed."""
@@ -358,3 +391,5 @@ LAYERS = {
 LATER_LAYERS = {"Nested": ("",)}
 #: Layers whose state is more than parameters.
 STATE_LAYERS = {"Offset": ("",), "Seen": ("",), "Own": ("",), "Table": ("",), "Memo": ("",)}
+#: Those of `MORE`.
+MORE_LAYERS = {"Noise": ("",), "Lazy": ("",)}

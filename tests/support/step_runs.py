@@ -108,6 +108,7 @@ def plain(program: Mapping[str, Any], noise: float = 0.0) -> Outcome:
         program["prepare"](module, keep)
         model = _Plain(module)
         for step in range(STEPS):
+            program["between"](module, keep, step)
             x, y = _batch(program, step)
             pieces = zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)
             results = [program["body"](model, keep, *piece) for piece in pieces]
@@ -141,16 +142,18 @@ def pipelined(program: Mapping[str, Any]) -> Outcome:
     import smdistributed.modelparallel.torch as smp
 
     config = {"partitions": program["PARTITIONS"], "microbatches": MICROBATCHES, "pipeline": program["SCHEDULE"]}
-    smp.init({**config, "auto_partition": False, "default_partition": 0})
+    places = program["PLACES"]
+    smp.init({**config, "auto_partition": places is None, "default_partition": 0})
     try:
         module, keep = _begin(program)
         outcome = Outcome()
-        for path, place in program["PLACES"].items():
+        for path, place in (places or {}).items():
             smp.set_partition(module.get_submodule(path), place)
         program["prepare"](module, keep)
         model = smp.DistributedModel(module)
         step_function = smp.step(program["body"])
         for step in range(STEPS):
+            program["between"](module, keep, step)
             x, y = _batch(program, step)
             result = step_function(model, keep, x, y)
             for place in range(MICROBATCHES):

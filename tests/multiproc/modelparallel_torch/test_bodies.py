@@ -26,7 +26,9 @@ def test_random_bodies_are_those_of_one_process_or_raise(partitions):
     assert not wrong, "\n".join(wrong)
 
 
-def _program(partitions: int, layers: dict[str, str], places: dict[str, int], body: list[str], **parts: Any) -> Program:
+def _program(
+    partitions: int, layers: dict[str, str], places: dict[str, int] | None, body: list[str], **parts: Any
+) -> Program:
     given = {"schedule": "interleaved", "dtype": "float64", "prepare": [], "forward": [], "result": "loss, h", **parts}
     return Program(seed=1, partitions=partitions, layers=layers, places=places, body=body, **given)
 
@@ -210,6 +212,21 @@ EQUAL = {
     "calls write to a tensor in an attribute, and another partition computes in between": _program(
         2, {"a": "Seen", "b": "Mode"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h)", "h = net.a(h)"],
     ),
+    "a call writes to a tensor in an attribute in another mode from the second step on": _program(
+        2, {"a": "Seen", "b": "Noise"}, _TWO | {"b": 1}, ["net.a.train(False)", "h = net.a(h) + net.b(y)"],
+    ),
+    "a call fills a buffer, and counts in tensors": _program(
+        2, {"a": "Lazy"}, _TWO, ["h = net.a(h)", "net.a.eval()", "h = h + net.a(y)"],
+    ),
+    "the library divides a model whose calls change attributes": _program(
+        2, {"a": "Seen", "b": "Last", "c": "Table", "d": "Lazy"}, None, ["h = net.a(h)", "h = net.b(h) + net.b(y)"],
+        forward=["h = net.a(h)", "h = net.b(h)", "h = net.c(h)", "h = net.d(h)"],
+    ),
+    "the library divides a model whose forward keeps a tensor, and whose hook counts": _program(
+        2, {"a": "Mode", "b": "Mode"}, None, ["h = net.a(h)", "h = net.b(h) * (1 + keep.count * 0.01)"],
+        forward=["h = net.a(h)", "h = h * 1.0 if keep.last is None else h + keep.last", "keep.last = h.detach()"],
+        prepare=["net.a.register_forward_hook(lambda module, args, output: setattr(keep, 'count', keep.count + 1))"],
+    ),
     "calls count in a dictionary, and another partition computes in between": _program(
         2, {"a": "Table", "b": "Mode"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h)", "h = net.a(h)"],
     ),
@@ -226,6 +243,14 @@ EQUAL = {
             "net.a.last = None\nh = net.a(h)\nh = net.a(h)", "net.a.last = torch.zeros(3, 4)", "net.b.eval()",
             "h = net.a(net.b(h))", "h = h + net.a.last", "net.a.last = x",
         ],
+    ),
+    "the body sets an attribute that calls set, and another module's call comes before the next one": _program(
+        2, {"b": "Momentum", "c": "Last"}, {"begin": 1, "b": 0, "c": 0},
+        ["t1 = net.c(y)", "net.c.last = torch.ones(3, 4)", "h = net.b(h)", "h = net.c(t1) + h"],
+    ),
+    "the script sets tensors in attributes between steps": _program(
+        2, {"a": "Offset", "b": "Seen"}, _TWO | {"b": 0}, ["h = net.b(net.a(h))", "h = net.b(h)"],
+        between=["net.a.offset = torch.ones(3, 4) * step", "net.a.more[0] = torch.ones(4)", "if step == 1:\n    net.b.seen = torch.ones(4)"],
     ),
     "the body sets an attribute that calls set, before it asks for numbers": _program(
         2, {"a": "Last"}, _TWO,
@@ -374,6 +399,27 @@ REFUSED = {
     "modules on two partitions have a tensor to which calls write": (
         _program(2, {"a": "Seen", "b": "Offset"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h)"], prepare=["net.b.offset = net.a.seen"]),
         "a call of `a` on partition 1 changes the content of `a.seen`, which modules on other partitions also have",
+    ),
+    "modules on two partitions have a tensor to which calls write, from the second step on": (
+        _program(
+            2, {"a": "Seen", "b": "Offset"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h)"],
+            between=["if step == 1:\n    net.b.offset = net.a.seen"],
+        ),
+        "a call of `a` on partition 1 changes the content of `a.seen`, which modules on other partitions also have",
+    ),
+    "modules on two partitions have a dictionary that calls change, from the second step on": (
+        _program(
+            2, {"a": "Table", "b": "Table"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h)"],
+            between=["if step == 1:\n    net.b.table = net.a.table"],
+        ),
+        "a call of `a` on partition 1 changes the content of `a.table`, which modules on other partitions also have",
+    ),
+    "the body reads a tensor that the script has put into an attribute to which calls write": (
+        _program(
+            2, {"a": "Seen", "b": "Mode"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h) + keep.one"],
+            prepare=["keep.one = torch.zeros(4)"], between=["if step == 1:\n    net.a.seen = keep.one = torch.zeros(4)"],
+        ),
+        "this tensor was changed in place with numbers of a partition",
     ),
     "the body reads what a call remembers in a dictionary": (
         _program(2, {"a": "Memo"}, _TWO, ["h = net.a(h)", "h = h + net.a.table['last']"]),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import random
 import types
 import warnings
 
@@ -129,6 +130,54 @@ def test_a_trace_leaves_the_model_as_it_is():
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+
+
+class _Stateful(nn.Module):
+    """Changes all kinds of attributes, and draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("lazy", None)
+        self.calls, self.last, self.table, self.seen = 0, None, {"calls": 0}, torch.ones(4)
+        self.parts = [torch.ones(2, 4)]
+
+    def forward(self, x, kept):
+        h = self.linear(x)
+        kept["cache"].append(h)
+        self.calls += 1
+        self.last = h
+        self.table["calls"] += 1
+        self.table["last"] = h.detach()
+        self.lazy = h.detach()
+        self.register_buffer("new", h.detach())
+        self.seen.mul_(0.5).add_(h.mean(0))
+        self.parts[0][1].uniform_()
+        return h * random.random() + self.parts[0].sum()
+
+
+@pytest.mark.parametrize("measure_times", [False, True])
+def test_a_trace_leaves_attributes_and_generators_as_they_are(measure_times):
+    module = _Stateful()
+    torch.manual_seed(1)
+    random.seed(1)
+    drawn = torch.get_rng_state(), random.getstate()
+    part, before, kept, seen = module.parts[0], set(vars(module)), {"cache": []}, []
+    module.linear.register_forward_hook(lambda module, args, output: seen.append(output))
+    module.register_forward_pre_hook(lambda module, args: seen.append(args))
+    cost_trace.trace(module, (torch.ones(3, 4),), {"kept": kept}, measure_times=measure_times)
+    assert (kept, seen) == ({"cache": []}, [])
+    assert len(module._forward_pre_hooks) == len(module.linear._forward_hooks) == 1
+    assert torch.equal(torch.get_rng_state(), drawn[0])
+    assert random.getstate() == drawn[1]
+    assert (module.calls, module.last, module.table, module.lazy) == (0, None, {"calls": 0}, None)
+    assert set(vars(module)) == before
+    assert "new" not in module._buffers
+    assert module.parts[0] is part
+    assert part.tolist() == [[1.0] * 4] * 2
+    assert module.seen.tolist() == [1.0] * 4
+    assert not module.seen.requires_grad
+    assert module.seen._version == part._version == 0
 
 
 def test_outputs_for_which_softmax_is_undefined_are_accepted():

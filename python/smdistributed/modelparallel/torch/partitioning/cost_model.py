@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from smdistributed import _core
+from smdistributed.modelparallel.torch.tracing.restored_tensors import RestoredTensors, written_by
 
 _aten = torch.ops.aten
 
@@ -120,15 +121,6 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     return bool((dict(zip(names, args, strict=False)) | kwargs).get("dropout_p", 0.0))
 
 
-def _written(schema: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """Return the operands to which an operation writes."""
-    for place, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        operand = args[place] if place < len(args) else kwargs.get(argument.name)
-        yield from (leaf for leaf in tree_leaves(operand) if isinstance(leaf, torch.Tensor))
-
-
 class _Active(threading.local):
     counter: Counter | None = None
 
@@ -170,6 +162,9 @@ class Counter(TorchDispatchMode):
         self._recomputes = False
         #: Kinds of PyTorch's default generators from which operations draw.
         self.draws: set[str] = set()
+        #: Storages that operations have made.
+        self._made: set[int] = set()
+        self._restored = RestoredTensors()
 
     def parameter(self, tensor: torch.Tensor) -> torch.Tensor:
         """Register a tensor as a parameter; return it."""
@@ -248,11 +243,14 @@ class Counter(TorchDispatchMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        self._restored.restore()
         _active.counter = None
         self._saving.__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            self._restored.before(func, args, kwargs, self._is_own)
         out = func(*args, **kwargs)
         if func.namespace == "prim":
             return out
@@ -260,7 +258,7 @@ class Counter(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             self.draws.update(leaf.device.type for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
         if func._schema.is_mutable:
-            changed = list(_written(func._schema, args, kwargs))
+            changed = list(written_by(func, args, kwargs))
             self.written.update(map(self._key, changed))
             if self.written_real is not None:
                 self.written_real += [tensor for tensor in changed if not isinstance(tensor, FakeTensor)]
@@ -269,6 +267,7 @@ class Counter(TorchDispatchMode):
         taken = {self._key(tensor) for tensor in operands}
         self._taken |= taken
         made = {self._key(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)}
+        self._made |= made - taken
         if not (taken.isdisjoint(self._derived) and taken.isdisjoint(self._parameters)):
             self._derived |= made
         if self._casts_are_cached and is_cast(func) and taken <= self._parameters:
@@ -291,6 +290,12 @@ class Counter(TorchDispatchMode):
         elif taken & self._parameters:
             self._parameters |= made
         return out
+
+    def _is_own(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is an argument or a parameter, or was made in the context."""
+        key = self._key(tensor)
+        own = (self._made, self._derived, self._parameters)
+        return isinstance(tensor, FakeTensor) or any(key in each for each in own)
 
     def _key(self, tensor: torch.Tensor) -> int:
         if tensor.layout != torch.strided:

@@ -16,19 +16,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from smdistributed import _core
 from smdistributed.modelparallel.torch import pytree as structures
 from smdistributed.modelparallel.torch.nn.module import units
 from smdistributed.modelparallel.torch.partitioning import cost_model
+from smdistributed.modelparallel.torch.runtime.generators import HostGenerators
 from smdistributed.modelparallel.torch.tracing import shape_probe
 from smdistributed.modelparallel.torch.tracing.attributes import object_state
+from smdistributed.modelparallel.torch.tracing.attributes.preserved_attributes import preserved_attributes
 from smdistributed.modelparallel.torch.tracing.metadata import OutputSpecs, UnknownOutputError
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta
+from smdistributed.modelparallel.torch.tracing.restored_tensors import RestoredTensors
 
 # A backward computes gradients of inputs and of parameters; each of them takes about as long as the forward.
 FORWARDS_A_MICROBATCH = 3
@@ -124,7 +128,8 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, measure_tim
     """Run one forward of `module` on the arguments of a microbatch.
 
     Args:
-        module: The model, with or without materialized parameters; its parameters and buffers do not change.
+        module: The model, with or without materialized parameters. Afterwards its parameters, buffers and attributes
+        are as before.
         args: The positional arguments.
         kwargs: The keyword arguments.
         measure_times: Whether to run on real tensors, and measure the time of each operation instead of estimating it
@@ -151,13 +156,18 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, measure_tim
                     tensor.detach().to(device, copy=True) if measure_times else torch.empty_like(tensor, device=device)
                 )
                 copies[id(tensor)] = copy.requires_grad_(tensor.requires_grad)
+                recorder.note_own(copy)
             return copies[id(tensor)]
 
         state = {name: copied(tensor) for name, tensor in _named_state(module)}
-        args, kwargs = tree_map(lambda leaf: copied(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
+        # So do lists, dictionaries and objects among the arguments, such as caches.
+        args, kwargs = object_state.snapshot(args, kwargs, copied)
         recorder.own_state(module, state)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(HostGenerators())
+        stack.enter_context(preserved_attributes(module, recorder.output_specs.fake, measure_times))
+        stack.enter_context(_hooks_left_out(module))
         stack.enter_context(recorder)
         if not measure_times:
             stack.enter_context(_failures_are_tried(recorder))
@@ -166,6 +176,34 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, measure_tim
         except Exception as error:
             raise TraceError(f"{type(error).__name__}: {error}") from error
     return recorder.finish()
+
+
+@contextlib.contextmanager
+def _hooks_left_out(module: nn.Module) -> Iterator[None]:
+    """Return a context without the script's forward hooks, which may count or keep what they get.
+
+    Afterwards, `preserved_attributes` restores the tables of the modules.
+    """
+    for part in module.modules():
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            table = vars(part).get(name)
+            if table:
+                part.__dict__[name] = type(table)((key, hook) for key, hook in table.items() if _is_needed(hook))
+    tables = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
+    before = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            table.clear()
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.update(hooks)
+
+
+def _is_needed(hook: Any) -> bool:
+    """Return whether a hook computes parameters, as those of `torch.nn.utils` do, or is this library's."""
+    package = getattr(hook, "__module__", None) or type(hook).__module__
+    return package.startswith(("torch.nn.utils", "smdistributed."))
 
 
 @contextlib.contextmanager
@@ -240,6 +278,8 @@ class _Storage:
     owners: list[int] = field(default_factory=list)
     consumers: set[int] = field(default_factory=set)
     saved: bool = False
+    # Whether it exists for the trace only.
+    is_own: bool = False
 
 
 @dataclass(eq=False)
@@ -279,6 +319,14 @@ class _Recorder(TorchDispatchMode):
         #: Whether the running operations do not belong to the forward.
         self.paused = False
         self.output_specs = OutputSpecs()
+        self.restored = RestoredTensors()
+
+    def note_own(self, tensor: torch.Tensor) -> None:
+        """Record that a tensor exists for the trace only, so that it may change."""
+        self._storage(tensor).is_own = True
+
+    def _is_own(self, tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, FakeTensor) or self._storage(tensor).is_own
 
     def own_state(self, module: nn.Module, state: dict[str, torch.Tensor]) -> None:
         """Record the parameters of a module."""
@@ -301,6 +349,7 @@ class _Recorder(TorchDispatchMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        self.restored.restore()
         self.saving.__exit__(*exception)
         for handle in self.handles:
             handle.remove()
@@ -310,12 +359,16 @@ class _Recorder(TorchDispatchMode):
         if func.namespace == "prim":
             # A query of a tensor's metadata, such as its device, is not an operation.
             return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            self.restored.before(func, args, kwargs, self._is_own)
         self.clock += 1
         start = self._now()
         out = func(*args, **kwargs)
         measured = self._now() - start
         taken = [self._storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         made = [self._storage(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        for storage in made:
+            storage.is_own = storage.is_own or storage not in taken
         owner = self._owner(taken)
         if self.casts_are_cached and cost_model.is_cast(func) and owner is not None and taken[0].owners:
             # All microbatches share the cast.

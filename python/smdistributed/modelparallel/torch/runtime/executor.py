@@ -188,7 +188,7 @@ class Executor:
         with collecting as offloaded, GradAutocastState(modules) as grad_autocast:
             for task_number in stage.tasks:
                 task = tasks[task_number]
-                grad_autocast.enter(task.context)
+                grad_autocast.enter(task)
                 draws = mb.recording.draws.get(task_number, ())
                 for draw in draws:
                     draw.start()
@@ -366,8 +366,8 @@ class Executor:
             stage_state = mb.stage_states.pop(number)
             roots, gradients = self._roots(mb, number, stage_state)
             if roots:
-                self._modules.apply(mb.recording.backward_modules)
-                _run_backward(roots, gradients, stage_state.weights, later=False)
+                with self._modules.in_backward(mb.recording.backward_modules):
+                    _run_backward(roots, gradients, stage_state.weights, later=False)
             self._store_input_gradients(mb, number, stage_state.leaves)
         _core.timeline_stage("backward", number, mb.recording.microbatch, start)
 
@@ -379,8 +379,8 @@ class Executor:
             stage_state = mb.stage_states[number]
             roots, gradients = self._roots(mb, number, stage_state)
             if roots:
-                self._modules.apply(mb.recording.backward_modules)
-                _run_backward(roots, gradients, stage_state.weights, later=True)
+                with self._modules.in_backward(mb.recording.backward_modules):
+                    _run_backward(roots, gradients, stage_state.weights, later=True)
             self._store_input_gradients(mb, number, stage_state.leaves)
             stage_state.leaves, stage_state.exports = {}, {}
         _core.timeline_stage("input", number, mb.recording.microbatch, start)

@@ -117,15 +117,15 @@ class GradAutocastState:
         if self._stack is not None:
             self._stack.close()
 
-    def enter(self, context: Context) -> None:
+    def enter(self, task: Task) -> None:
         """Enter the state of a task."""
-        entered = self._entered
+        entered, context = self._entered, task.context
         if entered is context or (entered is not None and entered.same(context)):
             if context.modules.values:
                 # The task before may have changed an attribute that the body has set (MST-3).
-                self._modules.apply(context.modules)
+                self._modules.apply(context.modules, task.module)
             return
-        self._modules.apply(context.modules)
+        self._modules.apply(context.modules, task.module)
         if self._stack is not None:
             self._stack.close()
         self._entered, self._stack = context, contextlib.ExitStack()

@@ -32,7 +32,11 @@ from smdistributed.modelparallel.torch.partitioning.placement import own_tensors
 from smdistributed.modelparallel.torch.runtime.generators import HostGenerators
 from smdistributed.modelparallel.torch.tracing import shape_probe
 from smdistributed.modelparallel.torch.tracing.attributes import object_state
-from smdistributed.modelparallel.torch.tracing.attributes.preserved_attributes import Content, preserved_attributes
+from smdistributed.modelparallel.torch.tracing.attributes.preserved_attributes import (
+    Content,
+    StatePart,
+    preserved_attributes,
+)
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta, offset_of, version_of
 
 #: Largest number of cached signatures, which limits the memory if a step never repeats one.
@@ -84,6 +88,8 @@ class OutputSpec:
     saved_state: tuple[str, ...] = ()
     #: Attributes without tensors that the call changes: path relative to the called module, name.
     plain_attributes: tuple[tuple[str, str], ...] = ()
+    #: Containers and tensors in attributes that the call changes.
+    changed_state: tuple[StatePart, ...] = ()
     #: Attributes with remote tensors that the call reads: path relative to the called module, name.
     read_attributes: tuple[tuple[str, str], ...] = ()
     #: Whether the result is one tensor of its own, and nothing is changed: so it is of most calls.
@@ -185,8 +191,9 @@ class OutputSpecs:
         self._remote: dict[tuple[str, str], list[torch.Tensor]] = {}
         #: Entries that the current call has added to dictionaries and objects in attributes.
         self._additions: list[tuple[Content, dict[Any, Any]]] = []
-        #: Containers and tensors in attributes, and other tensors from outside, that the last call has changed.
-        self.changed_parts: list[Any] = []
+        #: Containers and tensors in attributes that the last call has changed, and other tensors from outside.
+        self.changed_state: list[StatePart] = []
+        self.changed_others: list[torch.Tensor] = []
         #: The values invented for number arguments, while a call is tried with such to find its result's shape.
         self._numbers: shape_probe.Numbers | None = None
 
@@ -283,7 +290,8 @@ class OutputSpecs:
             raise UnknownOutputError(f"{reason}, and returns other shapes for other numbers")
         unread = set(first.unread).intersection(*(other.unread for other in specs))
         draws = frozenset().union(*(each.draws for each in specs))
-        return dataclasses.replace(first, unread=tuple(sorted(unread)), draws=draws, observed=True)
+        state = tuple(dict.fromkeys(part for each in specs for part in each.changed_state))
+        return dataclasses.replace(first, unread=tuple(sorted(unread)), draws=draws, changed_state=state, observed=True)
 
     def _samples(
         self, call: Any, args: Any, kwargs: Any, meta_of: Any, is_module: bool, in_containers: Sequence[int],
@@ -307,7 +315,8 @@ class OutputSpecs:
         counter = self._counter = Counter()
         counter.written_real = [] if self._numbers is None else None
         self._attributes, self._changes_attributes, self._called_state, self._changed = [], False, {}, ()
-        self._module, self._remote, self._additions, self.changed_parts = None, {}, [], []
+        self._module, self._remote, self._additions = None, {}, []
+        self.changed_state, self.changed_others = [], []
 
         def tensor(leaf: Any) -> torch.Tensor:
             meta = meta_of(leaf)
@@ -330,7 +339,7 @@ class OutputSpecs:
         with host, counter:
             result = call(*own_args, **own_kwargs)
         if not is_module:
-            self.changed_parts = list(counter.written_real or ())
+            self.changed_others = list(counter.written_real or ())
         if counter.mistrusted and self._numbers is None:
             raise UnsupportedOperatorException(counter.mistrusted)
         attributes = tuple((path, name) for path, name, _ in self._attributes)
@@ -379,6 +388,7 @@ class OutputSpecs:
             ),
             saved_state=tuple(name for name, state in self._called_state.items() if counter.is_saved(state)),
             plain_attributes=self._changed,
+            changed_state=tuple(self.changed_state),
             read_attributes=read_attributes,
         )
 
@@ -388,7 +398,7 @@ class OutputSpecs:
         Most such calls fill a cache whose entries depend on nothing but shapes. Any other call changes its module: an
         equal call that follows changes the entries again, or they contain numbers of arguments or parameters.
         """
-        additions, module, parts = self._additions, self._module, self.changed_parts
+        additions, module, others = self._additions, self._module, self.changed_others
         assert module is not None, "attributes are those of a module"
         is_derived = self._counter.is_derived
         changed = {
@@ -405,18 +415,19 @@ class OutputSpecs:
                 content.restore()
         mine = {id(content.part) for content, _ in additions}
         changed |= {id(content.part): content for content, _ in self._additions if id(content.part) in mine}
-        parts += [part for part in self.changed_parts if all(part is not each for each in parts)]
-        parts += [content.part for content in changed.values()]
+        parts = [*spec.changed_state, *self.changed_state, *(content.where for content in changed.values())]
+        others += [tensor for tensor in self.changed_others if all(tensor is not each for each in others)]
         plain = self._plain_attributes[id(module)]
         plain.update({(content.path, content.name): None for content in changed.values()})
         if changed:
             self._changing.add(id(module))
-        self._additions, self.changed_parts = [], parts
+        self._additions, self.changed_others = [], others
         known = self._known_attributes[id(module)]
         return dataclasses.replace(
             spec,
             changes_state=spec.changes_state or id(module) in self._changing,
             plain_attributes=tuple(each for each in plain if each not in known),
+            changed_state=tuple(dict.fromkeys(parts)),
         )
 
     def fake(self, meta: TensorMeta, leaf: bool = False) -> torch.Tensor:
@@ -478,18 +489,19 @@ class OutputSpecs:
         if self._numbers is not None:
             # Not tried again with the entries, as for fake tensors.
             contents, additions = [*contents, *(content for content, _ in additions)], []
-        tensors = [each for each in attributes.tensors if counter.storage(each[2]) in counter.written]
-        known_storages = {counter.storage(tensor) for _, _, tensor in tensors}
+        tensors = [each for each in attributes.tensors if counter.storage(each[1]) in counter.written]
+        known_storages = {counter.storage(tensor) for _, tensor in tensors}
         others = [each for each in counter.written_real or () if counter.storage(each) not in known_storages]
         if found or contents or tensors or others:
             self._changing.add(id(module))
         self._changes_attributes = id(module) in self._changing
         self._additions = additions
-        self.changed_parts = [*(content.part for content in contents), *(tensor for _, _, tensor in tensors), *others]
+        self.changed_state = [*(content.where for content in contents), *(where for where, _ in tensors)]
+        self.changed_others = others
         plain = self._plain_attributes.setdefault(id(module), {})
         plain.update(dict.fromkeys(found))
         plain.update({(content.path, content.name): None for content in contents})
-        plain.update({(path, name): None for path, name, _ in tensors})
+        plain.update({(where.path, where.name): None for where, _ in tensors})
         self._changed = tuple(each for each in plain if each not in known)
         values = {(path, name): getattr(module.get_submodule(path), name, None) for path, name in known}
         self._attributes = [(*name, value) for name, value in values.items() if _is_of_tensors(value)]

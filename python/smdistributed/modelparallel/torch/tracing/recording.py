@@ -36,6 +36,7 @@ from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.runtime.fallbacks import call_site
 from smdistributed.modelparallel.torch.runtime.rng import Draw
 from smdistributed.modelparallel.torch.tracing import masks, queries
+from smdistributed.modelparallel.torch.tracing.attributes import changed_state
 from smdistributed.modelparallel.torch.tracing.attributes.module_state import UNCHANGED
 from smdistributed.modelparallel.torch.tracing.copy_on_write import CopyOnWriteTensors
 from smdistributed.modelparallel.torch.tracing.digests import chained_digest, digest_of
@@ -307,7 +308,12 @@ class Recording(TorchFunctionMode):
             containers: list[Any] = []
             known = self._replay.find(what, module.training, args, kwargs, tensors, self.digest, containers)
             again = None if known is None else self._replay.task(known, self._context(), args, kwargs)
-            if known is not None and again is not None and self.storages.writes_alike(again, tensors):
+            if (
+                known is not None
+                and again is not None
+                and self.storages.writes_alike(again, tensors)
+                and changed_state.is_alike(module, again.known_spec)
+            ):
                 return self._replay_call(known, again, tensors, containers)
         encoder = Encoder(self.located, self)
         new_args, new_kwargs = encoder.encode_call(args, kwargs)
@@ -331,6 +337,8 @@ class Recording(TorchFunctionMode):
         if not call.is_plain:
             self.copy_on_write.add(task, [tensor for tensor in tensors if not self.is_located(tensor)], self.microbatch)
         spec = task.known_spec
+        if spec.changed_state:
+            changed_state.note(self.pipeline, task, spec)
         if spec.draws:
             self._draw(task, spec.draws)
         if spec.is_single_output:
@@ -352,7 +360,9 @@ class Recording(TorchFunctionMode):
         key = None if encoder.unknown else (what, encoder.key(), task.context.key())
         specs = self.pipeline.output_specs
         spec = specs.known(key)
-        reason, changed = "", []
+        if spec is not None and not changed_state.is_alike(task.module, spec):
+            spec = None
+        reason, others = "", []
         if spec is None:
             active.recording = None
             try:
@@ -362,7 +372,7 @@ class Recording(TorchFunctionMode):
                 spec = specs.of(
                     call, task.args, task.kwargs, _meta_of_leaf, is_module, encoder.in_containers, has_numbers
                 )
-                changed = specs.changed_parts
+                others = specs.changed_others
                 specs.keep(key, spec)
             except UnknownOutputError as error:
                 reason = str(error)
@@ -380,8 +390,10 @@ class Recording(TorchFunctionMode):
         if spec is not None and spec.unread:
             leave_out(task, spec.unread)
         self._place(task, encoder, spec, rank)
-        if changed:
-            self._note_changed(task, changed)
+        if others:
+            changed_state.note_parts(self.pipeline, task, others)
+        if spec is not None and spec.changed_state:
+            changed_state.note(self.pipeline, task, spec)
         if spec is None:
             name = task.name if task.module is not None else f"{task.name} at {call_site()}"
             self.pipeline.fallbacks.note("run", name, task.rank, reason)
@@ -398,13 +410,6 @@ class Recording(TorchFunctionMode):
             if not numbers_matter:
                 specs.keep(key, spec)
         return self._results(task, encoder, spec)
-
-    def _note_changed(self, task: Task, parts: Sequence[Any]) -> None:
-        """Record what a call changes on its partition only: containers in attributes, and tensors from outside."""
-        self.pipeline.module_state.check_shared(task.name, task.rank, parts)
-        for part in parts:
-            if isinstance(part, torch.Tensor):
-                self.pipeline.stale_storages.add(part, is_own=True)
 
     def _draw(self, task: Task, kinds: Collection[str] | None) -> None:
         found = self.pipeline.rng_state.draws(kinds, task.rank)

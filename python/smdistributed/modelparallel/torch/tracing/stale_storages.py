@@ -41,6 +41,8 @@ class StaleStorages:
         """
         with torch._C.DisableTorchFunction():
             written = StorageWeakRef(tensor.untyped_storage()), StorageRange.of(tensor)
+        if is_own and any(part == written[1] and not storage.expired() for storage, part in self._ranges):
+            return
         self._ranges.append(written)
         if not is_own:
             self._of_body.append(written)

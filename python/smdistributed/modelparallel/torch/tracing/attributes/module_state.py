@@ -8,7 +8,7 @@ snapshot of its call, and the executor restores that snapshot before it runs the
 - MST-2: while the body runs and after the step, attributes have the values that the body gave them.
 - MST-3: an attribute that a module's own forward sets to a tensor is an output of the task. While the body runs, it
   holds the remote tensor, or what the body has set since; while tasks run, what the last task has set. Snapshots
-  contain it only between a change by the body and the next call that sets it.
+  contain it only between a change by the body and the next call that sets it, and only tasks of its module apply it.
 - MST-4: if a module's own forward changes an attribute in another way, such as a call counter, only the partition of
   the module gets the new value, when the task runs. The body must not read such an attribute.
 - MST-5: a module must not be called any more after the tensor in one of its attributes was changed in place on
@@ -217,6 +217,10 @@ class ModuleState:
         #: Those that a called module reaches, by its id, and the plain tensors.
         self._reached: dict[int, tuple[list[_Container], list[AttributeTensor]]] = {}
         self._assigned: list[tuple[str, torch.Tensor]] = []
+        #: The specs of calls that change state, as noted in this step, by the ids of the module and of the spec.
+        self.noted: dict[tuple[int, int], Any] = {}
+        #: The ids of called modules' submodules, by the module's id.
+        self._parts: dict[int, frozenset[int]] = {}
 
     def begin(self) -> None:
         """Begin a step without changes."""
@@ -241,6 +245,8 @@ class ModuleState:
         self._called.clear()
         self._reached.clear()
         self._assigned.clear()
+        self.noted.clear()
+        self._parts.clear()
 
     def before_call(self, module: nn.Module, stale: StaleStorages) -> None:
         """Record what the body has changed in containers that a module reaches (MST-7).
@@ -595,15 +601,17 @@ class ModuleState:
 
     # Snapshots for tasks.
 
-    def apply(self, snapshot: AttributeSnapshot, for_task: bool = True) -> None:
-        """Set the attributes to a snapshot.
+    def apply(self, snapshot: AttributeSnapshot, module: nn.Module | None = None) -> None:
+        """Set the attributes to a snapshot, for a task that calls ``module``, if given.
 
-        Attributes that calls set keep their values, except those that the body has set before the call of the task.
+        Attributes that calls set keep their values, except those of the module that the body has set before the call.
         """
         applied = self._applied
-        if for_task and self._set_by_calls:
+        if module is not None and self._set_by_calls:
             for key in snapshot.values.keys() & self._set_by_calls:
-                _set(self._before[key][0], key[1], snapshot.values[key])
+                # Other modules' attributes may have been set by later calls, which run in an earlier stage.
+                if self._contains(module, key[0]):
+                    _set(self._before[key][0], key[1], snapshot.values[key])
         if snapshot is applied:
             return
         self._applied = snapshot
@@ -616,6 +624,26 @@ class ModuleState:
             before = container.before
             container.put(applied.contents.get(each, before), snapshot.contents.get(each, before))
 
+    def _contains(self, module: nn.Module, owner: int) -> bool:
+        parts = self._parts.get(id(module))
+        if parts is None:
+            parts = self._parts[id(module)] = frozenset(map(id, module.modules()))
+        return owner in parts
+
+    @contextlib.contextmanager
+    def in_backward(self, snapshot: AttributeSnapshot) -> Iterator[None]:
+        """Return a context for a backward; later calls then find attributes as the calls before them have set them."""
+        self.apply(snapshot)
+        set_by_body = snapshot.values.keys() & self._set_by_calls
+        before = {key: _value(self._before[key][0], key[1]) for key in set_by_body}
+        for key in set_by_body:
+            _set(self._before[key][0], key[1], snapshot.values[key])
+        try:
+            yield
+        finally:
+            for key, value in before.items():
+                _set(self._before[key][0], key[1], value)
+
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Return a context for tasks; afterwards the attributes have the body's values again (MST-2)."""
@@ -623,7 +651,7 @@ class ModuleState:
         try:
             yield
         finally:
-            self.apply(self.current, for_task=False)
+            self.apply(self.current)
             for container in (self._tracked or {}).values():
                 container.keep_changes_of_calls()
 

@@ -21,6 +21,27 @@ from smdistributed.modelparallel.torch.tracing.remote_tensor import RemoteTensor
 MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
 
 
+class StatePart(NamedTuple):
+    """A container, an object or a tensor in an attribute of a called module.
+
+    Attributes:
+        path, name: The path of the module in the called one, and the attribute's name.
+        is_tensor: Whether it is a tensor.
+        place, total: Its index among those in the attribute, and their number.
+    """
+
+    path: str
+    name: str
+    is_tensor: bool
+    place: int
+    total: int
+
+    def find(self, module: nn.Module) -> Any:
+        """Return what the module has there now; ``None`` if the attribute has others in it."""
+        parts = object_state.parts_of(vars(module.get_submodule(self.path)).get(self.name))[self.is_tensor]
+        return parts[self.place] if len(parts) == self.total else None
+
+
 class Content(NamedTuple):
     """A container in an attribute: a list, dictionary, set, or the dictionary of an object.
 
@@ -29,6 +50,7 @@ class Content(NamedTuple):
         part: The container or the object.
         value: The container.
         before: A copy of it from before the call.
+        where: Its place.
     """
 
     path: str
@@ -36,6 +58,7 @@ class Content(NamedTuple):
     part: Any
     value: Any
     before: Any
+    where: StatePart
 
     def additions(self) -> dict[Any, Any]:
         """Return entries that the call has added to a dictionary, or has filled."""
@@ -75,7 +98,7 @@ class preserved_attributes:  # noqa: N801 - a context
         has_numbers: Whether the call computes, so that it may change the numbers of tensors in attributes.
 
     Attributes:
-        tensors: Tensors in attributes that are neither parameters nor buffers, as (path, name, tensor).
+        tensors: Tensors in attributes that are neither parameters nor buffers, with their places.
         remote: The fake tensors in attributes with remote tensors, by path and name.
     """
 
@@ -84,29 +107,33 @@ class preserved_attributes:  # noqa: N801 - a context
     ) -> None:
         self._modules = list(module.named_modules())
         self._fake, self._has_numbers = fake, has_numbers
-        self.tensors: list[tuple[str, str, torch.Tensor]] = []
+        self.tensors: list[tuple[StatePart, torch.Tensor]] = []
         self.remote: dict[tuple[str, str], list[torch.Tensor]] = {}
         self._contents: list[Content] = []
 
     def __enter__(self) -> preserved_attributes:
         self._before = [dict(module.__dict__) for _, module in self._modules]
+        # Those of TorchScript's modules are no dictionaries, and do not change.
+        tables = [vars(module).get(name) for _, module in self._modules for name in ("_parameters", "_buffers")]
+        self._tables = [(table, dict(table)) for table in tables if isinstance(table, dict)]
         for (path, module), before in zip(self._modules, self._before, strict=True):
             for name, value in before.items():
                 if name not in MODULE_INTERNALS and type(value) not in pytree.ATOMS:
                     self._look_at(module, path, name, value)
-        self._copies = [tensor.detach().clone() for _, _, tensor in self.tensors] if self._has_numbers else []
+        self._copies = [tensor.detach().clone() for _, tensor in self.tensors] if self._has_numbers else []
         self._at_call = [dict(module.__dict__) for _, module in self._modules]
         return self
 
     def _look_at(self, module: nn.Module, path: str, name: str, value: Any) -> None:
         parts, tensors = object_state.parts_of(value)
-        for part in parts:
+        for place, part in enumerate(parts):
             if _is_restorable(part):
                 content = vars(part) if hasattr(part, "__dict__") else part
-                self._contents.append(Content(path, name, part, content, copy.copy(content)))
+                where = StatePart(path, name, False, place, len(parts))
+                self._contents.append(Content(path, name, part, content, copy.copy(content), where))
         self.tensors += [
-            (path, name, tensor)
-            for tensor in tensors
+            (StatePart(path, name, True, place, len(tensors)), tensor)
+            for place, tensor in enumerate(tensors)
             if type(tensor) is torch.Tensor and tensor.layout == torch.strided
         ]
         if not _has_remote(value):
@@ -148,9 +175,13 @@ class preserved_attributes:  # noqa: N801 - a context
             for name, value in before.items():
                 if module.__dict__.get(name) is not value:
                     module.__dict__[name] = value
+        for table, entries in self._tables:
+            if not _same_items(table, entries):
+                table.clear()
+                table.update(entries)
         for content in self._contents:
             content.restore()
-        for (_path, _name, changed), numbers in zip(self.tensors, self._copies, strict=False):
+        for (_, changed), numbers in zip(self.tensors, self._copies, strict=False):
             changed.data.copy_(numbers)
 
 
