@@ -39,24 +39,26 @@ from smdistributed.modelparallel.torch.tracing.attributes.attribute_tensors impo
     AttributeTensors,
     Copies,
 )
+from smdistributed.modelparallel.torch.tracing.attributes.tracked_container import (
+    ATOMS,
+    MISSING,
+    TrackedContainer,
+    identity_of,
+    is_same,
+    members_of,
+    state_identity,
+    state_text,
+    text_of,
+)
 from smdistributed.modelparallel.torch.tracing.remote_tensor import InvalidatedValue, RemoteTensor
 from smdistributed.modelparallel.torch.tracing.stale_storages import StaleStorages
 
 #: Largest number of cached snapshots.
 _LIMIT = 1 << 10
-_ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
 
 
 #: Attributes that every module has.
 _INTERNALS = frozenset(nn.Module().__dict__)
-
-
-class _Missing:
-    def __repr__(self) -> str:
-        return "missing"
-
-
-_MISSING = _Missing()
 
 
 class AttributeSnapshot:
@@ -72,67 +74,6 @@ class AttributeSnapshot:
     def __repr__(self) -> str:
         """Return a text that is equal on all ranks."""
         return self.text
-
-
-class _Container:
-    """A list, dictionary, set or object in an attribute (MST-7).
-
-    Attributes:
-        path: The path of an attribute that refers to it.
-        value: The container.
-        before: Its state at the first call of the step.
-        state: Its state when the body's last change was recorded.
-        ranks: The partitions of modules that have it.
-    """
-
-    __slots__ = ("before", "path", "ranks", "state", "value")
-
-    def __init__(self, path: str, value: Any, ranks: Iterable[int] = ()) -> None:
-        self.path, self.value, self.ranks = path, value, set(ranks)
-        self.before = self.state = object_state.State(value)
-
-    def put(self, old: object_state.State, new: object_state.State) -> None:
-        """Replace a state that the body has given it by another one; changes by calls are kept (MST-4)."""
-        if old.is_of(self.value):
-            new.put_into(self.value)
-            return
-        now = object_state.State(self.value)
-        if isinstance(now.items, dict):
-            now.items = self._merged(old.items, new.items, now.items)
-        elif _identities(now.items) == _identities(old.items):
-            now.items = new.items
-        elif _identities(new.items) != _identities(old.items):
-            raise self._conflict()
-        now.attributes = self._merged(old.attributes, new.attributes, now.attributes)
-        now.put_into(self.value)
-
-    def _merged(self, old: dict[Any, Any], new: dict[Any, Any], now: dict[Any, Any]) -> dict[Any, Any]:
-        merged = dict(new)
-        for key in dict.fromkeys((*now, *old)):
-            value, before = now.get(key, _MISSING), old.get(key, _MISSING)
-            if value is before:
-                continue
-            if new.get(key, _MISSING) is not before:
-                raise self._conflict()
-            if value is _MISSING:
-                merged.pop(key, None)
-            else:
-                merged[key] = value
-        return merged
-
-    def _conflict(self) -> SMPUsageError:
-        return SMPUsageError(
-            f"the `smp.step` function and a call of a module both change the content of `{self.path}`. The call runs "
-            "on one partition, when the function has returned: change it in one of the two"
-        )
-
-    def keep_changes_of_calls(self) -> None:
-        """Take changes by tasks that have run for no changes by the body."""
-        if not self.state.is_of(self.value):
-            now = object_state.State(self.value)
-            if self.before is self.state:
-                self.before = now
-            self.state = now
 
 
 class _Output:
@@ -210,17 +151,17 @@ class ModuleState:
         self.on_first_change: Callable[[], None] | None = None
         self._modules = modules
         #: The containers in attributes of all modules, by id; ``None`` before the first call of a step.
-        self._tracked: dict[int, _Container] | None = None
+        self._tracked: dict[int, TrackedContainer] | None = None
         #: By the id of a value in an attribute: the value, its containers and its tensors. Many modules share one, such
         #: as a configuration.
-        self._parts: dict[int, tuple[Any, list[_Container], list[torch.Tensor]]] = {}
+        self._contents: dict[int, tuple[Any, list[TrackedContainer], list[torch.Tensor]]] = {}
         #: Those that a called module reaches, by its id, and the plain tensors.
-        self._reached: dict[int, tuple[list[_Container], list[AttributeTensor]]] = {}
+        self._reached: dict[int, tuple[list[TrackedContainer], list[AttributeTensor]]] = {}
         self._assigned: list[tuple[str, torch.Tensor]] = []
         #: The specs of calls that change state, as noted in this step, by the ids of the module and of the spec.
         self.noted: dict[tuple[int, int], Any] = {}
         #: The ids of called modules' submodules, by the module's id.
-        self._parts: dict[int, frozenset[int]] = {}
+        self._submodules: dict[int, frozenset[int]] = {}
 
     def begin(self) -> None:
         """Begin a step without changes."""
@@ -240,13 +181,13 @@ class ModuleState:
 
     def _forget_containers(self) -> None:
         self._tracked = None
-        self._parts.clear()
+        self._contents.clear()
         self.tensors.clear()
         self._called.clear()
         self._reached.clear()
         self._assigned.clear()
         self.noted.clear()
-        self._parts.clear()
+        self._submodules.clear()
 
     def before_call(self, module: nn.Module, stale: StaleStorages) -> None:
         """Record what the body has changed in containers that a module reaches (MST-7).
@@ -284,14 +225,14 @@ class ModuleState:
         found, self._assigned = self._assigned, []
         return found
 
-    def _parts_of(self, modules: Iterable[nn.Module]) -> tuple[list[_Container], list[AttributeTensor]]:
+    def _parts_of(self, modules: Iterable[nn.Module]) -> tuple[list[TrackedContainer], list[AttributeTensor]]:
         """Return the containers and the plain tensors in attributes of modules, at any depth."""
-        found: dict[int, _Container] = {}
+        found: dict[int, TrackedContainer] = {}
         tensors: list[AttributeTensor] = []
         for module in modules:
             path, rank = self._paths.get(id(module), ""), self._ranks.get(id(module))
             for name, value in vars(module).items():
-                if type(value) in _ATOMS or name in _INTERNALS or self._is_shown((id(module), name)):
+                if type(value) in ATOMS or name in _INTERNALS or self._is_shown((id(module), name)):
                     continue
                 full = f"{path}.{name}" if path else name
                 containers, leaves = self._parts_of_value(value, full)
@@ -305,10 +246,10 @@ class ModuleState:
                         self.tensors.add(tensors[-1])
         return list(found.values()), tensors
 
-    def _parts_of_value(self, value: Any, path: str) -> tuple[list[_Container], list[torch.Tensor]]:
+    def _parts_of_value(self, value: Any, path: str) -> tuple[list[TrackedContainer], list[torch.Tensor]]:
         """Return the containers and the tensors in a value; ``path`` is the attribute's, for new ones."""
         assert self._tracked is not None, "before_call has set it"
-        known = self._parts.get(id(value))
+        known = self._contents.get(id(value))
         if known is not None and all(each.state.is_of(each.value) for each in known[1]):
             return known[1:]
         parts, leaves = object_state.parts_of(value)
@@ -316,19 +257,19 @@ class ModuleState:
         for part in parts:
             container = self._tracked.get(id(part))
             if container is None:
-                container = self._tracked[id(part)] = _Container(path, part)
+                container = self._tracked[id(part)] = TrackedContainer(path, part)
             containers.append(container)
         if containers:
-            self._parts[id(value)] = value, containers, leaves
+            self._contents[id(value)] = value, containers, leaves
         return containers, leaves
 
-    def _note_contents(self, containers: Iterable[_Container]) -> None:
+    def _note_contents(self, containers: Iterable[TrackedContainer]) -> None:
         for container in containers:
             if container.state.is_of(container.value):
                 continue
             before, container.state = container.state, object_state.State(container.value)
             contents = dict(self.current.contents)
-            if _state_identity(container.state) == _state_identity(container.before):
+            if state_identity(container.state) == state_identity(container.before):
                 contents.pop(id(container.value), None)
             else:
                 contents[id(container.value)] = container.state
@@ -337,12 +278,12 @@ class ModuleState:
             assert self._tracked is not None, "the container is tracked"
             for part in object_state.mutable_parts(container.value):
                 if id(part) not in self._tracked:
-                    self._tracked[id(part)] = _Container(container.path, part, container.ranks)
+                    self._tracked[id(part)] = TrackedContainer(container.path, part, container.ranks)
             self._set_current(dict(self.current.values), contents)
-            had = set(map(id, _members(before)))
+            had = set(map(id, members_of(before)))
             self._assigned += [
                 (container.path, each)
-                for each in _members(container.state)
+                for each in members_of(container.state)
                 if isinstance(each, torch.Tensor) and id(each) not in had
             ]
 
@@ -370,11 +311,11 @@ class ModuleState:
         if key not in self._before:
             self._before[key] = (owner, path, before)
         values = dict(self.current.values)
-        if output is None and _same(self._before[key][2], after):
+        if output is None and is_same(self._before[key][2], after):
             values.pop(key, None)
         else:
             values[key] = after
-        if type(before) not in _ATOMS or type(after) not in _ATOMS:
+        if type(before) not in ATOMS or type(after) not in ATOMS:
             self._reached.clear()
         self._set_current(values, self.current.contents)
 
@@ -382,14 +323,14 @@ class ModuleState:
         """Make the snapshot with these attributes and contents the current one."""
         tracked = self._tracked or {}
         identity = (
-            *sorted(((each, _identity(value)) for each, value in values.items()), key=str),
-            *sorted(((each, tracked[each].path, _state_identity(state)) for each, state in contents.items()), key=str),
+            *sorted(((each, identity_of(value)) for each, value in values.items()), key=str),
+            *sorted(((each, tracked[each].path, state_identity(state)) for each, state in contents.items()), key=str),
         )
         known = self._known.get(identity)
         if known is None:
-            texts = sorted(f"{self._before[each][1]}.{each[1]}={_text(value)}" for each, value in values.items())
+            texts = sorted(f"{self._before[each][1]}.{each[1]}={text_of(value)}" for each, value in values.items())
             texts += sorted(
-                f"content of {tracked[each].path}: {_state_text(tracked[each].before, state)}"
+                f"content of {tracked[each].path}: {state_text(tracked[each].before, state)}"
                 for each, state in contents.items()
             )
             known = AttributeSnapshot(values, "{" + ", ".join(texts) + "}", contents)
@@ -502,7 +443,7 @@ class ModuleState:
         """Return whether a module that is divided among partitions has a container or a tensor in an attribute."""
         for module in self._others:
             for name, value in vars(module).items():
-                if type(value) in _ATOMS or name in _INTERNALS:
+                if type(value) in ATOMS or name in _INTERNALS:
                     continue
                 parts, tensors = object_state.parts_of(value)
                 if any(each is part for each in (*parts, *tensors)):
@@ -625,9 +566,9 @@ class ModuleState:
             container.put(applied.contents.get(each, before), snapshot.contents.get(each, before))
 
     def _contains(self, module: nn.Module, owner: int) -> bool:
-        parts = self._parts.get(id(module))
+        parts = self._submodules.get(id(module))
         if parts is None:
-            parts = self._parts[id(module)] = frozenset(map(id, module.modules()))
+            parts = self._submodules[id(module)] = frozenset(map(id, module.modules()))
         return owner in parts
 
     @contextlib.contextmanager
@@ -656,63 +597,17 @@ class ModuleState:
                 container.keep_changes_of_calls()
 
 
-def _members(state: object_state.State) -> list[Any]:
-    items = state.items.values() if isinstance(state.items, dict) else state.items or ()
-    return [*items, *state.attributes.values()]
-
-
-def _identities(items: Any) -> Any:
-    """Return a value that is equal for equal items of a container."""
-    if isinstance(items, dict):
-        return tuple((_identity(key), _identity(item)) for key, item in items.items())
-    if isinstance(items, set):
-        return frozenset(map(_identity, items))
-    return None if items is None else tuple(map(_identity, items))
-
-
-def _state_identity(state: object_state.State) -> Any:
-    return _identities(state.items), _identities(state.attributes)
-
-
-def _state_text(before: object_state.State, state: object_state.State) -> str:
-    """Return a text of what has changed, which is equal on all ranks."""
-    texts = []
-    for old, new in ((before.items, state.items), (before.attributes, state.attributes)):
-        if isinstance(new, dict):
-            texts += [
-                f"{_text(key)}: {_text(new.get(key, _MISSING))}"
-                for key in dict.fromkeys((*old, *new))
-                if not _same(old.get(key, _MISSING), new.get(key, _MISSING))
-            ]
-        elif new is not None and _identities(old) != _identities(new):
-            items = map(_text, new)
-            texts.append(str(sorted(items) if isinstance(new, set) else list(items)))
-    return "; ".join(texts)
-
-
 def _value(owner: Any, name: str) -> Any:
     if isinstance(owner, torch.Tensor):
         return owner.requires_grad
-    return owner.__dict__.get(name, _MISSING)
+    return owner.__dict__.get(name, MISSING)
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
     if isinstance(owner, torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             owner.requires_grad_(value)
-    elif value is _MISSING:
+    elif value is MISSING:
         owner.__dict__.pop(name, None)
     else:
         owner.__dict__[name] = value
-
-
-def _identity(value: Any) -> tuple[str, Any]:
-    return (type(value).__name__, repr(value)) if type(value) in _ATOMS else ("object", id(value))
-
-
-def _text(value: Any) -> str:
-    return repr(value) if type(value) in _ATOMS else type(value).__qualname__
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and type(a) in _ATOMS and repr(a) == repr(b))
