@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -222,7 +223,8 @@ def test_a_node_that_is_stopped_is_named_by_the_others(cluster):
                 except hvd.HorovodInternalError as error:
                     raise RuntimeError(f"SURVIVOR at {time.time()}: {error}") from None
                 if not os.path.exists(f"{os.environ['STORAGE']}/training{hvd.rank()}"):
-                    open(f"{os.environ['STORAGE']}/training{hvd.rank()}", "w").close()
+                    with open(f"{os.environ['STORAGE']}/training{hvd.rank()}", "w") as file:
+                        file.write(str(os.getpid()))
 
         ray.init()
         executor = RayExecutor(RayExecutor.create_settings(timeout_s=120), num_hosts=2, num_workers_per_host=1)
@@ -239,13 +241,23 @@ def test_a_node_that_is_stopped_is_named_by_the_others(cluster):
     process = cluster.start(script(cluster, "stop", body))
     try:
         deadline = time.monotonic() + 300
-        while not all((cluster.folder / f"training{rank}").exists() for rank in range(2)):
+        files = [cluster.folder / f"training{rank}" for rank in range(2)]
+        while not all(file.exists() and file.read_text() for file in files):
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        stopped = time.time()
-        cluster.remove(len(cluster.nodes) - 1)
+        pids = [int(file.read_text()) for file in files]
+        node = cluster.nodes[-1]
+        node.send_signal(signal.SIGTERM)
+        # Ray lets a node's workers go on for half a minute.
+        ended = None
+        while ended is None:
+            running = [pid for pid, _ in cluster.processes()]
+            ended = time.time() if set(pids) - set(running) else None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
         output, _ = process.communicate(timeout=300)
+        cluster.remove(len(cluster.nodes) - 1)
     finally:
         process.kill()
         process.wait()
@@ -253,7 +265,7 @@ def test_a_node_that_is_stopped_is_named_by_the_others(cluster):
     # The message of the exception follows its traceback, which shows the line of the code.
     (found,) = re.findall(r"^RANK (\d) .*SURVIVOR at (\d+\.\d+): (.*)$", output, re.MULTILINE)
     assert f"rank {1 - int(found[0])} died" in found[2], output
-    assert float(found[1]) - stopped < 10, output
+    assert float(found[1]) - ended < 10, output
     assert [command for _, command in cluster.processes() if "RankActor" in command] == []
 
 
