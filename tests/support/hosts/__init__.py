@@ -103,6 +103,10 @@ class Hosts:
             sys.executable,
         ]
 
+    def remote_shell(self) -> str:
+        """Path of the command that an MPI launcher calls in place of `ssh`."""
+        return self._path("remote-shell")
+
     def by_hand(self, own: Mapping[int, Mapping[str, str]] | None = None) -> ByHand:
         """A launcher that starts each rank itself; `own` has variables of single ranks."""
         return ByHand(self, own or {})

@@ -1,0 +1,70 @@
+"""The `mpirun` of each MPI that tests start jobs with: Debian's Open MPI 4, and Open MPI 5 and MPICH of PyPI.
+
+MPIS["mpich"].command(2)            # starts two ranks of the Python file that is appended to it
+MPIS["mpich"].on_hosts(hosts, 2)    # one on each network namespace
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from support import hosts
+from support.launchers import clean_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+_AS_ROOT = ["--allow-run-as-root"] if os.getuid() == 0 else []
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """An MPI. `folder` is where `make test-engines` installs it, None for that of the system."""
+
+    family: str
+    folder: Path | None = None
+
+    def tool(self, name: str) -> str | None:
+        """Path of `mpirun` or `mpicc`."""
+        return shutil.which(name, path=str(self.folder / "bin") if self.folder else None)
+
+    def missing(self) -> str | None:
+        """Why it cannot be used here; None if it can."""
+        where = "package openmpi-bin" if self.folder is None else "`make test-engines` installs it"
+        return None if self.tool("mpirun") and self.tool("mpicc") else f"this MPI is not installed ({where})"
+
+    def environment(self, temporary: Path) -> dict[str, str]:
+        """The variables of a job, all of whose temporary files are to lie in a folder."""
+        own = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TMPDIR": str(temporary), "SMD_LOG": "info"}
+        return {**clean_environment(), **own, "MPICC": str(self.tool("mpicc")), "PYTHONPATH": str(ROOT / "python")}
+
+    def command(self, n: int) -> list[str]:
+        """What starts `n` ranks on this host."""
+        return [str(self.tool("mpirun")), *self._placed(), "-n", str(n), sys.executable]
+
+    def on_hosts(self, two: hosts.Hosts, n: int) -> list[str]:
+        """What starts `n` ranks on network namespaces, the same number on each."""
+        slots = n // two.count
+        network, names = f"{hosts.address(0).rpartition('.')[0]}.0/24", [hosts.address(host) for host in range(two.count)]
+        passed = [word for name in ("MPICC", "PYTHONPATH", "SMD_LOG", "OMP_NUM_THREADS") for word in ("-x", name)]
+        words = {
+            "mpich": ["-launcher", "ssh", "-launcher-exec", two.remote_shell(), "-iface", "eth0"],
+            "openmpi5": ["--prtemca", "plm_ssh_agent", two.remote_shell(), "--prtemca", "prte_keep_fqdn_hostnames", "1"]
+            + ["--prtemca", "prte_if_include", network, "--mca", "btl_tcp_if_include", network, *passed],
+            "openmpi4": ["--mca", "plm_rsh_agent", two.remote_shell(), "--mca", "orte_keep_fqdn_hostnames", "1"]
+            + ["--mca", "oob_tcp_if_include", network, "--mca", "btl_tcp_if_include", network, *passed],
+        }[self.family]
+        places = ["-hosts" if self.family == "mpich" else "--host", ",".join(f"{name}:{slots}" for name in names)]
+        return [*two.on(0), str(self.tool("mpirun")), *self._placed(), *places, *words, "-n", str(n), sys.executable]
+
+    def _placed(self) -> list[str]:
+        return [] if self.family == "mpich" else [*_AS_ROOT, "--oversubscribe", "--bind-to", "none"]
+
+
+MPIS = {
+    "openmpi4": Mpi("openmpi4"),
+    "openmpi5": Mpi("openmpi5", ROOT / "build" / "openmpi"),
+    "mpich": Mpi("mpich", ROOT / "build" / "mpich"),
+}
