@@ -72,10 +72,34 @@ def test_two_ranks_train_as_one(mpi, losses_of_one, tmp_path):
     assert "on 2 ranks" in output
 
 
+def test_two_jobs_side_by_side_do_not_meet(mpi, tmp_path):
+    """Those of MPICH have equal variables."""
+    meet = tmp_path / "meet.py"
+    meet.write_text(
+        "from smdistributed import _core\nfrom smdistributed._common import lifecycle\nlifecycle.init()\n"
+        "for _ in range(50): _core.barrier(0)\nprint(f'session {_core.session_id()}\\n', end='', flush=True)\n"
+    )
+    jobs = []
+    for name in ("a", "b"):
+        # Open MPI's files: two jobs would meet in one folder for sessions.
+        (tmp_path / name).mkdir()
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        environment = mpi.environment(tmp_path / name)
+        jobs.append(subprocess.Popen([*mpi.command(2), str(meet)], env=environment, text=True, **pipes))
+    outputs = [job.communicate(timeout=200)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], outputs
+    sessions = [re.findall(r"session (\d+)", output) for output in outputs]
+    assert [len(each) for each in sessions] == [2, 2], outputs
+    assert [len(set(each)) for each in sessions] == [1, 1], outputs
+    assert sessions[0] != sessions[1]
+
+
 @pytest.mark.skipif(hosts.missing_network() is not None, reason=str(hosts.missing_network()))
 def test_two_hosts_train_as_one(mpi, losses_of_one, tmp_path):
     """The plug-in is compiled with the compiler of this MPI, which then moves what goes between the hosts."""
     with hosts.Hosts(2) as two:
+        # Open MPI 5 and MPICH know the host of `mpirun` by its name.
+        two.name_each_other()
         job = start(mpi.on_hosts(two, 2), mpi.environment(tmp_path), "--epochs", "2")
         output, _ = job.communicate(timeout=200)
     assert job.returncode == 0, output
