@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+pytest.importorskip("torch", reason="PyTorch is not installed")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import torch
 from clients import both, needs_libraries, run
+
 from support.launchers import free_port, needs
 
 pytestmark = [pytest.mark.timeout(300), needs_libraries("accelerate")]
@@ -214,7 +216,9 @@ def test_the_fsdp_strategy_of_lightning(tmp_path):
         self.shard = sum(each.numel() for each in self.trainer.model.parameters())
     def training_step""",
     ).replace("DDPStrategy(", "FSDPStrategy(auto_wrap_policy={torch.nn.Linear}, state_dict_type='full', ")
-    script = script.replace("import DDPStrategy", "import FSDPStrategy").replace('accelerator="cpu"', 'accelerator="gpu"')
+    script = script.replace("import DDPStrategy", "import FSDPStrategy").replace(
+        'accelerator="cpu"', 'accelerator="gpu"'
+    )
     script = script.replace("weights=weights(module)", "weights=module.whole, shard=module.shard")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
     two = run(tmp_path, script, CUDA_VISIBLE_DEVICES=visible)

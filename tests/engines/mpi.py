@@ -47,15 +47,24 @@ class Mpi:
     def on_hosts(self, two: hosts.Hosts, n: int) -> list[str]:
         """What starts `n` ranks on network namespaces, the same number on each."""
         slots = n // two.count
-        network, names = f"{hosts.address(0).rpartition('.')[0]}.0/24", [hosts.address(host) for host in range(two.count)]
+        network, names = (
+            f"{hosts.address(0).rpartition('.')[0]}.0/24",
+            [hosts.address(host) for host in range(two.count)],
+        )
         passed = [word for name in ("MPICC", "PYTHONPATH", "SMD_LOG", "OMP_NUM_THREADS") for word in ("-x", name)]
-        words = {
-            "mpich": ["-launcher", "ssh", "-launcher-exec", two.remote_shell(), "-iface", "eth0"],
-            "openmpi5": ["--prtemca", "plm_ssh_agent", two.remote_shell(), "--prtemca", "prte_keep_fqdn_hostnames", "1"]
-            + ["--prtemca", "prte_if_include", network, "--mca", "btl_tcp_if_include", network, *passed],
-            "openmpi4": ["--mca", "plm_rsh_agent", two.remote_shell(), "--mca", "orte_keep_fqdn_hostnames", "1"]
-            + ["--mca", "oob_tcp_if_include", network, "--mca", "btl_tcp_if_include", network, *passed],
-        }[self.family]
+        btl = ["--mca", "btl_tcp_if_include", network]
+        shell = two.remote_shell()
+        # The settings of the launcher itself.
+        options = {
+            "openmpi4": {"plm_rsh_agent": shell, "orte_keep_fqdn_hostnames": "1", "oob_tcp_if_include": network},
+            "openmpi5": {"plm_ssh_agent": shell, "prte_keep_fqdn_hostnames": "1", "prte_if_include": network},
+        }
+        if self.family == "mpich":
+            words = ["-launcher", "ssh", "-launcher-exec", shell, "-iface", "eth0"]
+        else:
+            kind = "--mca" if self.family == "openmpi4" else "--prtemca"
+            own = [word for name, value in options[self.family].items() for word in (kind, name, value)]
+            words = [*own, *btl, *passed]
         places = ["-hosts" if self.family == "mpich" else "--host", ",".join(f"{name}:{slots}" for name in names)]
         return [*two.on(0), str(self.tool("mpirun")), *self._placed(), *places, *words, "-n", str(n), sys.executable]
 

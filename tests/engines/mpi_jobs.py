@@ -17,6 +17,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from mpi import MPIS, ROOT
+
 from support import hosts
 
 pytestmark = pytest.mark.timeout(400)
@@ -33,7 +34,9 @@ def mpi(request):
 
 @pytest.fixture(scope="module")
 def losses_of_one():
-    done = subprocess.run([sys.executable, TRAIN, "--epochs", "2"], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, TRAIN, "--epochs", "2"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return losses(done.stdout)
 
 

@@ -113,7 +113,12 @@ def readable_files(since):
                 try:
                     found = path.lstat()
                     is_open = all(each.stat().st_mode & stat.S_IXOTH for each in path.parents)
-                    if stat.S_ISREG(found.st_mode) and found.st_mode & stat.S_IROTH and is_open and found.st_mtime >= since:
+                    if (
+                        stat.S_ISREG(found.st_mode)
+                        and found.st_mode & stat.S_IROTH
+                        and is_open
+                        and found.st_mtime >= since
+                    ):
                         yield path, path.read_bytes()
                 except OSError:
                     continue
