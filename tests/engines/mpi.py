@@ -47,10 +47,8 @@ class Mpi:
     def on_hosts(self, two: hosts.Hosts, n: int) -> list[str]:
         """What starts `n` ranks on network namespaces, the same number on each."""
         slots = n // two.count
-        network, names = (
-            f"{hosts.address(0).rpartition('.')[0]}.0/24",
-            [hosts.address(host) for host in range(two.count)],
-        )
+        names = [hosts.address(host) for host in range(two.count)]
+        network = f"{names[0].rpartition('.')[0]}.0/24"
         passed = [word for name in ("MPICC", "PYTHONPATH", "SMD_LOG", "OMP_NUM_THREADS") for word in ("-x", name)]
         btl = ["--mca", "btl_tcp_if_include", network]
         shell = two.remote_shell()
