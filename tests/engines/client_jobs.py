@@ -2,73 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from support.launchers import clean_environment
+sys.path.insert(0, str(Path(__file__).parent))
 
-ROOT = Path(__file__).resolve().parents[2]
-#: Where `make test-clients` puts the libraries.
-CLIENTS = ROOT / "build" / "clients"
-
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not (CLIENTS / "accelerate").exists(), reason="`make test-clients` installs the libraries"),
-]
-
-COMMON = """
-import json, os, sys
 import torch
-rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-def write(**results):
-    with open(os.path.join(os.environ["WORK"], f"rank{rank}.{size}.json"), "w") as file:
-        json.dump(results, file)
-def make_model():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
-def weights(model):
-    return [float(number) for parameter in model.parameters() for number in parameter.detach().flatten()]
-inputs = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
-targets = inputs.sum(1, keepdim=True)
-"""
+from clients import both, needs_libraries, run
 
+from support.launchers import free_port, needs
 
-def run(tmp_path, script, *, ranks=2):
-    """Runs the script as each rank; returns what they wrote, by rank."""
-    path = tmp_path / "client.py"
-    path.write_text(COMMON + textwrap.dedent(script))
-    environment = {
-        **clean_environment(),
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), str(CLIENTS)]),
-        "WORK": str(tmp_path),
-        "OMP_NUM_THREADS": "1",
-        "USE_TF": "0",
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-    }
-    words = [sys.executable, "-m", "smdistributed", "-n", str(ranks)] if ranks > 1 else [sys.executable]
-    done = subprocess.run(
-        [*words, str(path)], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads((tmp_path / f"rank{rank}.{ranks}.json").read_text()) for rank in range(ranks)]
-
-
-def both(tmp_path, script):
-    """The results of two ranks, which must be equal, and of one process."""
-    two = run(tmp_path, script)
-    assert two[0]["weights"] == two[1]["weights"]
-    (one,) = run(tmp_path, script, ranks=1)
-    assert two[0]["weights"] == pytest.approx(one["weights"], abs=2e-6)
-    return two, one
+pytestmark = [pytest.mark.timeout(300), needs_libraries("accelerate")]
 
 
 ACCELERATE = """
@@ -100,6 +49,46 @@ def test_accelerate(tmp_path):
     assert [each["backend"] for each in two] == ["smddp", "smddp"]
     assert [each["seen"] for each in two] == [[0, 1]] * 2
     assert one["seen"] == [0]
+
+
+def accelerate_launch(*options):
+    """The command `accelerate launch` with two processes."""
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
+    words += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(free_port())]
+    return [*words, *map(str, options)]
+
+
+def test_the_command_accelerate_launch(tmp_path):
+    """It starts the processes as torchrun does; `cpu=True` of the script overrides the kind of the devices."""
+    launched = run(tmp_path, ACCELERATE, launcher=accelerate_launch("--multi_gpu"))
+    (one,) = run(tmp_path, ACCELERATE, ranks=1)
+    assert [each["backend"] for each in launched] == ["smddp", "smddp"]
+    assert [each["seen"] for each in launched] == [[0, 1]] * 2
+    assert launched[0]["weights"] == launched[1]["weights"]
+    assert launched[0]["weights"] == pytest.approx(one["weights"], abs=2e-6)
+
+
+@needs("mpirun")
+def test_the_command_accelerate_launch_with_mpirun(tmp_path):
+    """What accelerate does with several processes on CPUs."""
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("localhost slots=2\n")
+    # accelerate counts ranks by the variables of Open MPI, and the script reads those of torchrun.
+    script = 'import os\nos.environ["RANK"] = os.environ["OMPI_COMM_WORLD_RANK"]\nos.environ["WORLD_SIZE"] = "2"\n'
+    launched = run(
+        tmp_path,
+        ACCELERATE,
+        first=script,
+        launcher=accelerate_launch("--cpu", "--mpirun_hostfile", hostfile),
+        OMPI_ALLOW_RUN_AS_ROOT="1",
+        OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+        # accelerate asks for a socket for each process.
+        OMPI_MCA_rmaps_base_oversubscribe="1",
+        OMPI_MCA_hwloc_base_binding_policy="none",
+    )
+    assert [each["backend"] for each in launched] == ["smddp", "smddp"]
+    assert [each["seen"] for each in launched] == [[0, 1]] * 2
+    assert launched[0]["weights"] == launched[1]["weights"]
 
 
 def test_trainer_of_transformers(tmp_path):
@@ -189,6 +178,54 @@ write(weights=[float(number) for each in whole for number in each.flatten()]""",
     )
     two, _ = both(tmp_path, script)
     assert [each["backend"] for each in two] == ["smddp", "smddp"]
+
+
+def test_fully_sharded_parameters_of_lightning(tmp_path):
+    """FSDP2, which also trains on CPUs; `FSDPStrategy` is FSDP1."""
+    script = LIGHTNING.replace(
+        "    def training_step",
+        """    def configure_model(self):
+        if size > 1:
+            from torch.distributed.fsdp import fully_shard
+            mesh = self.device_mesh["data_parallel"]
+            for layer in (self.layers[0], self.layers[2], self.layers):
+                fully_shard(layer, mesh=mesh)
+    def training_step""",
+    ).replace("DDPStrategy(", "ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, ")
+    script = script.replace("import DDPStrategy", "import ModelParallelStrategy")
+    script = script.replace(
+        "write(weights=weights(module)",
+        """shards = sum(getattr(each, "to_local", each.detach)().numel() for each in module.parameters())
+whole = [getattr(each.data, "full_tensor", each.data.clone)() for each in module.parameters()]
+write(shards=shards, weights=[float(number) for each in whole for number in each.flatten()]""",
+    )
+    two, one = both(tmp_path, script)
+    assert [each["backend"] for each in two] == ["smddp", "smddp"]
+    assert sum(each["shards"] for each in two) == one["shards"]
+    assert max(each["shards"] for each in two) < one["shards"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="FSDP1 of PyTorch and Lightning's strategy need GPUs: two")
+def test_the_fsdp_strategy_of_lightning(tmp_path):
+    script = LIGHTNING.replace(
+        "    def training_step",
+        """    def on_train_end(self):
+        # Rank 0 gets the whole state.
+        state = self.trainer.strategy.lightning_module_state_dict()
+        self.whole = [float(number) for name in sorted(state) for number in state[name].flatten()]
+        self.shard = sum(each.numel() for each in self.trainer.model.parameters())
+    def training_step""",
+    ).replace("DDPStrategy(", "FSDPStrategy(auto_wrap_policy={torch.nn.Linear}, state_dict_type='full', ")
+    script = script.replace("import DDPStrategy", "import FSDPStrategy").replace(
+        'accelerator="cpu"', 'accelerator="gpu"'
+    )
+    script = script.replace("weights=weights(module)", "weights=module.whole, shard=module.shard")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
+    two = run(tmp_path, script, CUDA_VISIBLE_DEVICES=visible)
+    (one,) = run(tmp_path, script, ranks=1, CUDA_VISIBLE_DEVICES=visible)
+    assert [each["backend"] for each in two] == ["smddp", "smddp"]
+    assert max(each["shard"] for each in two) < one["shard"]
+    assert two[0]["weights"] == pytest.approx(one["weights"], abs=1e-5)
 
 
 def test_tensor_parallelism_of_smp_in_a_module_of_lightning(tmp_path):

@@ -37,7 +37,8 @@ class RayCluster:
         # Paths of sockets have at most 107 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
         self.address = ""
-        self._nodes: list[subprocess.Popen[bytes] | None] = []
+        #: `ray start` of each node, by number; None where it was removed.
+        self.nodes: list[subprocess.Popen[bytes] | None] = []
         self.environment = {
             **launchers.clean_environment(),
             _MARK: str(self.folder),
@@ -66,7 +67,7 @@ class RayCluster:
     def __exit__(self, *_: object) -> None:
         try:
             # The head last: a node without a head waits for it.
-            for number in reversed(range(len(self._nodes))):
+            for number in reversed(range(len(self.nodes))):
                 self.remove(number)
             # Agents of a node end when they see that it has ended.
             deadline = time.monotonic() + _PATIENCE
@@ -81,7 +82,7 @@ class RayCluster:
 
     def add(self, cpus: int) -> int:
         """Starts a node, waits until the cluster has it, and returns its number."""
-        number = len(self._nodes)
+        number = len(self.nodes)
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus", str(cpus)]
         command += ["--node-ip-address", f"127.0.0.{number + 1}", "--object-store-memory", str(100 << 20)]
         command += ["--disable-usage-stats"]
@@ -99,7 +100,7 @@ class RayCluster:
         node = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
-        self._nodes.append(node)
+        self.nodes.append(node)
         deadline = time.monotonic() + _PATIENCE
         while "Ray runtime started" not in self.log(number):
             assert node.poll() is None, f"node {number} has not started:\n{self.log(number)}"
@@ -113,10 +114,10 @@ class RayCluster:
 
     def remove(self, number: int) -> None:
         """Ends a node as `ray stop` does, and waits until it has ended."""
-        node = self._nodes[number]
+        node = self.nodes[number]
         if node is None:
             return
-        self._nodes[number] = None
+        self.nodes[number] = None
         node.send_signal(signal.SIGTERM)
         try:
             node.wait(_PATIENCE)

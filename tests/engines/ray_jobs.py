@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -169,6 +172,103 @@ def test_an_elastic_job_sees_every_sample(cluster):
         assert sorted(seen) == list(range(1500))
 
 
+def test_nodes_leave_and_join_an_elastic_job(cluster):
+    """`ray stop` on a node, then `ray start` on another one: training goes on with what there is, and loses no sample."""
+    out = cluster.folder / "results.json"
+    options = ("--epochs", "4", "--min-workers", "1", "--pause", "0.5", "--out", out)
+    process = cluster.start(ROOT / "examples" / "ray" / "elastic_digits.py", *options)
+    output = []
+
+    def wait_for(session):
+        for line in process.stdout:
+            output.append(line)
+            if session in line:
+                return
+        raise AssertionError("".join(output))
+
+    try:
+        wait_for("a session of 2 in epoch 0")
+        time.sleep(3)
+        cluster.remove(1)
+        left = time.monotonic()
+        wait_for("a session of 1 in epoch")
+        assert time.monotonic() - left < 60
+        cluster.add(cpus=1)
+        wait_for("a session of 2 in epoch")
+        rest, _ = process.communicate(timeout=400)
+    finally:
+        process.kill()
+        process.wait()
+    text = "".join(output) + rest
+    assert process.returncode == 0, text
+    results = json.loads(out.read_text())
+    assert [(each["rank"], each["size"]) for each in results] == [(0, 2), (1, 2)], text
+    assert results[0]["accuracy"] > 0.8
+    assert len(results[0]["seen"]) == 4
+    for seen in results[0]["seen"]:
+        assert set(seen) == set(range(1500))
+        # The last batch of a session is filled up so that all workers have as many samples.
+        assert len(seen) <= 1500 + 3
+
+
+def test_a_node_that_is_stopped_is_named_by_the_others(cluster):
+    body = """
+        def train():
+            import torch
+            import horovod.torch as hvd
+            hvd.init()
+            while True:
+                try:
+                    hvd.allreduce(torch.ones(4), name="x")
+                except hvd.HorovodInternalError as error:
+                    raise RuntimeError(f"SURVIVOR at {time.time()}: {error}") from None
+                if not os.path.exists(f"{os.environ['STORAGE']}/training{hvd.rank()}"):
+                    with open(f"{os.environ['STORAGE']}/training{hvd.rank()}", "w") as file:
+                        file.write(str(os.getpid()))
+
+        ray.init()
+        executor = RayExecutor(RayExecutor.create_settings(timeout_s=120), num_hosts=2, num_workers_per_host=1)
+        executor.start(extra_env_vars={"STORAGE": os.environ["STORAGE"]})
+        references = executor.run_remote(train)
+        for rank, reference in enumerate(references):
+            try:
+                ray.get(reference)
+            except Exception as error:
+                print(f"RANK {rank}", str(error).replace("\\n", " "), flush=True)
+        executor.shutdown()
+    """
+    cluster.environment["STORAGE"] = str(cluster.folder)
+    process = cluster.start(script(cluster, "stop", body))
+    try:
+        deadline = time.monotonic() + 300
+        files = [cluster.folder / f"training{rank}" for rank in range(2)]
+        while not all(file.exists() and file.read_text() for file in files):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        pids = [int(file.read_text()) for file in files]
+        node = cluster.nodes[-1]
+        node.send_signal(signal.SIGTERM)
+        # Ray lets a node's workers go on for half a minute.
+        ended = None
+        while ended is None:
+            running = [pid for pid, _ in cluster.processes()]
+            ended = time.time() if set(pids) - set(running) else None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        output, _ = process.communicate(timeout=300)
+        cluster.remove(len(cluster.nodes) - 1)
+    finally:
+        process.kill()
+        process.wait()
+        cluster.add(cpus=1)
+    # The message of the exception follows its traceback, which shows the line of the code.
+    (found,) = re.findall(r"^RANK (\d) .*SURVIVOR at (\d+\.\d+): (.*)$", output, re.MULTILINE)
+    assert f"rank {1 - int(found[0])} died" in found[2], output
+    assert float(found[1]) - ended < 10, output
+    assert [command for _, command in cluster.processes() if "RankActor" in command] == []
+
+
 def test_an_elastic_job_of_the_executor(cluster):
     body = """
         def train(word):
@@ -265,3 +365,44 @@ def test_ray_train_over_smddp(cluster):
         model(inputs).square().mean().backward()
         optimizer.step()
     torch.testing.assert_close(torch.tensor(result["weight"]), model.weight.detach().flatten())
+
+
+def test_a_killed_worker_of_ray_train_is_named_by_the_others(cluster):
+    body = """
+        import json
+        import ray.train.torch
+        from ray.train import RunConfig, ScalingConfig
+        from ray.train.torch import TorchTrainer
+        from smdistributed.integrations.ray import SmdConfig
+
+        def train(config):
+            import torch
+            import torch.distributed as dist
+            for step in range(1000):
+                if step == 5 and dist.get_rank() == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                before = time.monotonic()
+                try:
+                    dist.all_reduce(torch.ones(4))
+                except RuntimeError as error:
+                    with open(f"{config['out']}/survivor.json", "w") as file:
+                        json.dump([time.monotonic() - before, str(error)], file)
+                    raise
+
+        ray.init()
+        trainer = TorchTrainer(
+            train, train_loop_config={"out": os.environ["STORAGE"]}, torch_config=SmdConfig(timeout_s=120),
+            scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
+            run_config=RunConfig(name="killed", storage_path=os.environ["STORAGE"]),
+        )
+        try:
+            trainer.fit()
+        except Exception as error:
+            print("CALLER", type(error).__name__, flush=True)
+    """
+    cluster.environment["STORAGE"] = str(cluster.folder)
+    output = cluster.run(script(cluster, "train_killed", body), timeout=400)
+    seconds, text = json.loads((cluster.folder / "survivor.json").read_text())
+    assert "rank 1 died" in text
+    assert seconds < 10
+    assert "CALLER" in output

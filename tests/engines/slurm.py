@@ -88,20 +88,11 @@ class SlurmCluster:
             except subprocess.TimeoutExpired:
                 daemon.kill()
         self._hosts.__exit__()
-        for number in range(self._hosts.count):
-            shutil.rmtree(self._etc(number), ignore_errors=True)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _etc(self, number: int) -> Path:
-        # `ip netns exec` mounts the files of this folder over those of /etc.
-        return Path("/etc/netns") / f"{self._hosts.name}-{number}"
 
     def _start(self) -> None:
         folder, numbers = self.folder, range(self._hosts.count)
-        names = "".join(f"{hosts.address(number)} smd-host-{number}\n" for number in numbers)
-        for number in numbers:
-            self._etc(number).mkdir(parents=True)
-            (self._etc(number) / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+        self._hosts.name_each_other()
         nodes = "\n".join(
             f"NodeName=smd-host-{number} NodeAddr={hosts.address(number)} CPUs=2 RealMemory=1000" for number in numbers
         )

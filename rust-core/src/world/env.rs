@@ -20,6 +20,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use parking_lot::Mutex;
 use sha2::{Digest, Sha256};
 
+use super::hydra;
 use crate::error::{Error, Result};
 
 /// Environment variables by name.
@@ -133,13 +134,20 @@ impl LauncherClaim {
 /// Variables that this process set for torch; see [`remember_exports`].
 static EXPORTED: Mutex<Variables> = Mutex::new(Variables::new());
 
-/// The environment of this process without the variables that it set itself.
+/// The environment of this process without the variables that it set itself. Under MPICH, the address of `mpiexec` is
+/// among them.
 pub fn variables() -> Variables {
     let exported = EXPORTED.lock();
-    std::env::vars_os()
+    let mut found: Variables = std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
         .filter(|(name, value)| exported.get(name) != Some(value))
-        .collect()
+        .collect();
+    if found.contains_key("PMI_RANK")
+        && let Some(address) = hydra::control_port()
+    {
+        found.insert(hydra::VARIABLE.to_owned(), address);
+    }
+    found
 }
 
 /// Whether an MPI launcher started this process so that MPI can find its job: `mpirun`, or `srun` with a PMI plug-in.
@@ -320,9 +328,15 @@ fn master_addr(variables: &Variables, on_one_host: bool) -> Option<String> {
         return Some(address);
     }
     // `1234.0;tcp://10.0.0.1,192.168.0.1:41234`: the host of `mpirun`, which runs rank 0 by default.
-    let uri = set(variables, "OMPI_MCA_orte_hnp_uri")?;
-    let (_, addresses) = uri.split_once("tcp://")?;
-    Some(addresses.split([',', ':']).next()?.to_owned())
+    if let Some(uri) = set(variables, "OMPI_MCA_orte_hnp_uri") {
+        let (_, addresses) = uri.split_once("tcp://")?;
+        return Some(addresses.split([',', ':']).next()?.to_owned());
+    }
+    // Open MPI 5 has `prterun-HOST-PROCESS@JOB`, MPICH `HOST:PORT GROUP`: again the host of `mpirun`.
+    if let Some(place) = set(variables, "PMIX_NAMESPACE").and_then(|name| name.strip_prefix("prterun-")) {
+        return Some(place.rsplit_once('@')?.0.rsplit_once('-')?.0.to_owned());
+    }
+    Some(set(variables, hydra::VARIABLE)?.rsplit_once(':')?.0.to_owned())
 }
 
 /// The first host of a list such as `node[003-007,9],login1`.
@@ -351,7 +365,7 @@ fn master_port(variables: &Variables, job: &str) -> Result<u16> {
 
 /// The job's identity, from a variable that the launcher sets for each job.
 fn job(variables: &Variables) -> String {
-    const NAMES: [&str; 9] = [
+    const NAMES: [&str; 10] = [
         "MASTER_ADDR",
         "MASTER_PORT",
         "TORCHELASTIC_RUN_ID",
@@ -359,6 +373,7 @@ fn job(variables: &Variables) -> String {
         "OMPI_MCA_ess_base_jobid",
         "PMIX_NAMESPACE",
         "PMI_JOBID",
+        hydra::VARIABLE,
         "SLURM_JOB_ID",
         "SLURM_STEP_ID",
     ];

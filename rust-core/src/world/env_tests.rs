@@ -115,6 +115,9 @@ fn the_host_of_rank_0() {
             "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 OMPI_MCA_orte_hnp_uri=12.0;tcp://10.0.0.1,10.1.0.1:4000",
             Some("10.0.0.1"),
         ),
+        ("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 PMIX_NAMESPACE=prterun-node-1-7152@1", Some("node-1")),
+        ("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 PMIX_NAMESPACE=slurm.pmix.7.0", None),
+        ("PMI_RANK=0 PMI_SIZE=2 HYDRA_CONTROL_PORT=node-1:35759", Some("node-1")),
         ("SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_STEP_NODELIST=n[03-07,9]-ib,login", Some("n03-ib")),
         ("SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_STEP_NODELIST=alpha,beta[1-2]", Some("alpha")),
     ];
@@ -129,6 +132,9 @@ fn ports_are_the_same_on_all_ranks_and_differ_between_jobs() {
     let job = "WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=29500";
     assert_eq!(ports(&format!("RANK=0 {job}")), ports(&format!("RANK=1 {job}")));
     assert_ne!(ports(&format!("RANK=0 {job}")), ports(&format!("RANK=0 {job} TORCHELASTIC_RESTART_COUNT=1")));
+    // Two jobs of MPICH differ in nothing else.
+    let mpich = |port: u16| ports(&format!("PMI_RANK=0 PMI_SIZE=2 HYDRA_CONTROL_PORT=a:{port}"));
+    assert_ne!(mpich(1), mpich(2));
     for port in ports(&format!("RANK=0 {job}")) {
         assert!((FIRST_PORT..FIRST_PORT + NUM_PORTS).contains(&port));
     }

@@ -46,6 +46,9 @@ exec {python} {sshd} run "$host" "$*"
 
 _SSHD = Path(__file__).with_name("sshd.py")
 
+#: `ip netns exec` mounts the files of a namespace's folder here over those of /etc.
+_ETC = Path("/etc/netns")
+
 #: Runs a command on host number `$1`.
 _ON_HOST = """#!/bin/sh
 host=$1; shift
@@ -86,6 +89,7 @@ class Hosts:
                 """Leaving the context closes the server's standard input, which ends it."""
         for name in (*(f"{self.name}-{host}" for host in range(self.count)), f"{self.name}-switch"):
             subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
+            shutil.rmtree(_ETC / name, ignore_errors=True)
         if self._folder:
             self._folder.cleanup()
 
@@ -103,6 +107,22 @@ class Hosts:
             *options,
             sys.executable,
         ]
+
+    def etc(self, host: int) -> Path:
+        """The folder whose files processes on `host` see in place of those of /etc."""
+        folder = _ETC / f"{self.name}-{host}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def name_each_other(self) -> None:
+        """Lets all hosts find each other by name."""
+        names = "".join(f"{address(host)} smd-host-{host}\n" for host in range(self.count))
+        for host in range(self.count):
+            (self.etc(host) / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+
+    def remote_shell(self) -> str:
+        """Path of the command that an MPI launcher calls in place of `ssh`."""
+        return self._path("remote-shell")
 
     def by_hand(self, own: Mapping[int, Mapping[str, str]] | None = None) -> ByHand:
         """Returns a launcher that starts each rank itself; `own` has extra variables of single ranks."""
