@@ -525,6 +525,27 @@ def test_commands_in_a_shell():
     assert time.monotonic() - start < 30
 
 
+class _SlowStream(io.StringIO):
+    def write(self, text):
+        time.sleep(0.01)
+        return super().write(text)
+
+
+def test_a_slow_reader_gets_all_output_of_a_command(monkeypatch):
+    monkeypatch.setattr(safe_shell_exec, "GRACEFUL_TERMINATION_TIME_S", 0.5)
+    out = _SlowStream()
+    assert safe_shell_exec.execute("seq 100", stdout=out) == 0
+    assert out.getvalue() == "".join(f"{number}\n" for number in range(1, 101))
+
+
+def test_a_process_that_leaves_the_group_with_the_output_open_delays_nobody(monkeypatch):
+    monkeypatch.setattr(safe_shell_exec, "GRACEFUL_TERMINATION_TIME_S", 0.5)
+    out, start = io.StringIO(), time.monotonic()
+    assert safe_shell_exec.execute("setsid sleep 45 & echo there; sleep 0.5", stdout=out) == 0
+    assert out.getvalue() == "there\n"
+    assert time.monotonic() - start < 30
+
+
 def test_threads_and_pipes():
     assert threads.execute_function_multithreaded(lambda x: x + 1, [[1], [2]]) == {0: 2, 1: 3}
     event, seen = threading.Event(), []

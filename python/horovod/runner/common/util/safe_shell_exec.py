@@ -66,7 +66,7 @@ def _is_there(group: int) -> bool:
 
 def prefix_connection(
     src_connection: Any,
-    dst_stream: TextIO | Pipe,
+    dst_stream: TextIO | Pipe | _WatchedStream,
     prefix: str,
     index: int | None,
     prefix_output_with_timestamp: bool,
@@ -105,6 +105,22 @@ def prefix_connection(
                 dst_stream.flush()
         if not data:
             return
+
+
+class _WatchedStream:
+    """Passes text on to another stream, and notes when it last did."""
+
+    def __init__(self, target: TextIO | Pipe) -> None:
+        self._target = target
+        self.last_progress = time.monotonic()
+
+    def write(self, text: str) -> None:
+        self._target.write(text)
+        self.last_progress = time.monotonic()
+
+    def flush(self) -> None:
+        self._target.flush()
+        self.last_progress = time.monotonic()
 
 
 def execute(
@@ -149,16 +165,14 @@ def execute(
     )
     os.close(lifeline)
 
-    def pass_on(source: IO[bytes], target: TextIO | Pipe, name: str) -> None:
+    def pass_on(source: IO[bytes], target: _WatchedStream, name: str) -> None:
         with source:
             prefix_connection(source, target, name, index, prefix_output_with_timestamp)
 
+    targets = [_WatchedStream(stdout or sys.stdout), _WatchedStream(stderr or sys.stderr)]
     pumps = [
-        threading.Thread(target=pass_on, args=(source, target or default, name), daemon=True)
-        for source, target, default, name in (
-            (process.stdout, stdout, sys.stdout, "stdout"),
-            (process.stderr, stderr, sys.stderr, "stderr"),
-        )
+        threading.Thread(target=pass_on, args=(source, target, name), daemon=True)
+        for source, target, name in zip((process.stdout, process.stderr), targets, ("stdout", "stderr"), strict=True)
     ]
     for pump in pumps:
         pump.start()
@@ -176,8 +190,11 @@ def execute(
             _end(process)
         # Ends the background processes that the command has started.
         _signal(process.pid, signal.SIGKILL)
-    for pump in pumps:
-        pump.join(GRACEFUL_TERMINATION_TIME_S)
+    ended = time.monotonic()
+    for pump, target in zip(pumps, targets, strict=True):
+        # A slow reader gets all output. A process that has left the group may keep the pipe open without writing.
+        while pump.is_alive() and time.monotonic() < max(ended, target.last_progress) + GRACEFUL_TERMINATION_TIME_S:
+            pump.join(_LONGEST_LOOK)
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
