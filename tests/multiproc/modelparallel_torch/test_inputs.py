@@ -1,4 +1,4 @@
-"""The arguments of a step are those of the first rank of its pipeline."""
+"""All ranks of a pipeline run a step with the arguments that its first rank passes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Row = collections.namedtuple("Row", "tokens labels")
 
 @dataclasses.dataclass
 class Batch:
-    """Tensors and a number."""
+    """A batch as a dataclass, with a tensor and a number."""
 
     tokens: Any
     weight: float
 
 
 class Sliced:
-    """Knows how it is divided."""
+    """Divides itself into microbatches with `smp_slice`."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -40,8 +40,8 @@ def _model(torch, smp, partitions):
     return smp.DistributedModel(model)
 
 
-def _seen_body(partitions):
-    """What the bodies see on each rank, of what only the first rank passes rightly."""
+def _arguments_body(partitions):
+    """Returns the arguments that the body sees on this rank. Only the first rank passes the right ones."""
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -53,24 +53,27 @@ def _seen_body(partitions):
     x = torch.arange(24.0).view(4, 6)
     passed = {
         "empty": (x, torch.empty(0)),
-        "same kind": (x, torch.zeros(4, 6)),
-        "nothing": (x, None),
-        "other length": (x, torch.zeros(16, 6)),
-        "other type": (x, torch.zeros(4, 6, dtype=torch.bfloat16)),
-        "other things": ({"x": [x, "text"]}, 5.0),
+        "same structure": (x, torch.zeros(4, 6)),
+        "None on other ranks": (x, None),
+        "another length": (x, torch.zeros(16, 6)),
+        "another dtype": (x, torch.zeros(4, 6, dtype=torch.bfloat16)),
+        "another structure": ({"x": [x, "text"]}, 5.0),
         "views of one tensor": ([tokens[:, :-1], tokens[:, 1:]], []),
         "transposed": (torch.arange(24.0).view(6, 4).t(), x),
-        "a part": (torch.arange(400.0).view(4, 100)[:, 3:5], None),
+        "strided view": (torch.arange(400.0).view(4, 100)[:, 3:5], None),
         "expanded": (torch.ones(1, 6).expand(4, 6), torch.ones(4, 6)),
-        "named": (Row(x, x + 1), Row(x, None)),
+        "named tuple": (Row(x, x + 1), Row(x, None)),
         "dataclass": (Batch(x, 2.0), Batch(x * 0, 3.0)),
         "sliced": (Sliced(x), Sliced(None)),
         "plain": ([1, "one", None, True, torch.float16], [2, "two", 1, False, torch.float32]),
         "sparse": ([x.to_sparse()], None),
         "complex": (torch.view_as_complex(x.view(4, 3, 2)).conj(), None),
-        "none": (None, x),
+        "None on the first rank": (None, x),
         "large": (torch.arange(4.0 * 40000).view(4, 40000), None),
-        "bytes of one tensor": ([x.view(torch.uint8).view(-1)[:96].view(4, 24), x, x.view(torch.int32)[:, 1:]], None),
+        "views with other dtypes": (
+            [x.view(torch.uint8).view(-1)[:96].view(4, 24), x, x.view(torch.int32)[:, 1:]],
+            None,
+        ),
         "an object": (types.SimpleNamespace(rate=0.5), None),
     }
     seen = {}
@@ -107,8 +110,8 @@ def _shown(value):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("partitions", [2, 3])
-def test_every_rank_sees_the_arguments_of_the_first(partitions):
-    first, *others = run_ranks(_seen_body, partitions, partitions, launcher=Forked("torch"), timeout=100)
+def test_all_ranks_get_the_first_ranks_arguments(partitions):
+    first, *others = run_ranks(_arguments_body, partitions, partitions, launcher=Forked("torch"), timeout=100)
     assert first
     assert all(len(values) == 2 for _, values in first)
     for other in others:
@@ -116,7 +119,7 @@ def test_every_rank_sees_the_arguments_of_the_first(partitions):
             assert ours == theirs
 
 
-def _numbers_body():
+def _local_objects_body():
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -135,7 +138,7 @@ def _numbers_body():
             kept.calls += 1
             kept.last = torch.ones(2)
             self.count += 1
-            # What is changed through a view is changed in the other view too.
+            # `left` is a view of `x` on the first rank, so this changes `x` on all ranks.
             batch["left"][0] = 5.0
             loss = torch.nn.functional.mse_loss(model(batch["x"]), batch["y"]) + batch["left"].sum() * 0
             model.backward(loss)
@@ -145,7 +148,8 @@ def _numbers_body():
         def smp_slice(self, num_mb, mb, axis):
             return mb
 
-    # Ranks that pass other things get all that the first one passes, also objects of classes that have no name to import.
+    # The other rank passes other rows, so it gets all arguments of the first one, even an object of a local class, which
+    # cannot be imported by name.
     calls = []
 
     @smp.step
@@ -178,8 +182,8 @@ def _numbers_body():
 
 
 @pytest.mark.timeout(120)
-def test_numbers_are_those_of_the_first_rank_and_objects_stay():
-    for losses, expected in run_ranks(_numbers_body, 2, launcher=Forked("torch"), timeout=100):
+def test_tensors_come_from_the_first_rank_and_objects_stay_local():
+    for losses, expected in run_ranks(_local_objects_body, 2, launcher=Forked("torch"), timeout=100):
         assert losses == pytest.approx([expected] * 3, rel=1e-6)
 
 
@@ -217,5 +221,5 @@ def _refused_body():
 
 
 @pytest.mark.timeout(120)
-def test_what_cannot_be_sent_is_the_same_error_on_all_ranks():
+def test_arguments_that_cannot_be_sent_raise_on_all_ranks():
     assert run_ranks(_refused_body, 2, launcher=Forked("torch"), timeout=100) == [[True, True]] * 2

@@ -1,5 +1,6 @@
-"""What stays in the pipeline: objects that modules change, modules that look at numbers, hooks, checkpointing; and how what leaves it
-is told. Each body runs beside the same model in one process."""
+"""Models that the pipeline runs without synchronous calls: their modules change objects, read values of tensors or have
+hooks. Calls that must run synchronously warn, or raise with `SMD_STRICT_PIPELINE`. Each model also runs in one process.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def _normal(step, width=8, rows=8):
 
 
 def _steps(make, batch=None, partitions=2, **config):
-    """Two steps beside one process, cut by hand at the model's `parts`."""
+    """Runs two steps on partitions and in one process, and compares them. A model's `parts` go to the partitions in turn."""
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -29,19 +30,19 @@ def _steps(make, batch=None, partitions=2, **config):
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(7)
     model = make()
-    cut = {"auto_partition": False, "default_partition": 0} if hasattr(model, "parts") else {}
+    manual = {"auto_partition": False, "default_partition": 0} if hasattr(model, "parts") else {}
 
     def place(model):
         for number, part in enumerate(getattr(model, "parts", ())):
             smp.set_partition(part, number % partitions)
 
     batch = batch or (lambda step: {"x": _normal(step)})
-    return run_model(model, batch, "interleaved", partitions, place=place, **cut, **config)
+    return run_model(model, batch, "interleaved", partitions, place=place, **manual, **config)
 
 
 @dataclass
 class Notes:
-    """An object that modules change, which refers to itself."""
+    """An object that modules change; `itself` makes it refer to itself."""
 
     seen: list
     total: object = None
@@ -66,7 +67,7 @@ def _objects_body():
             table[self.number] = {"mean": y.mean(), "shape": tuple(y.shape)}
             table.setdefault("of all", []).append(y.std())
             if self.number == 2:
-                # What another partition made, from an object.
+                # Both factors are the output of part 0, from objects that part 1 on the other partition has changed since.
                 y = y + found["first"] * notes.seen[0]
             found["first"] = y if self.number == 0 else found["first"]
             return y
@@ -89,7 +90,7 @@ def _objects_body():
     return _steps(Model)
 
 
-def test_objects_that_modules_change_are_followed_across_partitions():
+def test_modules_on_two_partitions_change_the_same_objects():
     for found in run_ranks(_objects_body, 2, launcher=Forked("torch"), env=STRICT, timeout=100):
         assert found["difference"] <= 1e-12
         assert found["partitions"] == [0, 1]
@@ -132,13 +133,13 @@ def _unread_body():
     return sorted(set(sent))
 
 
-def test_tensors_of_a_cache_that_another_partition_never_reads_are_not_sent():
+def test_cache_entries_that_no_other_partition_reads_are_not_sent():
     assert run_ranks(_unread_body, 2, launcher=Forked("torch"), env=STRICT, timeout=100) == [[(2, 8)]] * 2
 
 
 def _experts(torch, nn):
     class Experts(nn.Module):
-        """Each row goes to the expert of its largest number."""
+        """A mixture of experts: each row goes to the expert with the largest gate value."""
 
         def __init__(self):
             super().__init__()
@@ -173,7 +174,7 @@ def _check_routing(auto):
 
     if not auto:
         return _steps(Model)
-    # Found by the trace, which meets the same modules.
+    # The trace must tie the modules of a mixture of experts, so that partitioning keeps them together.
     model = Model()
     from smdistributed.modelparallel.torch.partitioning import cost_trace
 
@@ -183,16 +184,16 @@ def _check_routing(auto):
     return None
 
 
-def test_modules_that_route_by_numbers_stay_in_the_pipeline():
+def test_mixtures_of_experts_run_in_the_pipeline():
     for found in run_ranks(_check_routing, 2, False, launcher=Forked("torch"), env=STRICT, timeout=100):
         assert found["difference"] <= 1e-12
 
 
-def test_the_partition_keeps_modules_that_route_by_numbers_whole():
+def test_partitioning_keeps_each_mixture_of_experts_whole():
     run_ranks(_check_routing, 1, True, launcher=Forked("torch"), timeout=100)
 
 
-def _surprise_body():
+def _unexpected_shape_body():
     from torch import nn
 
     class Part(nn.Module):
@@ -202,7 +203,7 @@ def _surprise_body():
 
         def forward(self, x):
             y = self.linear(x)
-            # No made-up number is as large.
+            # The made-up values with which the library records the module are smaller, so it sees the other branch.
             return y[:1] if (x > 1e6).any() else y
 
     class Model(nn.Module):
@@ -216,9 +217,9 @@ def _surprise_body():
     return _steps(Model, lambda step: {"x": _normal(step) + 1e7})
 
 
-def test_a_module_that_differs_from_what_was_observed_is_an_error_on_all_ranks():
+def test_an_output_that_differs_from_the_recorded_one_raises_on_all_ranks():
     with pytest.raises(RanksFailedError) as caught:
-        run_ranks(_surprise_body, 2, launcher=Forked("torch"), timeout=100)
+        run_ranks(_unexpected_shape_body, 2, launcher=Forked("torch"), timeout=100)
     text = str(caught.value)
     assert "`parts.0` on partition 0" in text
     assert "With made-up numbers it was always the same" in text
@@ -253,13 +254,13 @@ def _check_leaves(strict):
     return None
 
 
-def test_what_leaves_the_pipeline_is_told_once_and_counted():
+def test_synchronous_calls_warn_once_and_are_counted():
     for found in run_ranks(_check_leaves, 2, False, launcher=Forked("torch"), timeout=100):
         assert found["difference"] <= 1e-12
         assert list(found["synchronous"].values()) == [8]
 
 
-def test_what_leaves_the_pipeline_is_an_error_where_that_is_asked_for():
+def test_synchronous_calls_raise_in_strict_mode():
     run_ranks(_check_leaves, 2, True, launcher=Forked("torch"), env=STRICT, timeout=100)
 
 
@@ -358,7 +359,7 @@ def _mixed_types_body():
     return _steps(Model)
 
 
-def test_losses_that_promote_types_otherwise_than_fake_tensors():
+def test_a_loss_whose_dtype_differs_from_that_of_fake_tensors():
     for found in run_ranks(_mixed_types_body, 2, launcher=Forked("torch"), env=STRICT, timeout=100):
         assert found["difference"] <= 1e-6
 
@@ -374,7 +375,7 @@ def _masks_body():
 
         def forward(self, x, mask):
             x = self.parts[1](self.parts[0](x))
-            # As many numbers come out as the mask of the microbatch says, another count in each of them.
+            # The mask of a microbatch determines the sizes of these results, so they differ between microbatches.
             loss = x[mask].square().mean() + x.unsqueeze(1)[:, None, ..., mask[0]].sum()
             loss = loss + x.masked_select(mask[:, :1]).mean() + torch.masked_select(x[0], mask).square().sum()
             lengths = mask.sum(1)
@@ -396,6 +397,6 @@ def _masks_body():
     return _steps(Model, batch)
 
 
-def test_selections_by_masks_that_all_ranks_have():
+def test_sizes_that_depend_on_replicated_masks():
     for found in run_ranks(_masks_body, 2, launcher=Forked("torch"), env=STRICT, timeout=100):
         assert found["difference"] <= 1e-12

@@ -1,4 +1,6 @@
-"""Random choices of a step: what the body draws is the same on all ranks, and what one process draws where the order allows."""
+"""Random numbers in steps. The body draws the same numbers on all ranks. They are those of one process, unless modules on
+other partitions draw before it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ from support import Forked, run_ranks
 
 
 def _check_choices(partitions, seeds_differ):
-    """Layers that are left out and spans that are masked by choices of Python, NumPy and PyTorch, without random modules."""
+    """Drops layers and masks columns at random with the generators of Python, NumPy and PyTorch, and compares with one process.
+
+    No module draws. With `seeds_differ`, each rank has another seed, and all use that of the first.
+    """
     import random
 
     import numpy
@@ -55,35 +60,35 @@ def _check_choices(partitions, seeds_differ):
     def drawn():
         return random.random(), float(numpy.random.rand()), float(torch.rand(()))
 
-    found, between = [], []
+    found, numbers_after_steps = [], []
     seed(5 + smp.pp_rank() * seeds_differ)
     for number in range(4):
         if number == 2:
-            # A seed between steps.
+            # Scripts may also seed between two steps.
             seed(9 + smp.pp_rank() * seeds_differ)
         found.append(step(model, x).outputs)
-        between.append(drawn())
-    expected, after = [], []
+        numbers_after_steps.append(drawn())
+    expected, expected_numbers = [], []
     seed(5)
     for number in range(4):
         if number == 2:
             seed(9)
         expected.append([alone(piece).square().sum() for piece in x.chunk(4)])
-        after.append(drawn())
+        expected_numbers.append(drawn())
     for ours, theirs in zip(found, expected, strict=True):
         for mine, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(mine, other.detach())
-    assert between == after
+    assert numbers_after_steps == expected_numbers
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("partitions", "seeds_differ"), [(2, False), (3, True)])
-def test_choices_are_those_of_one_process(partitions, seeds_differ):
+def test_random_control_flow_equals_one_process(partitions, seeds_differ):
     run_ranks(_check_choices, partitions, partitions, seeds_differ, launcher=Forked("torch"), timeout=100)
 
 
-class _Spread:
-    """Bodies that seed around calls of modules that draw."""
+class _Forwards:
+    """Forwards of a model on two partitions that seed, or restore a generator's state, around modules that draw."""
 
     def seeded(self, torch, model, x):
         torch.manual_seed(3)
@@ -102,7 +107,7 @@ class _Spread:
         state = torch.get_rng_state()
         h = model.b(x)
         torch.set_rng_state(state)
-        # The same mask again.
+        # Draws the same dropout mask again.
         return model.b(h)
 
     def drawn_before(self, torch, model, x):
@@ -154,14 +159,14 @@ def _check_seeds(schedule):
         def forward(self, x):
             return self.body(torch, self, x)
 
-    for name in [name for name in vars(_Spread) if not name.startswith("_")]:
+    for name in [name for name in vars(_Forwards) if not name.startswith("_")]:
         smp.init(
             {"partitions": 2, "microbatches": 4, "pipeline": schedule, "auto_partition": False, "default_partition": 0}
         )
         torch.manual_seed(1)
         alone, model = Net(), Net()
         model.load_state_dict(alone.state_dict())
-        alone.body = model.body = getattr(_Spread(), name)
+        alone.body = model.body = getattr(_Forwards(), name)
         smp.set_partition(model.b, 1)
         smp.set_partition(model.c, 1)
         model = smp.DistributedModel(model)
@@ -179,10 +184,11 @@ def _check_seeds(schedule):
         torch.manual_seed(7)
         random.seed(7)
         expected = [[alone(piece).square().sum().detach() for piece in x.chunk(4)] for _ in range(3)]
-        # Where the body draws after calls that have drawn, its numbers are its own.
-        known = 1 if name == "drawn_before" else 4
+        # After modules on partitions have drawn, the body's own numbers are not those of one process. So for
+        # `drawn_before`, only the first microbatch of the first step is compared.
+        comparable = 1 if name == "drawn_before" else 4
         for ours, theirs in list(zip(found, expected, strict=True))[: 1 if name == "drawn_before" else 3]:
-            for mine, other in list(zip(ours, theirs, strict=True))[:known]:
+            for mine, other in list(zip(ours, theirs, strict=True))[:comparable]:
                 torch.testing.assert_close(mine, other, msg=lambda text, name=name: f"{name}: {text}")
         assert len({float(each) for row in found for each in row}) > 3, name
         smp.shutdown()
@@ -190,12 +196,12 @@ def _check_seeds(schedule):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("schedule", ["interleaved", "simple"])
-def test_seeds_around_calls_count(schedule):
+def test_seeds_around_calls_equal_one_process(schedule):
     run_ranks(_check_seeds, 2, schedule, launcher=Forked("torch"), timeout=100)
 
 
 def _fresh_body():
-    """Noise of the body and masks of modules: never the same numbers twice, and the same noise on all ranks."""
+    """Checks that neither the noise that the body draws nor the dropout masks repeat; returns the noise."""
     import torch
     from torch import nn
 
@@ -221,6 +227,7 @@ def _fresh_body():
     masks = []
     for _ in range(3):
         masks += step(model, torch.ones(128, 4))[1].outputs
+    # The masks in `seen` are `RemoteTensor` objects.
     noises = [each for each in seen if type(each) is torch.Tensor]
     assert len(noises) == 12
     for tensors in (noises, masks):
@@ -230,6 +237,6 @@ def _fresh_body():
 
 
 @pytest.mark.timeout(120)
-def test_numbers_are_fresh_and_equal_on_all_ranks():
+def test_noise_never_repeats_and_is_equal_on_all_ranks():
     first, second = run_ranks(_fresh_body, 2, launcher=Forked("torch"), timeout=100)
     assert first == second

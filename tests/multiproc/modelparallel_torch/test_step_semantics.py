@@ -1,4 +1,4 @@
-"""What a step body does has the meaning of the plain PyTorch program, or raises: each body beside one process."""
+"""Step bodies on two partitions compute what plain PyTorch computes in one process, or raise an error."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ FORKED = Forked("torch")
 
 
 def _model(kind="plain"):
-    """Two layers on two partitions, called by the body or by a forward that is spread."""
+    """Returns the model's class: layers `a` and `b` on two partitions, which the body or the model's forward calls.
+
+    Args:
+        kind: Variant of the layers and of the forward that a body needs.
+    """
     import torch
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp
 
     class Scaled(nn.Module):
-        """What it does depends on an attribute and on its mode."""
+        """A layer whose output depends on attributes and on its training mode."""
 
         def __init__(self):
             super().__init__()
@@ -37,7 +41,7 @@ def _model(kind="plain"):
             return out if self.training else out + 1
 
     class Shift(nn.Module):
-        """Does not need its argument for its backward, so that may be changed."""
+        """Its backward does not need the argument, so the body may change the argument in place."""
 
         def __init__(self):
             super().__init__()
@@ -64,7 +68,7 @@ def _model(kind="plain"):
                 smp.set_partition(part, place % smp.pp_size())
             if kind == "shared":
                 for part in (self.a, self.b):
-                    # One module object with several parents, as adapters share their projections.
+                    # A module object with several parents: adapters share their projections in this way.
                     part.table = part.linear.table = nn.Module()
                     part.table.shift = nn.Buffer(torch.ones(6))
             if kind == "buffers":
@@ -93,7 +97,7 @@ def _loss(out, y):
 
 
 def _modes(model, backward, x, y):
-    """Calls in both modes."""
+    """Calls the model in evaluation mode and in training mode."""
     model.eval()
     t = model(x)
     model.train()
@@ -104,7 +108,7 @@ def _modes(model, backward, x, y):
 
 
 def _attributes(model, backward, x, y):
-    """An attribute changes between calls."""
+    """Changes an attribute of modules between calls."""
     core = getattr(model, "module", model)
     out = 0
     for scale in (1.0, 0.5, 3.0):
@@ -117,7 +121,7 @@ def _attributes(model, backward, x, y):
 
 
 def _contents(model, backward, x, y):
-    """The content of an attribute changes before the first call."""
+    """Changes the content of an attribute, a dictionary, before the first call."""
     core = getattr(model, "module", model)
     core.b.options["shift"] = 0.5
     out = model(x)
@@ -127,7 +131,7 @@ def _contents(model, backward, x, y):
 
 
 def _freezes(model, backward, x, y):
-    """Parameters are frozen for one of two calls, as adapters are switched."""
+    """Freezes parameters for one of two calls, as scripts do to switch adapters."""
     core = getattr(model, "module", model)
     core.b.requires_grad_(False)
     t = model(x)
@@ -138,7 +142,7 @@ def _freezes(model, backward, x, y):
 
 
 def _refilled(model, backward, x, y):
-    """A replicated mask is refilled in a loop."""
+    """Changes replicated tensors in place between calls that read them."""
     import torch
 
     mask, out = torch.zeros(6), 0
@@ -166,7 +170,7 @@ def _refilled(model, backward, x, y):
 
 
 def _views(model, backward, x, y):
-    """A write through a view after another partition has been given the tensor."""
+    """Writes to a tensor through a view after a call on another partition has read the tensor."""
     core = getattr(model, "module", model)
     h = core.a(x)
     f = core.b(h)
@@ -181,7 +185,7 @@ def _views(model, backward, x, y):
 
 
 def _late_views(model, backward, x, y):
-    """The write comes in a later stage than the tensor and its views."""
+    """Writes to a view in a later pipeline stage than the one that computes the tensor and its views."""
     import torch
 
     core = getattr(model, "module", model)
@@ -196,7 +200,7 @@ def _late_views(model, backward, x, y):
 
 
 def _data(model, backward, x, y):
-    """Writes that autograd does not see."""
+    """Writes through `.data` and `detach()`, which autograd does not record."""
     core = getattr(model, "module", model)
     h = core.a(x)
     f = core.b(h)
@@ -209,7 +213,7 @@ def _data(model, backward, x, y):
 
 
 def _module_writes(model, backward, x, y):
-    """A module changes its argument in place."""
+    """Calls a module that changes its argument in place."""
     core = getattr(model, "module", model)
     h = core.a(x + 1)
     f = core.b(h)
@@ -221,7 +225,7 @@ def _module_writes(model, backward, x, y):
 
 
 def _functions(model, backward, x, y):
-    """Custom autograd functions."""
+    """Applies custom autograd functions of both forms, with and without `setup_context`."""
     import torch
 
     class Reverse(torch.autograd.Function):
@@ -257,7 +261,7 @@ def _functions(model, backward, x, y):
 
 
 def _function_of_a_forward(model, backward, x, y):
-    """A custom autograd function in a spread forward."""
+    """Calls a model whose forward, with submodules on both partitions, applies a custom autograd function."""
     out = model(x)
     loss = _loss(out, y)
     backward(loss)
@@ -265,7 +269,7 @@ def _function_of_a_forward(model, backward, x, y):
 
 
 def _auxiliary(model, backward, x, y):
-    """A loss that a module leaves in an attribute."""
+    """Adds the auxiliary losses that modules store in attributes."""
     core = getattr(model, "module", model)
     out = model(x)
     loss = _loss(out, y) + 0.3 * core.a.aux + core.b.aux
@@ -274,7 +278,7 @@ def _auxiliary(model, backward, x, y):
 
 
 def _nested(model, backward, x, y):
-    """Results in structures, and a value that is used after its view died."""
+    """Returns nested structures, and uses a tensor after writes through views that no longer exist."""
     core = getattr(model, "module", model)
     h = core.a(x)
     pieces = [core.b(piece) for piece in (h[:, ::2].repeat(1, 2), h.t().contiguous().t())]
@@ -286,7 +290,7 @@ def _nested(model, backward, x, y):
 
 
 def _sizes(model, backward, x, y):
-    """Sizes that were computed with tensors, which other microbatches have other ones of."""
+    """Uses tensors as sizes and indices; the sizes differ between microbatches."""
     import torch
 
     core = getattr(model, "module", model)
@@ -302,7 +306,7 @@ def _sizes(model, backward, x, y):
 
 
 def _returned_argument(model, backward, x, y):
-    """A module writes in place to what a module before it returned, which is its argument, from another partition."""
+    """Calls an in-place activation on the output of an `Identity`, which is a tensor of another partition."""
     core = getattr(model, "module", model)
     h = core.act(core.same(core.a(x)))
     g = core.act(core.same(core.a(y).t())).t()
@@ -312,21 +316,21 @@ def _returned_argument(model, backward, x, y):
 
 
 def _buffers(model, backward, x, y):
-    """A spread forward replaces buffers: by a cast of itself, and by a running mean."""
+    """Calls a model whose forward, with submodules on both partitions, replaces buffers: by a cast, and by a running mean."""
     out = model(x) + model(y)
     backward(_loss(out, y))
     return out
 
 
 def _module_of_several_parents(model, backward, x, y):
-    """A module object has several parents."""
+    """Calls a model in which a module object has several parents."""
     out = model(x)
     backward(_loss(out, y))
     return out
 
 
 def _written_buffers(model, backward, x, y):
-    """A buffer is written several times, with numbers of other partitions in between; the next microbatch reads it."""
+    """Writes values of other partitions to a buffer several times; the next microbatch reads the buffer."""
     core = getattr(model, "module", model)
     out = 0
     for _ in range(2):
@@ -380,7 +384,7 @@ def test_bodies_equal_one_process(schedule):
     run_ranks(_check_cases, 2, CASES, 2, schedule, launcher=FORKED)
 
 
-def _kept(model, backward, x, y, kept=[]):  # noqa: B006 - kept from one microbatch to the next
+def _kept(model, backward, x, y, kept=[]):  # noqa: B006 - must persist between microbatches
     out = model(x)
     if kept:
         out = out + kept[-1]
@@ -447,5 +451,5 @@ def _check_refusals():
         _refused(*case)
 
 
-def test_what_cannot_be_followed_raises():
+def test_unsupported_bodies_raise():
     run_ranks(_check_refusals, 2, launcher=FORKED)

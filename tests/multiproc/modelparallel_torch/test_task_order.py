@@ -1,4 +1,6 @@
-"""Ranks that make the same calls in different orders, as a loop over a set of strings does, beside one process."""
+"""Steps whose ranks make the same calls in different orders, compared with one process. A loop over a set of strings has
+a different order in each process.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ def _model(dropout=0.0):
     import smdistributed.modelparallel.torch as smp
 
     class Model(nn.Module):
-        """Branches in an order that is the rank's own; each is called twice."""
+        """Calls its branches in `order`, which the test sets to different values on each rank."""
 
         def __init__(self):
             super().__init__()
@@ -40,7 +42,7 @@ def _model(dropout=0.0):
     return Model()
 
 
-def _order_body(asks, schedule):
+def _order_body(reads_values, schedule):
     import copy
 
     import torch
@@ -58,8 +60,8 @@ def _order_body(asks, schedule):
 
     def body(model, backward, x):
         out = model(x)
-        if asks and float(out.detach().sum()) == 0.0:
-            raise AssertionError("made up")
+        if reads_values and float(out.detach().sum()) == 0.0:
+            raise AssertionError("the body got made-up values")
         loss = (model(out) + out).square().mean()
         backward(loss)
         return loss, out
@@ -69,7 +71,7 @@ def _order_body(asks, schedule):
         return body(model, model.backward, x)
 
     worst = 0.0
-    # The order of a rank changes, and in the last step all ranks have one.
+    # The ranks swap their orders after two steps; in the last step, both have the same order.
     for number, shift in enumerate((0, 0, 1, 1, None)):
         model.module.order = orders[0 if shift is None else (smp.pp_rank() + shift) % 2]
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(number))
@@ -87,10 +89,10 @@ def _order_body(asks, schedule):
 
 
 @pytest.mark.timeout(130)
-@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("reads_values", [False, True])
 @pytest.mark.parametrize("schedule", ["simple", "interleaved", "zero_bubble"])
-def test_calls_in_the_order_of_each_rank_equal_one_process(schedule, asks):
-    for worst in run_ranks(_order_body, 2, asks, schedule, launcher=FORKED, timeout=120):
+def test_different_orders_of_calls_equal_one_process(schedule, reads_values):
+    for worst in run_ranks(_order_body, 2, reads_values, schedule, launcher=FORKED, timeout=120):
         assert worst < 1e-12
 
 
@@ -118,7 +120,7 @@ def _random_body():
 
 
 @pytest.mark.timeout(130)
-def test_draws_in_different_orders_raise_and_say_how_to_order_them():
+def test_random_calls_in_different_orders_raise_with_a_hint():
     texts = run_ranks(_random_body, 2, launcher=FORKED, timeout=120)
     assert texts[0] == texts[1]
     assert "run different steps" in texts[0]
@@ -126,13 +128,13 @@ def test_draws_in_different_orders_raise_and_say_how_to_order_them():
     assert "sorted(..)" in texts[0]
 
 
-def test_the_order_of_the_first_rank_is_found():
+def test_places_finds_the_order_of_the_first_rank():
     pytest.importorskip("torch")
     from smdistributed.modelparallel.torch.tracing.task_order import places
 
     free, kept = [(number, False) for number in range(4)], [(number, True) for number in range(4)]
     assert places(free[::-1], free) == [3, 2, 1, 0]
-    # Equal tasks keep their order; a task that keeps its place divides the others.
+    # Equal tasks keep their order. Tasks are not moved across one that keeps its place.
     assert places([free[1], free[0], free[1]], [free[0], free[1], free[1]]) == [1, 0, 2]
     assert places([free[1], free[0], kept[2], free[3]], [free[0], free[1], kept[2], free[3]]) == [1, 0, 2, 3]
     assert places([free[0], kept[2], free[1]], [free[1], kept[2], free[0]]) is None
