@@ -48,7 +48,7 @@ def test_resets_have_a_limit(tmp_path):
     assert "number of resets during elastic job exceeded limit: 1" in done.stderr, done.stderr
 
 
-def test_all_failed(tmp_path):
+def test_failure_of_all_workers(tmp_path):
     options = ["-np", "2", "--min-np", "1", "-H", "localhost:1,127.0.0.1:1"]
     done = horovodrun(tmp_path, "sys.exit(3)", *options)
     assert done.returncode == 1
@@ -64,7 +64,7 @@ def is_running(pid):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_the_launcher_takes_all_with_it(tmp_path, number):
+def test_ending_the_launcher_ends_all_workers(tmp_path, number):
     script = tmp_path / "worker.py"
     script.write_text(textwrap.dedent(WORKER).format(body="print('pid', os.getpid(), flush=True); time.sleep(60)"))
     options = ["-np", "2", "--min-np", "1", "-H", "localhost:1,127.0.0.1:1"]

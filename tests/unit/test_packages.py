@@ -65,7 +65,7 @@ def test_importing_the_libraries_does_not_import_the_compiler():
 
 
 @pytest.mark.parametrize("module", ["mxnet"])
-def test_a_horovod_face_that_is_missing_says_so(module):
+def test_a_horovod_module_that_does_not_exist_raises_with_the_reason(module):
     done = python(f"import horovod; print(horovod.__version__); import horovod.{module}")
     assert done.stdout.startswith("0.28.1")
     assert done.returncode == 1

@@ -71,7 +71,7 @@ def read_from_data_service(folder, side):
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("side", ["compute", "training"])
-def test_ranks_share_what_the_service_prepares(side, tmp_path):
+def test_ranks_share_the_data_of_the_service(side, tmp_path):
     results = run_ranks(
         read_from_data_service,
         2,

@@ -253,7 +253,7 @@ TORCHRUN = """
 
 @pytest.mark.more
 @pytest.mark.timeout(240)
-def test_torchrun_starts_all_anew(tmp_path):
+def test_torchrun_restarts_all_workers(tmp_path):
     pytest.importorskip("torch")
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(TORCHRUN))
@@ -316,7 +316,7 @@ print(json.dumps([host, hvd.rank(), train(state)]), file=open(sys.argv[1] + f"/{
 
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
-def test_a_driver_of_the_scripts_own(tmp_path):
+def test_an_elastic_driver_in_a_script(tmp_path):
     """A script starts the workers of an `ElasticDriver` itself; `hvd.init()` gets its rank from the driver's store.
 
     A second host appears: the workers are notified, and the next session includes it. Then its worker dies, and the

@@ -44,7 +44,7 @@ def test_output_and_exit_codes(tmp_path):
     assert "The first process to do so was:\nProcess name: 1\nExit code: 7\n" in done.stderr
 
 
-def test_what_there_is():
+def test_check_build():
     done = horovodrun("--check-build")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"Horovod v{horovod.__version__}:\n\nAvailable Frameworks:\n")
@@ -211,7 +211,7 @@ def test_a_function_on_all_ranks():
         horovod.run(fail, hosts="a:1", hostfile="b")
 
 
-def test_a_launcher_that_gets_a_function_returns_its_results():
+def test_launch_run_returns_the_results_of_a_function():
     from horovod.runner import _HorovodArgs, launch
 
     options = _HorovodArgs()
@@ -220,7 +220,7 @@ def test_a_launcher_that_gets_a_function_returns_its_results():
     assert launch._run(options) == [10, 11]
 
 
-def test_processes_that_the_script_starts(tmp_path):
+def test_processes_that_a_script_starts_itself(tmp_path):
     """Processes that a script starts itself rendezvous through the launcher's store, for several sessions."""
     script = (
         "from horovod.common.basics import HorovodBasics; import os, sys; hvd = HorovodBasics()\n"
@@ -244,7 +244,7 @@ def test_processes_that_the_script_starts(tmp_path):
     assert "SECRET" not in seen[1][0], "the secret is not on the command line, which any user of the host can read"
 
 
-def test_a_caller_that_is_killed_takes_the_job_along(tmp_path):
+def test_killing_the_caller_ends_the_job(tmp_path):
     script = tmp_path / "caller.py"
     script.write_text(
         "import os, time, horovod\n"
@@ -373,7 +373,7 @@ def test_worlds_communicators_and_timelines(tmp_path):
     assert "allreduce.later" not in found[0]["second"]
 
 
-def test_the_log_has_the_time_if_it_is_asked_for():
+def test_timestamps_in_the_log():
     script = "from horovod.common.basics import HorovodBasics; hvd = HorovodBasics(); hvd.init(); hvd.shutdown()"
     # `--thread-affinity 0` gives one core for two processes, which logs an error.
     job = ("-np", 2, "--thread-affinity", "0", "--gloo-timeout-seconds", 60, "--hierarchical-allreduce")

@@ -12,7 +12,7 @@ from support import more
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(("framework", "size"), [("torch", 3), more("torch", 4), ("tensorflow", 2), more("graph", 3)])
-def test_a_sample(framework, size):
+def test_a_sample_of_operations(framework, size):
     module = "torch" if framework == "torch" else "tensorflow"
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} is not installed")

@@ -373,7 +373,7 @@ def _autotune():
 
 
 @pytest.mark.timeout(90)
-def test_sizes_are_tried_before_gradients_go_by_plan(tmp_path):
+def test_autotuning_precedes_planned_reductions(tmp_path):
     log = tmp_path / "log.csv"
     tuning = {
         "AUTOTUNE": "1",

@@ -239,7 +239,7 @@ def run(job, size, every, timeout):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("job", JOBS)
-def test_a_sample(job):
+def test_a_sample_of_the_sweep(job):
     if importlib.util.find_spec(job.partition(" ")[0]) is None:
         pytest.skip(f"{job} is not installed")
     # Every 29th case: the step is prime, so that the sample contains every choice.

@@ -68,7 +68,7 @@ def reductions():
         assert ortho.numpy().tolist() == [1.0] * size
 
 
-def moving():
+def data_movement():
     tf, hvd, rank, size = start("tensorflow")
     for dtype in [
         tf.uint8,
@@ -400,7 +400,7 @@ def kernels_for_gpus():
         assert len(found.host_memory_arg) == tensors, (name, found)
 
 
-def life():
+def sessions():
     tf, hvd, _, size = start("tensorflow")
     hvd.shutdown()
     failed = tf.errors.FailedPreconditionError
@@ -412,7 +412,7 @@ def life():
     assert hvd.mpi_ops._normalize_name("a/b:0") == "a_b_0"
 
 
-PARTS = (reductions, moving, graphs, gradients, duplicates, mismatches, sparse, process_sets, joins, kernels_for_gpus, life)  # fmt: skip
+PARTS = (reductions, data_movement, graphs, gradients, duplicates, mismatches, sparse, process_sets, joins, kernels_for_gpus, sessions)  # fmt: skip
 
 
 def all_parts():

@@ -269,7 +269,7 @@ def late_gradients():
     raises(ValueError, "has a gradient now, and had none", lambda: call([one, one], variables))
 
 
-def other_gradients():
+def mismatched_gradients():
     """One rank lacks one gradient, or all: all ranks raise, and the error names the rank and the variable."""
     tf, hvd, rank, size = start("tensorflow")
     if size == 1:
@@ -294,7 +294,7 @@ def other_gradients():
             assert [float(each[0]) for each in run(0)] == [1.0, 1.0]
 
 
-PARTS = (variables_and_objects, tapes, optimizers_of_tensorflow1, batch_normalization, late_gradients, other_gradients)  # fmt: skip
+PARTS = (variables_and_objects, tapes, optimizers_of_tensorflow1, batch_normalization, late_gradients, mismatched_gradients)  # fmt: skip
 
 
 def all_parts():

@@ -101,7 +101,7 @@ def reductions():
     raises(NotImplementedError, "sparse", lambda: hvd.sparse_allreduce_async(sparse, name="s", op=hvd.Max))
 
 
-def moving():
+def data_movement():
     torch, hvd, rank, size = start("torch")
     for dtype in [torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.float32]:
         mine = torch.full((rank + 1, 2), rank).to(dtype)
@@ -299,7 +299,7 @@ def joins():
     hvd.barrier()
 
 
-PARTS = (reductions, moving, handles_and_names, gradients, joins)  # fmt: skip
+PARTS = (reductions, data_movement, handles_and_names, gradients, joins)  # fmt: skip
 
 
 def all_parts():

@@ -175,7 +175,7 @@ def optimizers():
     raises(ValueError, "expected at least 2D input", lambda: synced(torch.ones(3)))
 
 
-def other_gradients():
+def mismatched_gradients():
     """One rank has frozen a parameter that the others have not: all ranks raise, and the error names both."""
     torch, hvd, rank, size = start("torch")
     if size == 1:
@@ -206,7 +206,7 @@ def other_gradients():
         step()
 
 
-PARTS = (optimizers, other_gradients)  # fmt: skip
+PARTS = (optimizers, mismatched_gradients)  # fmt: skip
 
 
 def all_parts():

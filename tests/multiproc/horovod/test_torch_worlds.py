@@ -86,7 +86,7 @@ def process_sets():
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
 
 
-def life():
+def sessions():
     """Errors without a session, and sessions of a part of the ranks."""
     torch, hvd, rank, size = start("torch")
     if size > 1:
@@ -217,7 +217,7 @@ def stalls():
         ended.unlink()
 
 
-PARTS = (process_sets, life, tuning, fusion, stalls)  # fmt: skip
+PARTS = (process_sets, sessions, tuning, fusion, stalls)  # fmt: skip
 
 
 def all_parts():

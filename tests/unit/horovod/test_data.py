@@ -30,7 +30,7 @@ class AsyncNumbers(AsyncDataLoaderMixin, Numbers):
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("size", [0, 1, 64])
-def test_epochs_are_whole(size):
+def test_each_epoch_has_all_batches(size):
     loader = AsyncNumbers(size)
     for _ in range(3):
         assert list(loader) == [0, 10, 20, 30, 40]
@@ -43,7 +43,7 @@ def test_epochs_are_whole(size):
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("size", [0, 4])
-def test_what_loading_raises_reaches_the_script(size):
+def test_errors_while_loading_reach_the_script(size):
     loader = AsyncNumbers(size, fails_at=2)
     seen = []
     with pytest.raises(OSError, match="the disk is gone"):

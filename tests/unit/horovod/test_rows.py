@@ -17,7 +17,7 @@ def functions(path):
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
-def test_what_the_rows_name_exists():
+def test_cited_functions_exist():
     page = (TESTS.parent / "docs" / "contributing" / "horovod-conformance.md").read_text()
     cited = re.findall(r"`([\w/]+\.py)::(\w+)`", page)
     assert len(cited) > 80

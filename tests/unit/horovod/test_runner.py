@@ -110,13 +110,13 @@ def test_interfaces_keep_the_order_in_which_they_are_given(monkeypatch):
 @pytest.mark.parametrize(
     "line", ["", "-np x", "-np 2 --gloo --mpi", "-np 2 -H a:1 -hostfile b", "-np 2 --log-level LOUD"]
 )
-def test_lines_that_are_refused(line):
+def test_invalid_command_lines_are_rejected(line):
     with pytest.raises(SystemExit):
         parsed(line)
 
 
 @pytest.mark.parametrize("line", ["--cycle-time-ms -1", "--autotune-gaussian-process-noise 1.5", "--cache-capacity -3"])
-def test_numbers_that_are_refused(line):
+def test_numbers_out_of_range_are_rejected(line):
     with pytest.raises(ValueError, match="must be"):
         parsed(f"-np 2 {line}")
 
@@ -133,7 +133,7 @@ def test_numbers_that_are_refused(line):
         "TIMELINE_MARK_CYCLES",
     ],
 )
-def test_variables_that_are_refused(name, monkeypatch):
+def test_errors_name_the_invalid_variable(name, monkeypatch):
     """The error names the variable that was set, not the core's own setting."""
     monkeypatch.setenv(f"HOROVOD_{name}", "much")
     session = HorovodBasics()
@@ -142,7 +142,7 @@ def test_variables_that_are_refused(name, monkeypatch):
     session.shutdown()
 
 
-def test_variables_without_a_meaning(monkeypatch):
+def test_variables_without_effect_warn_once(monkeypatch):
     monkeypatch.setattr(environment, "_warned", False)
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "1")
     monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "NCCL")
@@ -156,7 +156,7 @@ def test_variables_without_a_meaning(monkeypatch):
         environment.check()
 
 
-def test_hints_and_settings_with_a_meaning(monkeypatch):
+def test_hints_and_supported_variables_do_not_warn(monkeypatch):
     monkeypatch.setattr(environment, "_warned", False)
     hints = ("HIERARCHICAL_ALLREDUCE", "HIERARCHICAL_ALLGATHER", "TORUS_ALLREDUCE", "ENABLE_ASYNC_COMPLETION")
     for name in (*hints, "LOG_HIDE_TIME", "GLOO_TIMEOUT_SECONDS", "DISABLE_GROUP_FUSION", "THREAD_AFFINITY"):
@@ -188,7 +188,7 @@ def test_options_are_read_from_sys_argv(monkeypatch):
     assert (args.num_proc, args.fusion_threshold_mb, args.command) == (2, 10, [])
 
 
-def test_what_drives_an_elastic_function():
+def test_the_loop_around_an_elastic_function():
     state, reset, listener = mock.MagicMock(), mock.Mock(), mock.Mock()
     events = [HorovodInternalError("lost"), HostsUpdatedInterrupt(True), HostsUpdatedInterrupt(False), 7]
     assert run_fn(mock.Mock(side_effect=events, __name__="train"), reset)(state) == 7
@@ -273,7 +273,7 @@ def test_host_files(tmp_path):
     assert hosts.parse_host_files(str(file)) == "172.31.32.7:8,172.31.33.9:4,last:1"
 
 
-def test_the_controller_that_is_asked_for(monkeypatch):
+def test_the_choice_of_controller(monkeypatch):
     calls = {name: mock.Mock() for name in ("gloo", "mpi", "js")}
 
     def controller(mpi, gloo, lsf=False, **use):
@@ -313,7 +313,7 @@ def line_of_mpirun(found, given_settings, nics, env, command):
     return " ".join(execute.call_args.args[0].split()), execute.call_args.kwargs["env"]
 
 
-def test_the_line_of_mpirun(monkeypatch):
+def test_command_lines_of_mpirun(monkeypatch):
     given_settings = settings.Settings(hosts="a:1,b:1", num_proc=2, verbose=0, run_func_mode=True, ssh_port=22)
     monkeypatch.setenv("PYTHONPATH", "ours")
     env = {"HOROVOD_X": "1", "PATH": "/bin", "OLDPWD": "/"}

@@ -24,7 +24,7 @@ from horovod.runner.util import network as interfaces
 KEY = secret.make_secret_key()
 
 
-def test_the_store_keeps_objects_for_who_knows_the_secret(monkeypatch):
+def test_the_store_requires_the_jobs_secret(monkeypatch):
     server = http_server.KVStoreServer(key=KEY)
     port = server.start_server()
     try:
@@ -62,7 +62,7 @@ def test_the_store_keeps_objects_for_who_knows_the_secret(monkeypatch):
         server.shutdown_server()
 
 
-def test_the_rendezvous_has_places_and_forgets_what_all_have_left():
+def test_the_rendezvous_assigns_slots_and_deletes_scopes_that_all_ranks_left():
     server = http_server.RendezvousServer(key=KEY)
     port = server.start()
     ask = lambda method, scope, key, body=b"": http_client.request(  # noqa: E731
@@ -86,8 +86,8 @@ class Adder(network.BasicService):
         return sum(req) if isinstance(req, list) else super()._handle(req, client_address)
 
 
-class Elsewhere:
-    """Raises when it is unpickled."""
+class FailsToUnpickle:
+    """Raises when it is unpickled: on the service, since its client only pickles it."""
 
     def __reduce__(self):
         return refuse, ()
@@ -97,7 +97,7 @@ def refuse():
     raise ValueError("not here")
 
 
-def test_services_answer_who_knows_the_secret():
+def test_services_require_the_jobs_secret():
     service = Adder("adder", KEY)
     try:
         client = network.BasicClient("adder", service.addresses(), KEY, match_intf=True)
@@ -108,7 +108,7 @@ def test_services_answer_who_knows_the_secret():
         with pytest.raises(RuntimeError, match="knows no dict"):
             client._send({})
         with pytest.raises(RuntimeError, match="adder: ValueError: not here"):
-            client._send(Elsewhere())
+            client._send(FailsToUnpickle())
         for name, key in (("adder", b"another"), ("another", KEY)):
             with pytest.raises(network.NoValidAddressesFound):
                 network.BasicClient(name, service.addresses(), key, attempts=1, probe_timeout=5)
@@ -117,7 +117,7 @@ def test_services_answer_who_knows_the_secret():
 
 
 @pytest.mark.parametrize("kind", ["service", "store"])
-def test_a_shutdown_waits_for_requests_and_for_nobody_else(kind):
+def test_a_shutdown_waits_for_running_requests_only(kind):
     asked, answered = threading.Event(), []
 
     def slowly():
@@ -160,7 +160,7 @@ def test_a_shutdown_waits_for_requests_and_for_nobody_else(kind):
         ask()
 
 
-def test_a_shutdown_ends_waits_of_requests():
+def test_a_shutdown_ends_blocking_requests():
     service = compute_service.ComputeService(1, 1, KEY)
     client = compute_service.ComputeClient(service.addresses(), KEY)
     threading.Timer(0.3, service.shutdown).start()
@@ -170,7 +170,7 @@ def test_a_shutdown_ends_waits_of_requests():
     assert time.monotonic() - start < 10
 
 
-def test_output_of_commands_comes_as_a_stream():
+def test_output_of_commands_is_streamed():
     command = "for i in 1 2 3; do echo out $i; echo err $i >&2; done"
     task = task_service.BasicTaskService("task", 5, KEY)
     try:
@@ -214,7 +214,7 @@ def test_addresses_of_this_host():
     assert interfaces.filter_local_addresses(["localhost", "192.0.2.1"]) == ["192.0.2.1"]
 
 
-def test_what_checks_found_is_kept_for_a_while(tmp_path):
+def test_results_of_checks_are_cached(tmp_path):
     calls = []
 
     @cache.use_cache()
@@ -239,7 +239,7 @@ def test_what_checks_found_is_kept_for_a_while(tmp_path):
     assert len(calls) == 8, "without a writable cache, the check must run"
 
 
-def test_tasks_find_each_other_and_run_commands():
+def test_tasks_register_and_run_commands():
     driver = driver_service.BasicDriverService(2, "driver", KEY)
     task = task_service.BasicTaskService("task", 0, KEY, command_env={"A": "3"})
     try:
@@ -293,7 +293,7 @@ def test_workers_of_a_data_service_find_their_dispatcher():
         service.shutdown()
 
 
-def test_hosts_by_age():
+def test_hosts_are_ordered_by_age_and_blacklisted():
     discovery = FixedHosts({"b": 1, "c": 2})
     hosts = HostManager(discovery)
     assert hosts.update_available_hosts() == HostUpdateResult.added
@@ -351,7 +351,7 @@ class Elastic:
         return results.error_message, {name: code for name, (code, _) in results.worker_results.items()}
 
 
-def test_an_elastic_job_ends_well():
+def test_an_elastic_job_succeeds():
     job = Elastic({"a": 2, "b": 2}, 2, 3)
     assert job.run(3, lambda host, slot, events: min(job.enter(host, slot).rank, 0)) == (
         None,
@@ -360,7 +360,7 @@ def test_an_elastic_job_ends_well():
     assert sorted(job.seen) == [("a:0", 0, 3), ("a:1", 1, 3), ("b:0", 2, 3)]
 
 
-def test_places_by_host():
+def test_host_assignments_list_ranks_by_host():
     job = Elastic({"a": 2, "b": 1}, 3)
     found = []
 
@@ -377,7 +377,7 @@ def test_places_by_host():
     assert found == [{"a": [0, 1], "b": [2]}]
 
 
-def test_a_worker_that_fails_takes_its_host_out_of_the_job():
+def test_a_failed_worker_blacklists_its_host():
     job = Elastic({"a": 1, "b": 2}, 1)
 
     def body(host, slot, events):
@@ -396,7 +396,7 @@ def test_a_worker_that_fails_takes_its_host_out_of_the_job():
     assert job.seen[-1] == ("a:0", 0, 1)
 
 
-def test_news_of_hosts_go_to_rank_0_and_the_next_session_has_them():
+def test_rank_0_is_notified_of_a_host_that_joins_the_next_session():
     job = Elastic({"a": 1}, 1)
     manager, heard = WorkerNotificationManager(), threading.Event()
 
@@ -426,7 +426,7 @@ def test_news_of_hosts_go_to_rank_0_and_the_next_session_has_them():
     assert [seen for seen in job.seen if seen[0] == "a:0"] == [("a:0", 0, 1), ("a:0", 0, 2)]
 
 
-def test_jobs_that_cannot_go_on_say_why():
+def test_failed_elastic_jobs_report_the_reason():
     def fail(host, slot, events):
         raise RuntimeError("no disk")
 
