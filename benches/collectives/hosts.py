@@ -1,11 +1,12 @@
-"""Compares all-reduces between hosts: ours over TCP, over TCP on a trusted network and over MPI, and gloo's; rounds of all
-take turns in one run.
+"""Compares all-reduces between hosts: OpenSMD's over TCP, over TCP with `SMD_TRUSTED_NETWORK=1` and over
+MPI, and gloo's.
 
     python benches/collectives/hosts.py [--hosts 2] [--per-host 2] [--rounds 3]
 
-The hosts are network namespaces of this machine (`tests/support/hosts`), so the network is the machine's memory and costs
-processor time that a real one does not; it needs root. Each figure is the median, over all repeats of all rounds, of the
-time of one call on the slowest rank; behind it are the 10th and the 90th percentile. Needs torch, and for MPI Open MPI.
+The candidates run one after another in each round. The hosts are network namespaces of this machine
+(`tests/support/hosts`): packets pass through its memory, which takes processor time that a real network does not. Each
+figure is the median, over all repeats of all rounds, of the time of one call on the slowest rank, with the 10th and the
+90th percentile. Needs root and PyTorch, and Open MPI for the column of MPI.
 """
 
 from __future__ import annotations
@@ -41,42 +42,44 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--per-host", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=5, help="repeats a round")
+    parser.add_argument("--repeats", type=int, default=5, help="repeats per round")
     parser.add_argument("--without", nargs="+", default=[], choices=["mpi", "gloo", "trusted"])
     arguments = parser.parse_args()
     if reason := support_hosts.missing_network():
-        sys.exit(f"hosts cannot be had here: {reason}")
+        sys.exit(f"cannot create the hosts: {reason}")
     size = arguments.hosts * arguments.per_host
     program = str(HERE / "ours.py")
     cases = [compare.case("all_reduce", bytes_, arguments.repeats) for bytes_ in SIZES]
     with support_hosts.Hosts(arguments.hosts) as hosts:
         by_hand = hosts.by_hand()
-        ways = {"TCP": lambda: run(by_hand.starts(size, [program, *cases]), "ours over TCP")}
+        candidates = {"TCP": lambda: run(by_hand.starts(size, [program, *cases]), "ours over TCP")}
         if "trusted" not in arguments.without:
             trusted = hosts.by_hand(own={rank: {"SMD_TRUSTED_NETWORK": "1"} for rank in range(size)})
-            ways["TCP, trusted"] = lambda: run(trusted.starts(size, [program, *cases]), "ours over TCP, trusted")
+            candidates["TCP, trusted"] = lambda: run(trusted.starts(size, [program, *cases]), "ours over TCP, trusted")
         if "mpi" not in arguments.without and support_hosts.missing() is None:
-            passed_on = [word for name in ("PYTHONPATH", "OMP_NUM_THREADS") for word in ("-x", name)]
+            passed_on = [word for variable in ("PYTHONPATH", "OMP_NUM_THREADS") for word in ("-x", variable)]
             mpirun = [*hosts.command(size, passed_on), program, *cases]
-            ways["MPI"] = lambda: run([(mpirun, {})], "ours over MPI")
+            candidates["MPI"] = lambda: run([(mpirun, {})], "ours over MPI")
         if "gloo" not in arguments.without:
             interface = {"GLOO_SOCKET_IFNAME": "eth0"}
             starts = by_hand.starts(size, [str(HERE / "gloo.py"), *cases])
-            ways["gloo"] = lambda: run([(command, own | interface) for command, own in starts], "gloo")
+            candidates["gloo"] = lambda: run([(command, own | interface) for command, own in starts], "gloo")
         results: dict[str, dict[compare.Key, list[float]]] = defaultdict(lambda: defaultdict(list))
         for _ in range(arguments.rounds):
-            for who, measure in ways.items():
+            for name, measure in candidates.items():
                 for key, times in measure().items():
-                    results[who][key] += times
+                    results[name][key] += times
     print(f"\n{size} processes on {arguments.hosts} hosts\n")
     print(
-        "| all-reduce | " + " | ".join(f"ours over {who}" if who != "gloo" else who for who in ways) + " | gloo / TCP |"
+        "| all-reduce | "
+        + " | ".join(f"ours over {name}" if name != "gloo" else name for name in candidates)
+        + " | gloo / TCP |"
     )
-    print("| --- |" + " --- |" * (len(ways) + 1))
+    print("| --- |" + " --- |" * (len(candidates) + 1))
     for bytes_ in SIZES:
         key = ("all_reduce", bytes_)
-        times = [compare.spread_name(results[who][key], 0.5) for who in ways]
-        median = {who: compare.pick(results[who][key], 0.5) for who in ways}
+        times = [compare.spread_name(results[name][key], 0.5) for name in candidates]
+        median = {name: compare.pick(results[name][key], 0.5) for name in candidates}
         ratio = f"{median['gloo'] / median['TCP']:.2f}" if "gloo" in median else "-"
         print("| " + " | ".join([compare.size_name(bytes_), *times, ratio]) + " |")
 

@@ -23,9 +23,13 @@ SEEDS = {
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("partitions", [2, more(3)])
 def test_random_bodies_equal_plain_pytorch_or_raise(partitions):
-    ends = run_all({seed: draw(seed, partitions) for seed in SEEDS[partitions]}, partitions)
-    assert sorted(ends) == sorted(SEEDS[partitions])
-    wrong = [f"seed {seed}: {kind}: {story}" for seed, (kind, story) in ends.items() if kind in (*DEFECTS, "invalid")]
+    results = run_all({seed: draw(seed, partitions) for seed in SEEDS[partitions]}, partitions)
+    assert sorted(results) == sorted(SEEDS[partitions])
+    wrong = [
+        f"seed {seed}: {kind}: {description}"
+        for seed, (kind, description) in results.items()
+        if kind in (*DEFECTS, "invalid")
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -468,15 +472,17 @@ REFUSED = {
 @pytest.mark.parametrize("partitions", [2, 3])
 def test_regressions_equal_plain_pytorch(partitions):
     names = [name for name, program in EQUAL.items() if program.partitions == partitions]
-    ends = run_all({number: EQUAL[name] for number, name in enumerate(names)}, partitions)
-    wrong = [f"{name}: {': '.join(ends[number])}" for number, name in enumerate(names) if ends[number][0] != "equal"]
+    results = run_all({number: EQUAL[name] for number, name in enumerate(names)}, partitions)
+    wrong = [
+        f"{name}: {': '.join(results[number])}" for number, name in enumerate(names) if results[number][0] != "equal"
+    ]
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.timeout(240)
 def test_unsupported_bodies_raise():
-    ends = run_all({number: program for number, (program, _) in enumerate(REFUSED.values())}, 2)
+    results = run_all({number: program for number, (program, _) in enumerate(REFUSED.values())}, 2)
     for number, (name, (_, text)) in enumerate(REFUSED.items()):
-        kind, story = ends[number]
-        assert kind == "raises", f"{name}: {kind}: {story}"
-        assert text in story, name
+        kind, description = results[number]
+        assert kind == "raises", f"{name}: {kind}: {description}"
+        assert text in description, name
