@@ -46,7 +46,7 @@ def standard_error():
 
 
 @contextlib.contextmanager
-def another_world(hvd, **settings):
+def restarted_with(hvd, **settings):
     """Restarts Horovod with these environment variables; restarts it again with the previous ones afterwards."""
     hvd.shutdown()
     os.environ.update(settings)

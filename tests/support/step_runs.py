@@ -1,4 +1,4 @@
-"""Runs a program of ``step_bodies.py`` in plain PyTorch and on partitions, and compares."""
+"""Runs a program of ``step_bodies.py`` in plain PyTorch and on partitions, and compares the results."""
 
 from __future__ import annotations
 

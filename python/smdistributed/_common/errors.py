@@ -1,8 +1,7 @@
 """The errors of the core as Python classes: one class per code.
 
-An error crosses from the core as a text that ends in `` [smd:<code>]``, whichever way it comes: PyO3 raises the class
-itself, an operation of PyTorch or TensorFlow raises the framework's error with that text, and :func:`translated` makes
-the class of it.
+The core's functions raise these classes themselves. An operation of PyTorch or TensorFlow raises an error of the
+framework instead, whose text ends in `` [smd:<code>]``; :func:`translated` converts it to the class of the code.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class PeerFailedError(SmdistributedError):
 
     @property
     def rank(self) -> int | None:
-        """The global rank of the culprit."""
+        """The global rank that failed; ``None`` if the message does not name it."""
         match = re.match(r"rank (\d+) ", str(self))
         return int(match[1]) if match else None
 
@@ -87,7 +86,7 @@ class WaitTimeoutError(SmdistributedError, TimeoutError):
 
 
 class UnsupportedError(SmdistributedError, NotImplementedError):
-    """What was asked for is not available on this machine or in this build."""
+    """A feature is not available on this machine or in this build."""
 
     code = "unsupported"
     recoverable = True
@@ -100,13 +99,13 @@ class RendezvousError(SmdistributedError):
 
 
 class SystemCallError(SmdistributedError):
-    """The operating system refused something."""
+    """A system call failed."""
 
     code = "io"
 
 
 class DeviceError(SmdistributedError):
-    """CUDA or NCCL refused something."""
+    """A call of CUDA or NCCL failed."""
 
     code = "device"
 
@@ -118,7 +117,7 @@ class WaitInterruptedError(SmdistributedError):
 
 
 class RemovedError(SmdistributedError):
-    """The launcher has no place for this process any more: its host is gone from an elastic job."""
+    """The launcher has removed this process's host from the elastic job."""
 
     code = "removed"
 
@@ -150,8 +149,8 @@ CLASSES: dict[str, type[SmdistributedError]] = {
     )
 }
 
-# Frameworks may put the name of a node before the text and a trace of their own after it. TensorFlow also says before
-# it where each node that failed was made.
+# Frameworks may put the name of a graph node before the core's text, and a stack trace after it. TensorFlow also puts
+# before it where each failed node was created.
 _ORIGIN = r"Detected at node [^\n]* defined at \([^\n]*\):\n(?:(?:  [^\n]*|<[^\n]*>)?\n)*"
 _REPORT = re.compile(
     rf"(?:Graph execution error:\n+(?:{_ORIGIN})*)?(?:\{{\{{.*?\}}\}} )?(?P<text>.*) \[smd:(?P<code>[a-z_]+)\]",
@@ -167,7 +166,7 @@ def from_report(report: str, classes: dict[str, type[SmdistributedError]] = CLAS
         classes: Class of each code.
 
     Returns:
-        The error, or ``None`` if the text is no report of the core.
+        The error, or ``None`` if the text does not come from the core.
     """
     match = _REPORT.match(report)
     if match is None or match["code"] not in classes:
@@ -191,7 +190,7 @@ def translated(classes: dict[str, type[SmdistributedError]] = CLASSES) -> Iterat
     try:
         yield
     except SmdistributedError as error:
-        # From PyO3: the class is right, unless the caller has its own.
+        # Raised by a function of the core. Callers may map the code to a class of their own.
         cls = classes[error.code]
         if isinstance(error, cls):
             raise
@@ -201,6 +200,6 @@ def translated(classes: dict[str, type[SmdistributedError]] = CLASSES) -> Iterat
         if translation is None:
             raise
         if translation.code == "interrupted":
-            # What the signal's handler raised, KeyboardInterrupt mostly, instead of the wait's end that it caused.
+            # Raises the exception of the signal's handler, such as KeyboardInterrupt, instead of the wait's.
             _core.raise_interrupt()
         raise translation from None

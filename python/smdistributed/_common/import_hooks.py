@@ -15,11 +15,11 @@ _actions: dict[str, list[Callable[[], None]]] = {}
 def after_import(name: str, action: Callable[[], None]) -> None:
     """Call ``action`` after each import of module ``name`` from now on.
 
-    A module that has been imported before is the caller's own business.
+    If the module has been imported already, the callback does not run until it is imported again.
 
     Args:
         name: The full name, such as ``accelerate.state``.
-        action: Takes nothing; its exceptions leave the import.
+        action: Called without arguments. Its exceptions propagate from the import statement.
     """
     actions = _actions.setdefault(name, [])
     if action not in actions:
@@ -29,7 +29,7 @@ def after_import(name: str, action: Callable[[], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """A finder without modules of its own: it lets the other finders load, and then runs the callbacks."""
+    """Finds modules with the other finders of ``sys.meta_path``, and runs the callbacks after they are loaded."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         actions = _actions.get(fullname)

@@ -1,13 +1,12 @@
 """Ctrl-C while the main thread is inside a function of TensorFlow that waits for an operation.
 
-Such a function does not look for signals; waits of the core do. Python handles a signal only when the function returns.
-A thread therefore checks whether the signal's handler has run, which happens as soon as the main thread is back in the
-interpreter. If it has not run within a second, every wait of this process ends with an error. TensorFlow's functions
-return with it, and Python raises ``KeyboardInterrupt`` in its place. Once the main thread has received its
-``KeyboardInterrupt``, the thread leaves it alone.
+Such a function does not check for signals, and Python runs a signal's handler only once the function has returned. A
+thread therefore checks whether the handler runs within a second after the signal. If it does not, the thread ends all
+waits of this process in the core with an error. TensorFlow's function returns with the error, which Python replaces by
+``KeyboardInterrupt``.
 
-- INT-1: one pipe has, in the order in which it happened, each signal's number (the interpreter writes it when the
-  signal arrives) and ``_HANDLED`` for each time that the handler has run.
+- INT-1: one pipe contains each signal's number, which the interpreter writes when the signal arrives, and ``_HANDLED``
+  for each run of the handler, in the order in which they happened.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ _pipe: tuple[int, int] | None = None
 def watch() -> None:
     """Make Ctrl-C end such waits from now on.
 
-    The call does nothing the second time, on another thread than the main one, if other code has asked Python to be
-    told of signals (``signal.set_wakeup_fd``), or if SIGINT has another handler, which may want to continue.
+    The call does nothing the second time, on a thread that is not the main one, if other code uses
+    ``signal.set_wakeup_fd``, or if SIGINT has another handler than Python's, after which the program may continue.
     """
     global _pipe
     if _pipe is not None or threading.current_thread() is not threading.main_thread():
@@ -56,24 +55,24 @@ def watch() -> None:
 
 
 def raise_what_replaced(error: RuntimeError) -> None:
-    """Raise ``KeyboardInterrupt`` if an error came from a wait that it has ended.
+    """Raise ``KeyboardInterrupt`` if it was raised while TensorFlow reported an interrupted wait.
 
-    The handler raises while TensorFlow creates its own error, which pybind11 reports as a ``RuntimeError``.
+    The signal's handler raises while TensorFlow creates its own error. pybind11 reports both as a ``RuntimeError``.
 
     Args:
         error: The error of TensorFlow's function.
 
     Raises:
-        KeyboardInterrupt: The error is such a report.
+        KeyboardInterrupt: The error is such a ``RuntimeError``.
     """
     if "REPLACED BY KeyboardInterrupt" in str(error):
         raise KeyboardInterrupt from None
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    """Python's own handler, which the listener hears of."""
+    """Python's own handler; it also writes ``_HANDLED`` for the listener thread."""
     if _pipe is not None:
-        # The pipe is full only if the listener has ended, and then nothing needs the byte.
+        # The pipe is full only if the listener has ended; then no thread reads the byte.
         with contextlib.suppress(BlockingIOError):
             os.write(_pipe[1], bytes([_HANDLED]))
     signal.default_int_handler(number, frame)
@@ -88,7 +87,7 @@ def _listen(reader: int) -> None:
         try:
             happened = os.read(reader, 64)
         except BlockingIOError:
-            # The pipe is read again instead of using the result of `poll`: the handler may have run meanwhile.
+            # The pipe is read even if `poll` has timed out, because the handler may have run since.
             happened = b""
         for number in happened:
             if number == _HANDLED:
@@ -97,7 +96,7 @@ def _listen(reader: int) -> None:
                 deadline = time.monotonic() + _PATIENCE
         if not happened and deadline is not None and time.monotonic() >= deadline:
             deadline = None
-            # Other handlers than Python's own may want to continue.
+            # After another handler than Python's own, the program may continue.
             if signal.getsignal(signal.SIGINT) is _handle:
                 _core.interrupt()
 

@@ -1,7 +1,7 @@
 """Distributed optimizers of Keras 3, on any of its backends.
 
-The file also changes two places in Keras that must treat them differently and offer no hook. Both call Keras first and
-change the answer for distributed optimizers only.
+`install` also wraps two methods of Keras that need another result for distributed optimizers and offer no hook. Both
+wrappers call Keras first and change the result for distributed optimizers only.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 @functools.cache
 def install(is_distributed: Callable[[Any], bool]) -> None:
-    """Change both places, once.
+    """Wrap both methods of Keras, once.
 
     Args:
-        is_distributed: Tells whether an optimizer reduces gradients.
+        is_distributed: Returns whether an optimizer reduces gradients.
     """
     keras = sys.modules["keras"]
     scaler = keras.optimizers.LossScaleOptimizer
@@ -58,8 +58,8 @@ _Base: Any = object
 class Reducing(_Base):
     """Reduces gradients before an optimizer applies them.
 
-    The class precedes an optimizer's class. All ways of training pass its ``apply``, which calls
-    ``_smd_reduce(gradients, variables)``.
+    A mixin that precedes an optimizer's class. Keras calls ``apply`` in every kind of training, and ``apply`` calls the
+    subclass's ``_smd_reduce(gradients, variables)``.
     """
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
@@ -70,7 +70,7 @@ class Reducing(_Base):
             trainable_variables: The variables; by default all that the optimizer knows.
         """
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
-        # Keras reports lists of different lengths.
+        # If the lengths differ, Keras raises the error.
         if len(grads) == len(variables) and not self.gradient_accumulation_steps:
             grads = self._smd_reduce(grads, variables)
         super().apply(grads, trainable_variables)

@@ -1,4 +1,4 @@
-"""Joining and leaving the job, and telling it when this process fails."""
+"""Joining and leaving the job, and reporting a failure of this process to it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def init() -> None:
     Raises:
         AlreadyInitializedError: This process is in a job already.
         ConfigError: The environment contradicts itself.
-        PeerFailedError, WaitTimeoutError, RendezvousError: The job does not come together.
+        PeerFailedError, WaitTimeoutError, RendezvousError: Not all ranks have joined.
     """
     _core.init()
     export_environment()
@@ -67,7 +67,7 @@ def watch() -> None:
     sys.excepthook = report
     atexit.register(_core.finish)
     if mp_process.parent_process() is not None:
-        # Children of multiprocessing end without atexit and without excepthook.
+        # Children of multiprocessing run neither atexit functions nor the excepthook.
         mp_util.Finalize(None, _finish_child, exitpriority=100)
 
 
@@ -82,7 +82,7 @@ def _report(error: BaseException) -> None:
     text = "".join(traceback.format_exception_only(error)).strip()
     ours = errors.from_report(str(error))
     if ours is not None:
-        # A framework's error begins with the location of its graph; only the core's report matters to other ranks.
+        # The framework's error begins with the place in its graph. Other ranks need only the text of the core.
         text = f"{type(error).__name__}: {ours}"
     try:
         _core.report_failure(text)

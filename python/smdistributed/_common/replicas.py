@@ -1,4 +1,4 @@
-"""Tells the job what a rank is about to train, once, so that replicas that start from different values are noticed.
+"""Reports a checksum of the initial variables of each rank, once, to detect replicas that start from different values.
 
 Each rank writes a checksum to the job's store without waiting for other ranks. Rank 0 compares the checksums and warns
 (``rust-core/src/session/replicas.rs``).
@@ -12,19 +12,19 @@ from typing import Any
 
 from smdistributed import _core
 
-#: How many elements of each variable are looked at: random values differ from the first one on.
+#: Number of elements of each variable in the checksum. Randomly initialized values differ from the first one on.
 SAMPLE = 1 << 18
 
 
 def tell(
     described: Sequence[Any], values: Iterable[bytes], ranks: Sequence[int], remedy: str, is_final: bool = False
 ) -> None:
-    """Tell the other ranks a checksum of variables.
+    """Write a checksum of variables to the job's store.
 
     Args:
-        described: Shape and type of each variable: only ranks with the same ones are compared.
+        described: Shape and dtype of each variable; only ranks with equal ones are compared.
         values: The bytes of each variable, or of its first :data:`SAMPLE` elements.
-        ranks: Ranks that reduce the gradients together, in order.
+        ranks: Ranks that reduce the gradients together, in ascending order.
         remedy: The call that makes replicas equal, for the warning.
         is_final: Whether no broadcast can follow. Otherwise the warning waits for the second step.
     """

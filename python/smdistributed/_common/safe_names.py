@@ -1,4 +1,4 @@
-"""Names that a pickle from another rank may call: they make values, and do nothing else, whatever their arguments."""
+"""Names that a pickle from another rank may call: with any arguments, they create a value and have no other effect."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _NAMES: dict[str, frozenset[str]] = {
         ),
         "torch.serialization": "_get_layout",
         "torch.storage": "TypedStorage UntypedStorage",
-        # Batches of libraries: dictionaries whose own `__setstate__` sets two attributes.
+        # Batches of Hugging Face libraries: dictionaries whose own `__setstate__` sets two attributes.
         "transformers.tokenization_utils_base": "BatchEncoding",
         "transformers.feature_extraction_utils": "BatchFeature",
         "transformers.image_processing_base": "BatchFeature",
@@ -52,8 +52,8 @@ _NAMES: dict[str, frozenset[str]] = {
     }.items()
 }
 
-#: Classes that may be arguments of those functions. Calling them may be unsafe: an array over any memory, for
-#: example.
+#: Classes that may be arguments of those functions. Calling them may be unsafe: `numpy.ndarray`, for example, can make
+#: an array over any memory.
 _ARGUMENTS = {
     ("numpy", "ndarray"),
     ("torch", "Tensor"),
@@ -61,7 +61,7 @@ _ARGUMENTS = {
     ("torch.nn.parameter", "Parameter"),
 }
 
-#: Packages whose scalar types and dtypes are values.
+#: Packages whose scalar types and dtypes are allowed.
 _NUMPY = ("numpy", "ml_dtypes")
 
 
@@ -73,7 +73,7 @@ def is_known(module: str, name: str) -> bool:
         name: The name inside it.
 
     Returns:
-        ``True`` if calling it has no effect but a new object.
+        ``True`` if a call only creates an object.
     """
     if name in _NAMES.get(module, ()):
         return True

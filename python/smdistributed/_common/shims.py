@@ -1,12 +1,12 @@
-"""The libraries that give PyTorch and TensorFlow the core's operations: found, or built, then loaded.
+"""Finds or builds, and loads, the shims: the libraries with the core's operations for PyTorch and TensorFlow.
 
-A shim depends on the framework's version and on nothing else of the machine, so the package carries the sources and
+A shim depends on the version of the framework. The package contains its sources, and possibly prebuilt shims. It loads
 
-1. uses a prebuilt shim if the package holds one for the installed minor version. Patch releases keep the ABI. If the
-   library does not load all the same, a warning says so, and step 2 or 3 follows,
-2. otherwise uses the one in the user's cache,
-3. otherwise builds it there: once, under a file lock, so that the ranks of a job do not build it side by side. If it
-   does not compile, the ranks that waited, or have started meanwhile, get the same error instead of trying in turn.
+1. a prebuilt shim, if the package has one for the installed minor version, because patch releases keep the ABI. If it
+   does not load, a warning gives the reason, and the next steps follow.
+2. otherwise the shim in the user's cache.
+3. otherwise a shim that it builds there, under a file lock, so that one rank of a job builds it for all. If it does not
+   compile, ranks that have waited for it, or have started meanwhile, raise the same error without another attempt.
 
 The cache is used only if it can be made, libraries can be loaded from it, and this user and root alone can write to it.
 Otherwise an owner-only folder in the directory for temporary files replaces it (``rust-core/src/cache.rs``).
@@ -44,17 +44,17 @@ PREBUILT = Path(__file__).resolve().parent.parent / "_prebuilt"
 # Number of lines of a failed compilation to show: the first ones contain the cause.
 _SHOWN_ERROR_LINES = 15
 
-# A build takes 10 s on a free core and a minute on a machine that starts many jobs.
+# A build takes 10 s on a free core, and a minute on a busy machine.
 _SILENT_WAIT_SECONDS = 10.0
 _LONGEST_WAIT_SECONDS = 600.0
 
 # The shims are C++17. Headers of a newer framework may need a later standard, which older compilers lack.
 _STANDARD = "c++17"
 _NEWER_STANDARD = "c++20"
-# The compilers' messages about that.
+# The message in a header that requires a later standard.
 _WANTED_STANDARD = re.compile(r"#error C\+\+(\d\d) or later")
 
-# Until it has allocated this much, GCC does not collect garbage. A shim's largest unit needs 2 GB in all.
+# GCC does not collect garbage before it has allocated this much. A shim's largest unit needs 2 GB in total.
 _COMPILER_HEAP_KIB = 1 << 20
 
 # Messages of the compiler, the assembler and the linker about a full disk.
@@ -66,7 +66,7 @@ _FAILURE = "failure"
 _STARTED = time.time()
 
 
-#: Warnings that were shown, because both shims may have the same.
+#: Warnings that were shown: both shims may cause the same one, which is shown once.
 _told: set[str] = set()
 
 
@@ -85,7 +85,7 @@ class Framework:
         folder: The folder of the shim's sources.
         compile_flags: Include paths and ABI switches.
         link_flags: The framework's libraries.
-        standard: The C++ standard that its headers want.
+        standard: The C++ standard that its headers require.
     """
 
     name: str
@@ -159,13 +159,13 @@ def _sources(folder: str) -> dict[str, str]:
 
 
 def sources_digest(folder: str) -> str:
-    """Tell versions of a shim's sources apart.
+    """Return a digest of a shim's sources.
 
     Args:
         folder: ``torch_ext`` or ``tf_ops``.
 
     Returns:
-        A number in hexadecimal digits.
+        The digest, as hexadecimal digits.
     """
     return hashlib.sha256(repr(_sources(folder)).encode()).hexdigest()[:16]
 
@@ -202,7 +202,7 @@ def torch_framework() -> Framework:
 
 
 def _wanted_standard(header: Path) -> str:
-    """The C++ standard without which a header is an ``#error``."""
+    """Return the C++ standard that a header requires with an ``#error``."""
     wanted = _WANTED_STANDARD.search(header.read_text())
     return f"c++{wanted[1]}" if wanted else _STANDARD
 
@@ -225,7 +225,7 @@ def tensorflow_framework() -> Framework:
         if name == "std":
             standard = value
         elif flag.startswith("-I"):
-            # System headers: their warnings are not ours.
+            # As system headers, whose warnings the compiler does not show.
             flags += ["-isystem", flag[2:]]
         else:
             flags.append(flag)
@@ -287,7 +287,7 @@ def _ensure_cached(framework: Framework) -> Path:
         if _is_trusted(path):
             return path
         with _locked(framework, folder):
-            # Another process may have built it while this one waited.
+            # Another process may have built the shim while this one waited.
             if not _is_trusted(path):
                 for leftover in folder.glob("build-*"):
                     shutil.rmtree(leftover, ignore_errors=True)
@@ -368,7 +368,7 @@ def _load(framework: Framework, load: Callable[[str], Any]) -> Any:
         # Each framework has its own exception class for errors of the dynamic linker.
         if PREBUILT not in path.parents:
             raise
-        # It was built on a newer system, or this patch release of the framework broke the ABI.
+        # The shim was built on a newer system, or this patch release of the framework broke the ABI.
         _say(
             f"the prebuilt shim for {framework.title} {framework.minor} does not load with {framework.version} here, "
             f"so another one is built: {error}"
@@ -429,14 +429,14 @@ def _compile(framework: Framework, compiler: list[str], scratch: Path) -> Path:
     (scratch / "shim.cc").write_text("".join(f'#include "{file}"\n' for file in sources))
     units = ["shim.cc", *sorted(str(file.relative_to(scratch)) for file in (scratch / "bridge").glob("*.cc"))]
     failure = _compile_units(framework, compiler, scratch, units, framework.standard)
-    # Only the compiler's message shows that another C++ standard would help.
+    # The header that requires C++20 may be one that `_wanted_standard` did not search.
     if failure is not None and "C++20" in str(failure) and framework.standard != _NEWER_STANDARD:
         failure = _compile_units(framework, compiler, scratch, units, _NEWER_STANDARD)
     if failure is not None:
         raise failure
-    # Operations register themselves, so no symbol is exported: two shims of a process must not share C++ symbols.
+    # No symbol is exported, because two shims in a process must not share C++ symbols. Operations register themselves.
     (scratch / "exports.map").write_text("{ local: *; };\n")
-    # The core is loaded already and is found by its name; the symbols are checked here rather than at load time.
+    # Linked with the core, so that missing symbols are errors now. At load time, the core is loaded already.
     link = subprocess.run(
         [
             *compiler,
@@ -485,7 +485,7 @@ def _compile_units(
 
 
 def _memory_flags(compiler: list[str]) -> list[str]:
-    """Flags with which GCC frees memory less often: less time for more memory."""
+    """Return flags with which GCC collects garbage less often, which saves time and needs more memory."""
     asked = subprocess.run([*compiler, "--version"], check=False, capture_output=True, text=True)
     if "Free Software Foundation" not in asked.stdout:
         return []
@@ -578,7 +578,7 @@ def main() -> None:
         path = arguments.into / framework.prebuilt_key / framework.library
         path.parent.mkdir(parents=True, exist_ok=True)
         _build(framework, path)
-        # Printed for the release's check, which runs without a framework that could compute the key.
+        # For the release's check, which runs without the framework and so cannot compute the key.
         (path.parent / "sources").write_text(sources_digest(framework.folder))
         print(path)
 

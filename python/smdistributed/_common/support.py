@@ -1,8 +1,8 @@
 """The versions that the package is tested with.
 
-`smdrun doctor`, the documentation and the matrix of tests read them here. A test compares the lower ends with the
-requirements in `pyproject.toml`. The upper ends are no requirements: newer versions are not known to fail, and the
-shims adapt to what they find.
+`smdrun doctor`, the documentation and the test matrix read them here. A test compares the oldest versions with the
+requirements in `pyproject.toml`. The newest versions are not requirements: the package may also work with newer ones,
+because the shims are built for the installed version.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Window:
     Attributes:
         title: The spelling for messages.
         oldest: Older versions lack something that the package needs.
-        newest: The newest version that was tried.
+        newest: The newest version that was tested.
     """
 
     title: str
@@ -29,29 +29,29 @@ class Window:
         return f"{self.oldest} to {self.newest}"
 
     def is_older(self, version: str) -> bool:
-        """Return whether a version lies before the window.
+        """Return whether a version is older than the window.
 
         Args:
             version: The version.
 
         Returns:
-            Whether it does.
+            ``True`` if it is.
         """
         return _numbers(version) < _numbers(self.oldest)
 
     def is_newer(self, version: str) -> bool:
-        """Return whether a version lies behind the window.
+        """Return whether a version is newer than the window.
 
         Args:
             version: The version.
 
         Returns:
-            Whether it does.
+            ``True`` if it is.
         """
         return _numbers(version) > _numbers(self.newest)
 
 
-#: By the name of the distribution.
+#: Windows by the name of the distribution on PyPI, and of Python.
 WINDOWS = {
     "python": Window("Python", "3.10", "3.14"),
     "torch": Window("PyTorch", "2.9", "2.15"),
@@ -62,5 +62,5 @@ WINDOWS = {
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Major and minor number: `2.11.0+cu130` is (2, 11)."""
+    """Return major and minor number: (2, 11) for `2.11.0+cu130`."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])

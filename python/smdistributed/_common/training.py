@@ -1,4 +1,4 @@
-"""Helpers of training callbacks, whatever the framework."""
+"""Helpers of training callbacks, for all frameworks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ def warming_up(epoch: float, warmup_epochs: int, steps_per_epoch: int, ranks: in
     """Return the factor of the learning rate during warm-up, at the beginning of a batch.
 
     Args:
-        epoch: The epoch, with the batch as its fraction.
+        epoch: The epoch, with the batch as the fraction of it.
         warmup_epochs: Length of the warm-up in epochs.
         steps_per_epoch: Batches of an epoch.
         ranks: Number of ranks.
 
     Returns:
-        What the final learning rate is multiplied with: ``1 / ranks`` at the start, 1 at the end.
+        The factor of the final learning rate: ``1 / ranks`` at the start, 1 at the end.
     """
-    # The last batch of the warm-up has the whole rate.
+    # So that the last batch of the warm-up has the factor 1.
     epoch += 1 / steps_per_epoch
     return (epoch * (ranks - 1) / warmup_epochs + 1) / ranks
 

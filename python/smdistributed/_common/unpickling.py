@@ -6,8 +6,8 @@ A pickle names functions and classes, and calls them. :func:`loads` accepts thes
 - *Known names*: types of the standard library that hold data, arrays of NumPy, tensors of PyTorch and TensorFlow
   (:mod:`smdistributed._common.safe_names`).
 - *Data classes*: dataclasses, named tuples and enums of modules that this process has imported, and any class of the
-  user's own code. Their objects get their attributes back; no method of theirs runs. No module is imported for a
-  pickle.
+  user's own code. Their objects get back their attributes, but none of their methods runs. Unpickling never imports a
+  module.
 - *What the user trusts*: :func:`add_safe_globals`, ``torch.serialization.add_safe_globals`` and ``SMD_SAFE_GLOBALS``.
 
 Everything else is an :class:`UnsafeObjectError` that names the class, its sender and the remedy.
@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 from smdistributed import _core
 from smdistributed._common import safe_names
 
-#: A class or function, or one with the full name under which pickles know it.
+#: A class or function, or a pair of one and its full name in pickles.
 SafeGlobal = Callable[..., Any] | tuple[Callable[..., Any], str]
 
 _added: dict[str, Any] = {}
@@ -47,7 +47,7 @@ def add_safe_globals(safe_globals: Iterable[SafeGlobal]) -> None:
     objects through their own ``__setstate__``. Named after ``torch.serialization.add_safe_globals``.
 
     Args:
-        safe_globals: Classes and functions, or pairs of one and the full name under which pickles know it.
+        safe_globals: Classes and functions, or pairs of one and its full name in pickles.
 
     Raises:
         TypeError: An entry is neither.
@@ -66,7 +66,7 @@ def add_safe_globals(safe_globals: Iterable[SafeGlobal]) -> None:
 
 
 def get_safe_globals() -> list[Any]:
-    """Return what :func:`add_safe_globals` was called with.
+    """Return the entries of all calls of :func:`add_safe_globals`.
 
     Returns:
         The classes and functions.
@@ -75,7 +75,9 @@ def get_safe_globals() -> list[Any]:
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle an object: classes by name, which receivers can check; only what has no name by cloudpickle.
+    """Pickle an object with the names of its classes, which receivers can check.
+
+    Only objects that such a pickle cannot contain, such as lambdas and local classes, are pickled with cloudpickle.
 
     Args:
         value: The object.
@@ -111,7 +113,7 @@ def loads(
         data: The pickle.
         sender: For errors, such as ``rank 1``.
         persistent_load: Returns the objects that the sender's ``persistent_id`` left out.
-        trusts: Tells whether senders have proved that they are of this job; by default the core's answer.
+        trusts: Returns whether the job authenticates senders; by default, the core is asked.
 
     Returns:
         The object.
@@ -122,7 +124,7 @@ def loads(
     try:
         return _Plain(data, persistent_load).load()
     except (_HasNamesError, TypeError):
-        # If the pickle calls an object that is not a function, the careful unpickler below explains it.
+        # A `TypeError` may come from a pickle that calls an object that is not a function: `_Careful` reports it.
         pass
     try:
         return _Careful(data, persistent_load, sender, trusts or _is_authenticated).load()
@@ -137,7 +139,7 @@ class _HasNamesError(Exception):
 
 
 class _Plain(pickle.Unpickler):
-    """Unpickles plain data, which most pickles are; a hundred times as fast as checking each step."""
+    """Unpickles plain data, as most pickles are. It is a hundred times faster than :class:`_Careful`."""
 
     def __init__(self, data: bytes, persistent_load: Callable[[Any], Any] | None) -> None:
         super().__init__(io.BytesIO(data))
@@ -148,7 +150,7 @@ class _Plain(pickle.Unpickler):
             return super().persistent_load(key)
         value = self._look_up(key)
         if callable(value):
-            # A pickle may call the method.
+            # A pickle could call it.
             raise _HasNamesError
         return value
 
@@ -157,14 +159,14 @@ class _Plain(pickle.Unpickler):
 
 
 class _Trust(enum.Enum):
-    """The kinds of trust in a name."""
+    """What a pickle may do with a class or function."""
 
     CALL = enum.auto()
-    """It may be called, and its objects restore themselves."""
+    """It may be called, and its objects are restored by their own ``__setstate__``."""
     NAME = enum.auto()
-    """It may be an argument of what is called."""
+    """It may be an argument of a call."""
     DATA = enum.auto()
-    """A class whose objects get their attributes, without a call of any method."""
+    """A class whose objects get back their attributes without a call of any of its methods."""
 
 
 # Untyped: its stubs do not contain the methods and the stack that this subclass uses.
@@ -172,7 +174,7 @@ _PythonUnpickler: Any = pickle._Unpickler
 
 
 class _Careful(_PythonUnpickler):
-    """Python's own unpickler in Python, which lets each step be checked."""
+    """Unpickles with the unpickler that is written in Python, and checks each instruction that calls something."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(_PythonUnpickler.dispatch)
 
@@ -262,7 +264,7 @@ class _Careful(_PythonUnpickler):
     def load_binpersid(self) -> None:
         super().load_binpersid()
         value = self.stack[-1]
-        # A class that this process itself chose, which may have no importable name.
+        # `persistent_load` has chosen the class, so it is trusted. It may have no importable name.
         if isinstance(value, type) and not hasattr(value, "__del__"):
             self._known.setdefault(id(value), _Trust.DATA)
             self._kept.append(value)
@@ -274,7 +276,7 @@ class _Careful(_PythonUnpickler):
         if trust is _Trust.CALL:
             return cls.__new__(cls, *arguments, **keywords)
         if issubclass(cls, tuple) and hasattr(cls, "_fields"):
-            # Its own `__new__` gets the fields one by one, and may be the user's code.
+            # Not by the class's own `__new__`, which may be the user's code.
             return tuple.__new__(cls, arguments)
         if not isinstance(cls.__new__, types.BuiltinFunctionType):
             raise self._refusal_of(cls, "it is made by a method of its own (`__new__`)")
@@ -327,7 +329,7 @@ def _matching_setting(full: str) -> str | None:
 def _imported(module: str, name: str) -> Any:
     """Return a class or function by its name, if this process has imported it.
 
-    Nothing is imported, and no module is searched for another one.
+    No module is imported, and the name never leads from one module into another.
     """
     found: Any = sys.modules.get(module)
     *classes, last = name.split(".")
@@ -371,7 +373,7 @@ def _is_own_code(module: str) -> bool:
 
 
 def _safe_for_torch() -> list[Any]:
-    """Return the classes and functions that the user has declared safe for PyTorch."""
+    """Return the classes and functions of ``torch.serialization.add_safe_globals``."""
     serialization = sys.modules.get("torch.serialization")
     get = getattr(serialization, "get_safe_globals", None)
     return [] if get is None else [entry[0] if isinstance(entry, tuple) else entry for entry in get()]

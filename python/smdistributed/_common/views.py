@@ -1,6 +1,6 @@
 """Views of optimizers: objects of a subclass with the same name, which share the ``__dict__`` of the given optimizer.
 
-There is therefore one state, whichever of both is used, saved or restored.
+Both objects therefore have one state, whichever of them is used, saved or restored.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def view(optimizer: Any, methods: type, options: Any, module: str | None = None)
 
 
 def given(optimizer: Any) -> Any:
-    """Return the optimizer that a distributed one was made of.
+    """Return the original optimizer of a distributed one.
 
     Args:
         optimizer: The distributed optimizer.
 
     Returns:
-        A view under the original class.
+        A view of the original class.
     """
     return _sharing(optimizer, optimizer._smd_class)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from support import Forked, more, run_ranks
-from support.horovod_ranks import ENV, another_world, raises, standard_error, start
+from support.horovod_ranks import ENV, raises, restarted_with, standard_error, start
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 
@@ -126,7 +126,7 @@ def tuning():
         log = Path(folder) / "log.csv"
         settings = {"AUTOTUNE": "1", "AUTOTUNE_LOG": str(log), "AUTOTUNE_STEPS_PER_SAMPLE": "1"}
         settings |= {"AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "7", "AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "0.3"}
-        with another_world(hvd, **{f"HOROVOD_{name}": value for name, value in settings.items()}):
+        with restarted_with(hvd, **{f"HOROVOD_{name}": value for name, value in settings.items()}):
             for _ in range(3 + 7 * 5 + 2):
                 hvd.allreduce(torch.ones(100), name="tuned")
             if rank == 0:
@@ -154,7 +154,7 @@ def fusion():
     for disabled in (0, 1):
         with (
             tempfile.TemporaryDirectory() as folder,
-            another_world(hvd, HOROVOD_DISABLE_GROUP_FUSION=str(disabled)),
+            restarted_with(hvd, HOROVOD_DISABLE_GROUP_FUSION=str(disabled)),
         ):
             path = Path(folder) / "timeline.json"
             hvd.start_timeline(str(path))
@@ -186,14 +186,14 @@ def stalls():
     if size == 1:
         return
     # A shutdown time below the warning time is ignored with a warning.
-    with standard_error() as stderr, another_world(hvd, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="1"):
+    with standard_error() as stderr, restarted_with(hvd, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="1"):
         if rank == 0:
             time.sleep(2)
         hvd.allreduce(torch.ones(2), name="later")
         assert "`SMD_STALL_SHUTDOWN_SECONDS` is 1, less than `SMD_STALL_WARNING_SECONDS`" in stderr()
     limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
     ended = Path(hvd.broadcast_object(tempfile.mktemp()))
-    with another_world(hvd, **limits), standard_error() as stderr:
+    with restarted_with(hvd, **limits), standard_error() as stderr:
         if rank == size - 1:
             # Stays away until the others' operations have failed.
             deadline = time.monotonic() + 60
