@@ -65,7 +65,7 @@ class _Methods(views.Methods):
         return collectives.allreduce(tf.cast(condition, tf.int32), op=mpi_ops.Min, process_set=process_set) > 0
 
     def register_local_var(self, var: Any) -> None:
-        """The gradient of a variable stays this rank's own."""
+        """Leave the gradient of a variable unreduced."""
         self._smd_options.reduction.add_local(var)
 
     @property

@@ -1,4 +1,4 @@
-"""What callbacks do with TensorFlow's variables."""
+"""The engine of the callbacks for TensorFlow: functions for variables, and collectives."""
 
 from __future__ import annotations
 

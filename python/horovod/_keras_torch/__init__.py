@@ -83,7 +83,7 @@ _sums: weakref.WeakKeyDictionary[Any, _Sums] = weakref.WeakKeyDictionary()
 
 
 def forget_sums() -> None:
-    """All optimizers begin to sum anew: a rank that joins a job has no sums, and ranks must come to a step together."""
+    """Drop the sums of all optimizers: a rank that joins has none, and all ranks must begin the next step together."""
     _sums.clear()
 
 
@@ -96,7 +96,7 @@ class _Methods(keras3.Reducing):
         return _distributed, (views.given(self), self._smd_options)
 
     def register_local_var(self, var: Any) -> None:
-        """The gradient of a variable stays this rank's own."""
+        """Leave the gradient of a variable unreduced."""
         self._smd_options.local.add(id(var))
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:

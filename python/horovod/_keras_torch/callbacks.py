@@ -1,4 +1,4 @@
-"""What callbacks do with Keras' variables on PyTorch."""
+"""The engine of the callbacks for Keras on PyTorch: functions for variables, and collectives."""
 
 from __future__ import annotations
 

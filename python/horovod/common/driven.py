@@ -1,10 +1,10 @@
-"""Workers whose launcher has a key-value store.
+"""Rendezvous of workers whose launcher has a key-value store.
 
-Workers of a job that a script's own ``ElasticDriver`` drives ask the store for their places before each session. Other
-workers know their places.
+If a script's own ``ElasticDriver`` drives the job, its workers get their ranks from the store before each session. The
+ranks of other workers are fixed.
 
-The store does not know how ranks meet. Rank 0 puts an address for the others there, in a scope that is emptied before
-each session of an elastic job.
+In both cases, rank 0 writes an address to the store, at which the other ranks connect to it. In an elastic job, the
+scope of this key is emptied before each session.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOOK_S = 0.05
 # The driver's name for this worker, which stays the same when the worker's place changes.
 _slot: tuple[str, str] | None = None
 
-# For ranks whose places are fixed: the number of sessions so far, which is equal on all of them.
+# For fixed ranks: the number of sessions so far, which is equal on all of them.
 _meetings = itertools.count()
 _is_met = False
 
@@ -48,7 +48,7 @@ def is_driven() -> bool:
 
 
 def is_elastic() -> bool:
-    """Return whether workers of this process's job may join and leave, whatever drives it.
+    """Return whether workers of this process's job may join and leave, under `horovodrun` or a driver of the script.
 
     Returns:
         Whether they may.
@@ -69,9 +69,9 @@ def slot() -> tuple[str, str]:
 
 
 def meet() -> None:
-    """Find out where the ranks of a job with fixed places meet.
+    """Set the address at which the ranks of a job with fixed ranks connect to rank 0.
 
-    The function asks the launcher's store, unless there is none or the environment says it.
+    It comes from the launcher's store. Nothing is set if there is no store, or if the environment has the address.
 
     Raises:
         RuntimeError: The store does not answer, or its answer is not valid.
@@ -100,14 +100,14 @@ def meet() -> None:
 
 
 def join(patience: float) -> None:
-    """Join the next session in which all ranks find each other.
+    """Join the next session; try again if it fails because another worker has ended during the rendezvous.
 
     Args:
-        patience: Longest time for it after the first attempt, in seconds.
+        patience: Seconds after the first attempt in which further attempts are made.
 
     Raises:
-        RemovedError: There is no place for this worker any more.
-        RuntimeError: The store does not answer as it should, or the ranks do not come together.
+        RemovedError: This worker is not part of the job any more.
+        RuntimeError: The store does not answer, its answer is not valid, or not all ranks join.
     """
     start = None
     while True:
@@ -118,12 +118,12 @@ def join(patience: float) -> None:
         except RuntimeError as error:
             if not may_pass(error) or time.monotonic() - start > patience:
                 raise
-            # Another worker died before it was done.
+            # Another worker ended before the session had begun.
             lifecycle.shutdown()
 
 
 def _enter(patience: float) -> None:
-    """Wait for the next session, and set the variables with this process's place in it and the ranks' meeting point."""
+    """Wait for the next session, and set the variables with this process's rank in it and rank 0's address."""
     from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.http import http_client, http_server
 
@@ -153,7 +153,7 @@ def _enter(patience: float) -> None:
 
 
 def _at(meeting: list[Any]) -> dict[str, str]:
-    """Return variables with the ranks' meeting point and the secret by which they authenticate each other."""
+    """Return variables with rank 0's address and the secret by which the ranks authenticate each other."""
     from horovod.runner.common.util import secret
 
     host, port = meeting
@@ -188,7 +188,7 @@ def _meeting(request: Any, address: str, port: int, key: str, patience: float) -
 
 
 def listen(manager: Any) -> None:
-    """Tell the driver where this worker receives notices of hosts, and pass the notices on.
+    """Register the address at which this worker receives notices about hosts, and pass the notices to `manager`.
 
     Args:
         manager: Receives the notices.

@@ -126,7 +126,7 @@ class State:
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Saves, and looks whether hosts have come or gone."""
+        """Save the state, and call :meth:`check_host_updates`."""
         self.save()
         if self._kept is not None:
             self._kept.write(self._what_is_saved)
@@ -150,7 +150,7 @@ class State:
             raise HostsUpdatedInterrupt(kinds == _REMOVED)
 
     def _what_is_saved(self) -> Any:
-        """Return what :meth:`_take` accepts, for commits that outlive this process."""
+        """Return the saved state, to be restored with :meth:`_take` in another process."""
         return None
 
     def _take(self, saved: Any) -> None:

@@ -1,6 +1,6 @@
-"""Callbacks for ``model.fit``, without their base class and their framework.
+"""Implementations of the callbacks for ``model.fit``, for both Keras packages and all frameworks.
 
-The base class is that of one Keras package or the other. ``engine`` does what depends on the framework.
+:func:`define` combines them with a package's base class, and with an ``engine`` of the framework's functions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Base: Any = object
 
 
 class _Callback(_Base):
-    #: The type of variables, and the function that broadcasts values.
+    #: The framework's functions for variables and collectives.
     engine: Any = None
 
 
@@ -488,10 +488,10 @@ def _define(keras: Any, base: Any, module: str, engine: Any) -> SimpleNamespace:
             self.filepath = None
 
         def on_train_begin(self, logs: Logs = None) -> None:
-            """Looks whether there is a path.
+            """Check that ``filepath`` is set.
 
             Raises:
-                ValueError: There is none.
+                ValueError: It is not.
             """
             if self.filepath is None:
                 raise ValueError("BestModelCheckpoint: set `filepath` before training")

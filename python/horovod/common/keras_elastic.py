@@ -15,7 +15,7 @@ _Base: Any = object
 
 
 class CommitStateCallbackImpl(_Base):
-    """Commit a state after every so many batches, and after each epoch.
+    """Commit a state after a number of batches, and after each epoch.
 
     Args:
         backend: Ignored.

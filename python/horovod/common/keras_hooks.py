@@ -1,7 +1,7 @@
-"""Methods that one Keras package expects of a callback and the other does not: callbacks serve models of both.
+"""Methods that only tf_keras expects of a callback, so that callbacks work with models of both Keras packages.
 
-``horovod.keras`` has the callbacks of the package ``keras``. A script under ``TF_USE_LEGACY_KERAS=1`` gives them to a
-model of tf_keras.
+The callbacks of ``horovod.keras`` have the base class of the package ``keras``. Under ``TF_USE_LEGACY_KERAS=1``, a
+script uses them with models of tf_keras.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 
 
 def _implements(callback: Any, *events: str) -> bool:
-    # Both packages mark the methods of their base class.
+    # Both packages mark the methods of their base class with this attribute.
     return any(not getattr(getattr(callback, event), "_is_default", False) for event in events)
 
 
 class BatchHooks:
-    """tf_keras asks a callback for whole kinds of batch events, and calls it for none of a kind that it lacks."""
+    """The methods by which tf_keras asks whether a callback has hooks of a kind. If not, it skips all of this kind."""
 
     def _implements_train_batch_hooks(self) -> bool:
         return _implements(self, "on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")

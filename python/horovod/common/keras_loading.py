@@ -1,4 +1,4 @@
-"""The meaning of names in a saved model."""
+"""Classes and functions for the names in a saved model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def meanings(
     found: dict[str, Any] = {}
     for module in optimizer_modules:
         classes = [cls for cls in vars(module).values() if isinstance(cls, type) and hasattr(cls, "from_config")]
-        # Saved models have their names in either case.
+        # Saved models contain the names as they are, or in lower case.
         found.update({spelled: cls for cls in classes for spelled in (cls.__name__, cls.__name__.lower())})
     found.update({cls.__name__: cls for cls in custom_optimizers or ()})
     own = (custom_objects or {}).items()

@@ -1,4 +1,4 @@
-"""What every framework's module exports of the session: once, for all see the same one."""
+"""The functions of the session that the module of each framework exports. All modules use the same session."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class RankActor:
         return [str(index) for index in ray.get_gpu_ids()]
 
     def set_variables(self, env_vars: dict[str, Any]) -> None:
-        """Set variables of this process. Secrets come this way: arguments of a call are not logged by Ray.
+        """Set environment variables of this process. Secrets may be among them, because Ray does not log arguments.
 
         Args:
             env_vars: Values by name.

@@ -21,7 +21,7 @@ from horovod.runner.elastic.settings import ElasticSettings
 from horovod.runner.gloo_run import create_slot_env_vars
 from horovod.runner.places import ElasticPlaces
 
-#: Seconds between two looks at the events that end a worker.
+#: Seconds between checks of the events that end a worker.
 _LOOK_S = 0.2
 
 

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from horovod.runner.places import first_cause
 from horovod.runner.util.threads import in_thread
 
-#: Seconds that other ranks have to fail, too, after the first failure. They name the rank that has died.
+#: Seconds to wait for failures of other ranks after the first one: their errors name the rank that has died.
 _GRACE = 10.0
 
 

@@ -56,7 +56,7 @@ class Desk:
         return {"HOROVOD_RUN_DESK": ":".join([*([host] if host else []), str(self.port), self.key.hex()])}
 
     def close(self) -> None:
-        """Serve no more processes, and disconnect those that are here."""
+        """Stop the server and close all connections."""
         self._server.close()
 
 

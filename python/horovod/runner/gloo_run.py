@@ -145,7 +145,7 @@ def _smdrun(words: list[str], env: dict[str, str], settings: Any) -> int:
 
 
 def _reasoned(words: list[str], command: Sequence[str], env: dict[str, str], settings: Any) -> tuple[int, str | None]:
-    """Return the launcher's exit code and its text about a failure."""
+    """Run `smdrun`; return its exit code and the reason of a failure, if it has written one."""
     with tempfile.TemporaryDirectory() as folder:
         reason = Path(folder) / "reason"
         code = _smdrun([*words, "--reason-file", str(reason), *command], env, settings)

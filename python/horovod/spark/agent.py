@@ -54,7 +54,7 @@ class _Stream:
         self._send(("output", self._name, text))
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: writes are not buffered."""
 
 
 def serve(address: str, port: int, key: bytes, partition: int, rows: Iterable[Any]) -> Iterable[Any]:

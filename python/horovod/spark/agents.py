@@ -20,7 +20,7 @@ from horovod.runner.util.peers import PeerServer
 from horovod.spark import agent
 from horovod.spark.agent import Greeting
 
-#: Seconds between two looks at the events that end a process.
+#: Seconds between checks of the events that end a process.
 _LOOK_S = 0.1
 #: Seconds in which Spark ends a job's tasks.
 _FAREWELL_S = 30.0
@@ -174,7 +174,7 @@ class Agents:
         self._server.close()
 
     def alive(self) -> list[Agent]:
-        """Return the tasks that are there.
+        """Return the tasks that have not ended.
 
         Returns:
             The tasks, in the order of their partitions.

@@ -22,7 +22,7 @@ from horovod.runner.util.threads import in_thread
 from horovod.spark.agents import Agent, AgentLostError, Agents
 from horovod.spark.runner import COMMAND, active_context, chosen_timeout
 
-#: Seconds between two looks at the Spark job.
+#: Seconds between checks of the Spark job.
 _LOOK_S = 0.5
 
 

@@ -18,11 +18,11 @@ from horovod.runner.places import Places, first_cause, rank_order
 from horovod.runner.util.threads import in_thread
 from horovod.spark.agents import Agent, AgentLostError, Agents
 
-#: Seconds that other ranks have to fail, too, after the first failure. They name the rank that has died.
+#: Seconds to wait for failures of other ranks after the first one: their errors name the rank that has died.
 _GRACE_S = 10.0
-#: Seconds between two looks at the Spark job.
+#: Seconds between checks of the Spark job.
 _LOOK_S = 0.2
-#: What each process runs.
+#: Command of each process.
 COMMAND = ["-m", "horovod.runner.run_task"]
 
 

@@ -116,7 +116,7 @@ class _Sender:
         self._made: dict[str, tuple[tf.Tensor, tf.Tensor]] = {}
 
     def make(self, name: str, dtype: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """What is fed, and what comes of it."""
+        """Create the placeholders and the operation; return both."""
         if name not in self._made:
             placeholder = tf.compat.v1.placeholder(dtype, [None])
             self._made[name] = placeholder, self._call(placeholder, name)

@@ -14,10 +14,10 @@ _helpers: weakref.WeakSet[LocalGradientAggregationHelper] = weakref.WeakSet()
 
 
 def forget_sums(session: Any = None) -> None:
-    """All helpers begin to sum anew: a rank that joins a job has no sums, and ranks must come to a step together.
+    """Drop the sums of all helpers: a rank that joins has none, and all ranks must begin the next step together.
 
     Args:
-        session: In a graph of TensorFlow 1, whose helpers alone begin anew.
+        session: Session of a graph of TensorFlow 1, for the helpers in that graph.
     """
     for helper in list(_helpers):
         helper.forget(session)

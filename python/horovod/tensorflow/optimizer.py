@@ -48,11 +48,11 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):
             )
 
     def register_local_var(self, var: Any) -> None:
-        """The gradient of a variable stays this rank's own."""
+        """Leave the gradient of a variable unreduced."""
         self._reduction.add_local(var)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """As the optimizer's, reduced over the ranks."""
+        """Compute gradients as the given optimizer, and reduce them over the ranks."""
         pairs = self._optimizer.compute_gradients(*args, **kwargs)
         gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
         reduce = self._reduction if self._agg_helper is None else self._agg_helper.compute_gradients
@@ -61,7 +61,7 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):
     def apply_gradients(
         self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Any = None, name: str | None = None
     ) -> Any:
-        """As the optimizer's; while gradients are aggregated, only the step is counted."""
+        """Apply gradients as the given optimizer. While they are aggregated, only count the step."""
         pairs = list(grads_and_vars)
         if self._agg_helper is None or self._agg_helper.counter is None:
             return self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
@@ -78,15 +78,15 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):
             return tf.group(self._agg_helper.apply_gradients(apply, count))
 
     def get_slot(self, *args: Any, **kwargs: Any) -> Any:
-        """The given optimizer's."""
+        """Return a slot of the given optimizer."""
         return self._optimizer.get_slot(*args, **kwargs)
 
     def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
-        """The given optimizer's."""
+        """Return the slot names of the given optimizer."""
         return self._optimizer.get_slot_names(*args, **kwargs)
 
     def variables(self, *args: Any, **kwargs: Any) -> Any:
-        """The given optimizer's."""
+        """Return the variables of the given optimizer."""
         return self._optimizer.variables(*args, **kwargs)
 
 
@@ -117,13 +117,13 @@ class _DistributedAdasumOptimizer(tf.compat.v1.train.Optimizer):
         self._steps: Any = None
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """The optimizer's, of this rank."""
+        """Return the given optimizer's gradients, which are not reduced."""
         return self._optimizer.compute_gradients(*args, **kwargs)
 
     def apply_gradients(
         self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Any = None, name: str | None = None
     ) -> Any:
-        """As the optimizer's; every n-th step ends where the ranks' ones together lead to."""
+        """Apply gradients as the given optimizer. Every n-th call combines the changes of all ranks with Adasum."""
         pairs = list(grads_and_vars)
         variables = [variable for gradient, variable in pairs if gradient is not None]
         if not is_active(global_process_set):
@@ -159,16 +159,16 @@ class _DistributedAdasumOptimizer(tf.compat.v1.train.Optimizer):
         return None if tf.executing_eagerly() else tf.group(done)
 
     def get_slot(self, var: Any, name: str) -> Any:
-        """The given optimizer's; ``delta_start`` is this one's."""
+        """Return a slot of the given optimizer, or this optimizer's slot ``delta_start``."""
         own = super().get_slot(var, name)
         return self._optimizer.get_slot(var, name) if own is None else own
 
     def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
-        """The given optimizer's, and ``delta_start``."""
+        """Return the slot names of the given optimizer and ``delta_start``."""
         return self._optimizer.get_slot_names(*args, **kwargs) + super().get_slot_names()
 
     def variables(self, *args: Any, **kwargs: Any) -> Any:
-        """The given optimizer's."""
+        """Return the variables of the given optimizer."""
         return self._optimizer.variables(*args, **kwargs)
 
 

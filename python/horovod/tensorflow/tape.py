@@ -21,7 +21,7 @@ class _DistributedGradientTape(TapeView):
         self._reduction = reduction
 
     def register_local_source(self, source: Any) -> None:
-        """The gradient of a variable stays this rank's own.
+        """Leave the gradient of a variable unreduced.
 
         Args:
             source: The variable.
@@ -53,7 +53,7 @@ class _DistributedGradientTape(TapeView):
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """The gradients that stay this rank's, and the others: lists of variables and gradients."""
+        """Return the gradients of local variables, and the reduced others, as lists of (variable, gradient)."""
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
         pairs = list(zip(tf.nest.flatten(sources), tf.nest.flatten(gradients), strict=True))
         local = self._reduction.local

@@ -1,8 +1,8 @@
-"""Gives gradients back whose round was to go by plan and goes by name.
+"""A thread that submits gradients by name after the ranks have voted against a planned reduction.
 
-An optimizer learns the result of a vote at its next gradient, and at its step. After the last gradient, the script may
-wait for something that other ranks do only after their step, which waits for these gradients. A thread therefore
-submits them by name. It runs once an optimizer has a plan, and is woken only for such rounds.
+An optimizer checks the result of the vote at its next gradient and at its step. After the last gradient, the script may
+wait for other ranks that reach that point only after their step, which needs the gradients of this rank. The thread
+prevents this deadlock. It starts when an optimizer has a plan, and wakes only for declined rounds.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable
 
 from smdistributed import _core
 
-#: Seconds after which the thread looks whether the process ends.
+#: Seconds between checks whether the process ends.
 _NAP = 0.2
 
 
 class _DeclinedRounds:
-    """The thread, and what it calls."""
+    """The thread, and the methods that it calls."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

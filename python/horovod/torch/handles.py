@@ -1,4 +1,4 @@
-"""Operations in flight: what asks the core for them, and who waits for them."""
+"""Handles of pending operations: their submission to the core, `poll` and `synchronize`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from horovod.common.process_sets import ProcessSet  # noqa: E402
 
 
 class _Pending:
-    """An operation in flight.
+    """A pending operation.
 
     Args:
         work: The core's handle.
-        outputs: Of in-place forms; others have their results in `work`.
-        finish: Makes what `synchronize` returns of the outputs.
+        outputs: Outputs of an in-place form; other forms have them in `work`.
+        finish: Creates the result of `synchronize` from the outputs.
+        like: A tensor of the operation, whose device has the stream; ``None`` without one.
     """
 
     __slots__ = ("finish", "outputs", "stream", "work")
@@ -33,7 +34,7 @@ class _Pending:
         self.work = work
         self.outputs = outputs
         self.finish = finish
-        # The stream in which an operation on a GPU is enqueued.
+        # The stream that was current when an operation on a GPU was enqueued.
         self.stream = torch.cuda.current_stream(like.device) if like is not None and like.is_cuda else None
 
     def wait(self) -> Any:

@@ -239,13 +239,13 @@ class _DistributedOptimizer(_Base):
             self._handles[parameter] = _nothing
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """How many backward passes are summed before gradients are reduced."""
+        """Set the number of backward passes whose gradients are summed before they are reduced."""
         self.backward_passes_per_step = passes
         for parameter in self._allreduce_delay:
             self._allreduce_delay[parameter] = passes
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """As the optimizer's; what is under way is given up."""
+        """Load the state of the given optimizer; reductions that are pending are dropped."""
         self._give_up()
         super().load_state_dict(*args, **kwargs)
 
@@ -326,7 +326,7 @@ class _DistributedOptimizer(_Base):
             self._allreduce_delay[parameter] = self.backward_passes_per_step
 
     def synchronize(self) -> None:
-        """Waits until all gradients are reduced; then use ``with optimizer.skip_synchronize(): optimizer.step()``."""
+        """Wait until all gradients are reduced. Then call ``step`` in ``with optimizer.skip_synchronize():``."""
         if not self._active:
             self._synchronized = True
             return
@@ -344,7 +344,7 @@ class _DistributedOptimizer(_Base):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Around a ``step`` after :meth:`synchronize`."""
+        """Return a context for a ``step`` after :meth:`synchronize`, in which it does not reduce again."""
         self._should_synchronize = False
         try:
             yield
@@ -352,7 +352,7 @@ class _DistributedOptimizer(_Base):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduces, and takes the optimizer's step."""
+        """Wait until all gradients are reduced, and run the given optimizer's step."""
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
@@ -368,7 +368,7 @@ class _DistributedOptimizer(_Base):
         return super().step(closure)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As the optimizer's.
+        """Reset the gradients as the given optimizer does.
 
         Raises:
             AssertionError: Gradients are being reduced.
@@ -412,15 +412,15 @@ class _DistributedAdasumOptimizer(_Base):
         self._parameter_names = _names(self.param_groups, named_parameters)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """How many backward passes come before a step; gradients are summed by autograd."""
+        """Set the number of backward passes before a step, whose gradients autograd sums."""
         self.backward_passes_per_step = passes
 
     def synchronize(self) -> None:
-        """Does nothing: there are no gradients under way."""
+        """Do nothing: this optimizer reduces no gradients."""
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Not possible.
+        """Raise an error: the changes of a step cannot be reduced before the step.
 
         Raises:
             AssertionError: Always.
@@ -429,7 +429,7 @@ class _DistributedAdasumOptimizer(_Base):
         yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes the optimizer's step, and combines what it changed."""
+        """Run the given optimizer's step, and combine the changes of the parameters with Adasum."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         _compare_replicas(self, global_process_set.ranks)
         starts = [parameter.detach().clone() for parameter in parameters]

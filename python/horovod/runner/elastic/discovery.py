@@ -150,7 +150,7 @@ class HostManager:
 
     @property
     def current_hosts(self) -> DiscoveredHosts:
-        """Those of the last look."""
+        """The hosts of the last discovery."""
         with self._lock:
             return self._current
 

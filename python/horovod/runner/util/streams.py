@@ -67,10 +67,10 @@ class Pipe:
             return self._closed and self._buffer is None
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: writes are not buffered."""
 
     def close(self) -> None:
-        """Nothing more comes; what is there can be read."""
+        """End the text. A piece that was written before can still be read."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""What runs the training of an estimator on several processes."""
+"""Backends, which run the training of an estimator on several processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the estimators of all frameworks do in the driver, and what their models do in executors."""
+"""The base classes of estimators, which run in the driver, and of models, which predict in executors."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _loader(plain: dict[str, Any], first: int, is_training: bool) -> Any:
 
 
 class _Ranks(lightning.Callback):
-    """What connects the trainers of all ranks."""
+    """The callback that connects the trainers of all ranks."""
 
     def __init__(self, plain: dict[str, Any]) -> None:
         self._plain = plain
@@ -128,7 +128,7 @@ class _Ranks(lightning.Callback):
                 if not parameter.requires_grad:
                     continue
                 if parameter.grad is None:
-                    # Another rank may have used it.
+                    # Another rank may have a gradient for the parameter.
                     parameter.grad = torch.zeros_like(parameter)
                 gradients.append(parameter.grad)
         compression = self._plain["gradient_compression"] or hvd.Compression.none
