@@ -1,7 +1,7 @@
 """Horovod's API for Keras 3 on PyTorch: ``horovod.keras`` where ``KERAS_BACKEND=torch``.
 
 A distributed optimizer is a view of the given one (``smdistributed/_common/views.py``). Gradients are reduced in
-``apply``, which all ways of training call: Keras computes all gradients before it.
+``apply``, which Keras calls in every kind of training, after it has computed all gradients.
 """
 
 from __future__ import annotations

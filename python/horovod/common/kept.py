@@ -1,8 +1,8 @@
-"""Commits that survive the processes.
+"""Commits in files, for launchers that restart all processes after a failure, as torchrun does.
 
-torchrun's agent, unlike horovodrun, restarts all processes when one has failed. The first process of each host writes
-each commit to a file in the user's cache folder. Before they train, the ranks take the newest of these files, whichever
-host has it. A file begins with the agent that started its writer: a file of another agent is of another job.
+The first process of each host writes each commit to a file in the user's cache folder. Before training, all ranks load
+the newest of these files of all hosts. A file begins with the id of the agent that started its writer, so that files of
+other jobs are ignored.
 """
 
 from __future__ import annotations

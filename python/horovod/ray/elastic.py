@@ -28,8 +28,8 @@ _LOOK_S = 0.2
 class ClusterNodes:
     """Names of a cluster's nodes as hosts of a job.
 
-    The name of a node is its address. A further node at an address, beside the first one or after it, has a name of its
-    own: it has failed nowhere yet, so it is not blacklisted.
+    The first node at an address has the address as its name. Any further node there, at the same time or later, gets
+    another name, so that it is not blacklisted for failures of the first one.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
 """Horovod's operations of TensorFlow.
 
-Ranks submit them in any order; they find each other by the name of the node, or, in eager mode, by the caller's name or
-what the operation is called, which is safe as eager calls block.
+Ranks submit them in any order, and the core matches them by name: that of the graph node, or, in eager mode, the
+caller's name or the name of the operation. The latter suffices there, because eager calls block.
 
-- HTF-1: operations are stateful, so that TensorFlow neither drops nor merges one nor computes it beforehand. It would
-  also run stateful ones one after the other in a ``tf.function``, and gradients could not be reduced together:
-  :func:`_run` takes them out of that chain.
+- HTF-1: operations are stateful, so that TensorFlow does not drop, merge or constant-fold them. In a ``tf.function``,
+  it would also run stateful operations one after the other, and gradients could not be reduced together. :func:`_run`
+  exempts them from this order.
 """
 
 from __future__ import annotations

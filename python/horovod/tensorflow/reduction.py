@@ -1,7 +1,7 @@
-"""The reduction of a step's gradients: what the tape and the optimizers share.
+"""The reduction of a step's gradients, for the tape and the optimizers.
 
-In a graph each gradient, or each group of them, is a collective of its own, which starts when its gradients are there.
-Eager callers wait for each collective, so there all dense gradients are one.
+In a graph, each gradient or group of gradients has a collective of its own, which starts when its gradients are ready.
+In eager mode, which waits for each collective, one collective reduces all dense gradients.
 """
 
 from __future__ import annotations

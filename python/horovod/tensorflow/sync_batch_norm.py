@@ -1,7 +1,7 @@
 """Batch normalization over the batches of all ranks.
 
-Keras 3 and tf_keras ask a layer of theirs for the moments of a batch in one method, which both call with the input and
-the axes; that is what changes.
+In Keras 3 and in tf_keras, one method of the layer computes the moments of a batch from the input and the axes. The
+layers here override it.
 """
 
 from __future__ import annotations

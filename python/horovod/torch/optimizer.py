@@ -1,7 +1,7 @@
 """Optimizers that reduce gradients over the ranks.
 
 The result of :func:`DistributedOptimizer` is a view of the given optimizer: an object of a subclass with the same name
-that shares its ``__dict__``. So options, state and hooks are one, whichever of both is used.
+that shares its ``__dict__``. Options, state and hooks are therefore the same, whichever of them is used.
 """
 
 from __future__ import annotations
@@ -298,8 +298,8 @@ class _DistributedOptimizer(_Base):
     def _compare(self) -> None:
         """Compare the names of the gradients that the ranks have reduced.
 
-        A rank that lacks a gradient would leave the others waiting. Ranks that wait are told at once. A rank with all
-        gradients waits for none, and is told in its next step.
+        Otherwise, a rank without a gradient would leave the others waiting. Waiting ranks get the error at once. A rank
+        that has all gradients does not wait, and gets the error in its next step.
         """
         if self._planned_reducer.vote_result != PLANNED:
             first = next(iter(self._parameter_names.values()))
@@ -308,7 +308,7 @@ class _DistributedOptimizer(_Base):
             self._comparison = _submit(step, f"step.{first}", names, number, finish=_ignored)
 
     def _hear_of_comparison(self) -> None:
-        """Return the result of the last step's comparison."""
+        """Raise the error of the last step's comparison, if there was one."""
         if self._comparison is None:
             return
         comparison, self._comparison = self._comparison, None

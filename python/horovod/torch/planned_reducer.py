@@ -1,7 +1,7 @@
-"""Rounds of an optimizer: reductions of its dense gradients by plan.
+"""Planned reductions of an optimizer's dense gradients, in buckets that fill during backward.
 
-The gradients lie in buckets that fill during backward, wherever all ranks have the same plan. The core defines a round
-(``reducer/ballot.rs``). Gradients without a plan are reduced by name.
+Each reduction is a round, in which the ranks first vote whether all of them have the same plan
+(``reducer/ballot.rs``). If not, gradients are reduced by name, and so are gradients that are in no plan.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from horovod.torch.mpi_ops import Average, Sum
 from smdistributed import _core
 from smdistributed.dataparallel.bucket_size import bucket_bytes
 
-# The bridge's numbers for the reduction of a bucket, for the vote of a rank without a reducer, and for the result of a
-# vote.
+# Numbers in the interface of the bridge: reductions of a bucket, votes of a rank without a reducer, results of a vote.
 _REDUCTIONS = {Compression.none: 0, Compression.fp16: 1, Compression.bf16: 2}
 _READY_BY_NAME, _NO_REDUCER, _CREATING = range(3)
 UNKNOWN = -1
 PLANNED, BY_NAME, MAKE, FORGET = range(4)
-# Types that a compression leaves unchanged. It casts other half types, which a plan does not do.
+# Types that a compression leaves unchanged. It casts other half types, which planned reductions cannot do.
 _KEPT = {Compression.fp16: torch.float16, Compression.bf16: torch.bfloat16}
 
 
@@ -41,8 +40,8 @@ class PlannedReducer:
         factor: ``gradient_predivide_factor``.
         compression: Type in which gradients travel.
         process_set: The ranks that take part.
-        give_back: The optimizer's method that reduces by name what :meth:`given_back` returns. It is called when that
-            is not empty after the last gradient, on any thread.
+        give_back: Method of the optimizer that reduces the result of :meth:`given_back` by name. A thread calls it if
+            the vote declines the plan after the last gradient.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class PlannedReducer:
         self._name = self._what = ""
         self._reducer: Any = None
         self._pending_reducer: Any = None
-        #: Held while gradients are taken, given back or submitted: a thread gives them back, too.
+        #: Held while gradients are taken, given back or submitted: the thread of `declined_rounds` does so, too.
         self.lock = threading.Lock()
         self._give_back, self._is_watched = give_back, False
         self._reset()
@@ -90,9 +89,9 @@ class PlannedReducer:
     def begin(self, parameters: Iterable[torch.Tensor]) -> None:
         """Begin a round with the first complete gradient of the optimizer.
 
-        Gradients on GPUs are in no round. They are reduced by name, where gradients that are ready together run
-        together. On a device, autograd's thread queues a bucket when it is full: it cannot wait for the vote, and
-        cannot take back the bucket.
+        Gradients on GPUs are in no round. They are reduced by name, which fuses gradients that are ready together. On
+        a GPU, autograd's thread enqueues a bucket when it is full. It cannot wait for the vote, and cannot take back
+        the bucket.
 
         Args:
             parameters: All parameters of the optimizer.
@@ -147,7 +146,7 @@ class PlannedReducer:
         )
 
     def _take_made(self) -> None:
-        """Use the reducer that a thread of the core has created; called between backwards, because it adds hooks."""
+        """Use the reducer that a thread of the core has created. Adds hooks, so it is called between backward passes."""
         if self._pending_reducer is None or not self._pending_reducer.is_done():
             return
         try:
@@ -197,7 +196,7 @@ class PlannedReducer:
         self._give_back()
 
     def given_back(self, in_hook: bool) -> list[torch.Tensor]:
-        """Return parameters that were taken, once it is known that they go by name.
+        """Return parameters that were taken, once the vote has declined the plan, to be reduced by name.
 
         Args:
             in_hook: Whether the caller is a hook of a gradient, so that autograd has finished all earlier ones.
