@@ -146,7 +146,7 @@ class PlannedReducer:
         )
 
     def _take_made(self) -> None:
-        """Use the reducer that a thread of the core has created; between backward passes only, because it adds hooks."""
+        """Use the reducer that a thread of the core has made; between backward passes only, because it adds hooks."""
         if self._pending_reducer is None or not self._pending_reducer.is_done():
             return
         try:
