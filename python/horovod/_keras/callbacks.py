@@ -30,7 +30,7 @@ class Engine:
             one: The object.
 
         Returns:
-            Whether it is.
+            ``True`` if an object is a variable.
         """
         return isinstance(underlying(one), tf.Variable)
 

@@ -223,7 +223,7 @@ def is_distributed(optimizer: Any) -> bool:
         optimizer: Any optimizer.
 
     Returns:
-        Whether it does.
+        ``True`` if an optimizer, or the one inside it, reduces gradients over the ranks.
     """
     inner = getattr(optimizer, "inner_optimizer", None)
     return isinstance(optimizer, _Methods) or (inner is not None and is_distributed(inner))

@@ -39,7 +39,7 @@ class Engine:
             one: The object.
 
         Returns:
-            Whether it is.
+            ``True`` if an object is a variable.
         """
         return isinstance(one, keras.Variable)
 

@@ -40,7 +40,7 @@ def is_driven() -> bool:
     """Return whether a script's own driver drives this process. Workers of `horovodrun` get their places from the core.
 
     Returns:
-        Whether it does.
+        ``True`` if a script's own driver drives this process.
     """
     environ = os.environ
     told = all(environ.get(name) for name in (*_STORE, *_SLOT))

@@ -88,7 +88,7 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
         verbose: Ignored.
 
     Returns:
-        Whether it does.
+        ``True`` if a framework sees a GPU.
     """
     if not extension_available(ext_base_name):
         return False
@@ -169,7 +169,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
         num_rank: The number.
 
     Returns:
-        Whether it is.
+        ``True`` if a number of ranks is a power of two.
     """
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
@@ -219,7 +219,7 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
         target: The other one, as ``a.b.c``.
 
     Returns:
-        Whether it is.
+        ``True`` if a version is at least another one.
 
     Raises:
         ValueError: ``target`` has another form.

@@ -34,7 +34,7 @@ def is_here(host: str) -> bool:
         host: A name or an address.
 
     Returns:
-        Whether it is.
+        ``True`` if a name is that of this host.
     """
     return _core.is_this_host(host)
 

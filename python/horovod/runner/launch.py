@@ -217,7 +217,7 @@ def is_gloo_used(use_gloo: bool | None = None, use_mpi: bool | None = None, use_
         use_jsrun: Whether ``jsrun`` is asked for.
 
     Returns:
-        Whether it does.
+        ``True`` if the core's own control plane starts the processes.
     """
     return bool(use_gloo) or not (use_mpi or use_jsrun)
 

@@ -53,7 +53,7 @@ def is_open_mpi(env: dict[str, str] | None = None) -> bool:
         env: The environment; by default this process's.
 
     Returns:
-        Whether it is.
+        ``True`` if ``mpirun`` is that of Open MPI.
     """
     return _get_mpi_implementation(env) == _OMPI_IMPL
 
@@ -65,7 +65,7 @@ def is_spectrum_mpi(env: dict[str, str] | None = None) -> bool:
         env: The environment; by default this process's.
 
     Returns:
-        Whether it is.
+        ``True`` if ``mpirun`` is that of IBM's Spectrum MPI.
     """
     return _get_mpi_implementation(env) == _SMPI_IMPL
 
@@ -77,7 +77,7 @@ def is_mpich(env: dict[str, str] | None = None) -> bool:
         env: The environment; by default this process's.
 
     Returns:
-        Whether it is.
+        ``True`` if ``mpirun`` is that of MPICH.
     """
     return _get_mpi_implementation(env) == _MPICH_IMPL
 
@@ -89,7 +89,7 @@ def is_intel_mpi(env: dict[str, str] | None = None) -> bool:
         env: The environment; by default this process's.
 
     Returns:
-        Whether it is.
+        ``True`` if ``mpirun`` is that of Intel MPI.
     """
     return _get_mpi_implementation(env) == _IMPI_IMPL
 

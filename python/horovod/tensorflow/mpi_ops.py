@@ -76,7 +76,7 @@ def check_num_rank_power_of_2(num_rank: int) -> bool:
         num_rank: The number.
 
     Returns:
-        Whether it is.
+        ``True`` if a number of ranks is a power of two.
     """
     return num_rank_is_power_2(num_rank)
 

@@ -12,7 +12,7 @@ def horovod_torch_poll(handle: int) -> bool:
         handle: The handle.
 
     Returns:
-        Whether it is.
+        ``True`` if an operation is complete.
     """
     return mpi_ops.poll(handle)
 

@@ -18,7 +18,7 @@ class LSFUtils:
         """Return whether this process is in a job of LSF.
 
         Returns:
-            Whether it is.
+            ``True`` if this process is in a job of LSF.
         """
         return "LSB_JOBID" in os.environ
 

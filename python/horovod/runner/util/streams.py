@@ -61,7 +61,7 @@ class Pipe:
         """Return whether the pipe is closed and all of it was read.
 
         Returns:
-            Whether it is.
+            ``True`` if the pipe is closed and all of it was read.
         """
         with self._changed:
             return self._closed and self._buffer is None

@@ -45,7 +45,7 @@ class Store:
             path: The path.
 
         Returns:
-            Whether it is.
+            ``True`` if this class is for a path.
         """
         return True
 
@@ -290,7 +290,7 @@ class FilesystemStore(Store):
             path: The URI.
 
         Returns:
-            Whether it does.
+            ``True`` if a folder holds a Parquet data set.
         """
         return self.exists(path) and bool(self.get_parquet_dataset(path).files)
 
@@ -325,7 +325,7 @@ class LocalStore(FilesystemStore):
             path: The path.
 
         Returns:
-            Whether it is.
+            ``True`` if a path is local.
         """
         return urlsplit(path).scheme in ("", "file")
 
@@ -370,7 +370,7 @@ class DBFSLocalStore(LocalStore):
             path: The path.
 
         Returns:
-            Whether it is.
+            ``True`` if a path is one of Databricks' file system.
         """
         return path.startswith(("dbfs:/", "/dbfs/", "file:///dbfs/"))
 
@@ -423,7 +423,7 @@ class HDFSStore(FilesystemStore):
             path: The path.
 
         Returns:
-            Whether it is.
+            ``True`` if a path is one of HDFS.
         """
         return urlsplit(path).scheme == "hdfs"
 

@@ -143,6 +143,6 @@ def is_tracing() -> bool:
     """Return whether the first step is recording the model in order to partition it.
 
     Returns:
-        Whether it is.
+        ``True`` if the first step is recording the model in order to partition it.
     """
     return state.tracing

@@ -34,7 +34,7 @@ class Timeout:
         """Return whether the time is over.
 
         Returns:
-            Whether it is.
+            ``True`` if the time is over.
         """
         return time.monotonic() > self._timeout_at
 
