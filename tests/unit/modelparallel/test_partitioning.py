@@ -141,8 +141,12 @@ class _Stateful(nn.Module):
         self.register_buffer("lazy", None)
         self.calls, self.last, self.table, self.seen = 0, None, {"calls": 0}, torch.ones(4)
         self.parts = [torch.ones(2, 4)]
+        self.is_hooked = False
 
     def forward(self, x, kept):
+        if not self.is_hooked:
+            self.is_hooked = True
+            self.linear.register_forward_hook(lambda module, args, output: None)
         h = self.linear(x)
         kept["cache"].append(h)
         self.calls += 1
@@ -150,7 +154,7 @@ class _Stateful(nn.Module):
         self.table["calls"] += 1
         self.table["last"] = h.detach()
         self.lazy = h.detach()
-        self.register_buffer("new", h.detach())
+        self.register_buffer("new", h.detach(), persistent=False)
         self.seen.mul_(0.5).add_(h.mean(0))
         self.parts[0][1].uniform_()
         return h * random.random() + self.parts[0].sum()
@@ -173,6 +177,7 @@ def test_a_trace_leaves_attributes_and_generators_as_they_are(measure_times):
     assert (module.calls, module.last, module.table, module.lazy) == (0, None, {"calls": 0}, None)
     assert set(vars(module)) == before
     assert "new" not in module._buffers
+    assert (module.is_hooked, module._non_persistent_buffers_set) == (False, set())
     assert module.parts[0] is part
     assert part.tolist() == [[1.0] * 4] * 2
     assert module.seen.tolist() == [1.0] * 4

@@ -201,9 +201,12 @@ def _hooks_left_out(module: nn.Module) -> Iterator[None]:
 
 
 def _is_needed(hook: Any) -> bool:
-    """Return whether a hook computes parameters, as those of `torch.nn.utils` do, or is this library's."""
+    """Return whether a hook computes parameters or outputs.
+
+    Those of `torch.nn.utils` and of this library do, and those with which Hugging Face's models collect hidden states.
+    """
     package = getattr(hook, "__module__", None) or type(hook).__module__
-    return package.startswith(("torch.nn.utils", "smdistributed."))
+    return package.startswith(("torch.nn.utils", "smdistributed.", "transformers."))
 
 
 @contextlib.contextmanager

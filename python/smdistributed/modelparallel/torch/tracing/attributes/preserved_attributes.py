@@ -113,9 +113,10 @@ class preserved_attributes:  # noqa: N801 - a context
 
     def __enter__(self) -> preserved_attributes:
         self._before = [dict(module.__dict__) for _, module in self._modules]
-        # Those of TorchScript's modules are no dictionaries, and do not change.
-        tables = [vars(module).get(name) for _, module in self._modules for name in ("_parameters", "_buffers")]
-        self._tables = [(table, dict(table)) for table in tables if isinstance(table, dict)]
+        # Parameters, buffers, submodules and hooks: a forward may register some, such as Hugging Face's models, which
+        # note in an attribute that they have. Those of TorchScript's modules are no dictionaries, and do not change.
+        tables = [vars(module).get(name) for _, module in self._modules for name in MODULE_INTERNALS]
+        self._tables = [(table, copy.copy(table)) for table in tables if isinstance(table, dict | set)]
         for (path, module), before in zip(self._modules, self._before, strict=True):
             for name, value in before.items():
                 if name not in MODULE_INTERNALS and type(value) not in pytree.ATOMS:
@@ -176,7 +177,7 @@ class preserved_attributes:  # noqa: N801 - a context
                 if module.__dict__.get(name) is not value:
                     module.__dict__[name] = value
         for table, entries in self._tables:
-            if not _same_items(table, entries):
+            if not _is_same_content(table, entries):
                 table.clear()
                 table.update(entries)
         for content in self._contents:
