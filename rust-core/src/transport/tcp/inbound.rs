@@ -74,7 +74,7 @@ pub(super) enum ReadOutcome {
 }
 
 enum InboundStage {
-    Unauthenticated { challenge: Challenge, answer: Vec<u8> },
+    Unauthenticated { challenge: Challenge, answer: Vec<u8>, coverage: TagCoverage },
     Open(Reader),
 }
 
@@ -93,13 +93,13 @@ pub(super) struct InboundConnection {
 }
 
 impl InboundConnection {
-    /// Starts the handshake of an accepted connection.
-    pub(super) fn new(mut stream: TcpStream, address: SocketAddr) -> Result<Self> {
+    /// Starts the handshake of an accepted connection, whose frames will have tags of `coverage`.
+    pub(super) fn new(mut stream: TcpStream, address: SocketAddr, coverage: TagCoverage) -> Result<Self> {
         let challenge = Challenge::new()?;
         // The send buffer of a new connection has space for the greeting. If not, the other side waits in vain and
         // closes.
         let _ = stream.write(&challenge.greeting());
-        let stage = InboundStage::Unauthenticated { challenge, answer: Vec::with_capacity(ANSWER_BYTES) };
+        let stage = InboundStage::Unauthenticated { challenge, answer: Vec::with_capacity(ANSWER_BYTES), coverage };
         Ok(Self {
             _guard: fork::Guard::new(&stream),
             stream,
@@ -116,14 +116,13 @@ impl InboundConnection {
     pub(super) fn read(
         &mut self,
         key: &JobKey,
-        coverage: TagCoverage,
         peer_timeout: Duration,
         extent: ReadExtent,
         spare: &Pool,
         take: &mut Take<'_>,
         begin_direct_receive: &mut BeginDirectReceive<'_>,
     ) -> Result<ReadOutcome, String> {
-        if let InboundStage::Unauthenticated { challenge, answer } = &mut self.stage {
+        if let InboundStage::Unauthenticated { challenge, answer, coverage } = &mut self.stage {
             let mut piece = [0; ANSWER_BYTES];
             while answer.len() < ANSWER_BYTES {
                 match self.stream.read(&mut piece[..ANSWER_BYTES - answer.len()]) {
@@ -141,7 +140,7 @@ impl InboundConnection {
             };
             socket::configure(&self.stream, peer_timeout).map_err(|error| error.text())?;
             self.stream.write_all(&proof).map_err(|error| format!("was lost: {error}"))?;
-            self.stage = InboundStage::Open(Reader::new(Verifier::new(keys.receive, coverage, FRAME_BYTES)));
+            self.stage = InboundStage::Open(Reader::new(Verifier::new(keys.receive, *coverage, FRAME_BYTES)));
         }
         let InboundStage::Open(reader) = &mut self.stage else { return Ok(ReadOutcome::Pause) };
         let mut read = 0;

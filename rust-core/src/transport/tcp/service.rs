@@ -351,7 +351,7 @@ impl Service {
                 return;
             }
             match self.listener.accept() {
-                Ok((stream, address)) => match InboundConnection::new(stream, address) {
+                Ok((stream, address)) => match InboundConnection::new(stream, address, self.options.coverage) {
                     Ok(inbound) => {
                         let came = inbound.came;
                         if let Some(token) = self.register(TcpConnection::Inbound(inbound)) {
@@ -412,15 +412,8 @@ impl Service {
         };
         let mut begin_direct_receive =
             |rank: Option<usize>, prefix: &_, bytes| ports.begin_direct_receive(rank?, prefix, bytes);
-        let outcome = inbound.read(
-            &self.key,
-            options.coverage,
-            options.peer_timeout,
-            extent,
-            &ports.buffers,
-            &mut take,
-            &mut begin_direct_receive,
-        );
+        let outcome =
+            inbound.read(&self.key, options.peer_timeout, extent, &ports.buffers, &mut take, &mut begin_direct_receive);
         let rank = inbound.rank;
         if rank.is_some() {
             self.unauthenticated.remove(&token);
