@@ -64,7 +64,7 @@ knobs! {
     INTERFACE = "SMD_INTERFACE", ["HOROVOD_GLOO_IFACE"], "",
         "Network interfaces, separated by commas: at the address of the first of them that a host has its processes take connections from other hosts. Empty: the one that reaches the rendezvous.";
     TRUSTED_NETWORK = "SMD_TRUSTED_NETWORK", [], "0",
-        "1: nobody on the network between the hosts changes data in transit. Ranks still prove the job's secret to each other, but only the first 64 bytes of each TCP frame are authenticated, which saves processor time. It counts only if it is set on all ranks; otherwise whole frames stay authenticated, and rank 0 logs a warning.";
+        "1: of each TCP frame between hosts, authenticate the first 64 bytes only, and not the tensor behind them, which saves processor time. Only for networks on which nobody can change data in transit. It takes effect if all ranks set it; otherwise whole frames are authenticated, and rank 0 logs a warning. Ranks prove the job's secret in both cases.";
     STALL_WARNING_SECONDS = "SMD_STALL_WARNING_SECONDS", ["HOROVOD_STALL_CHECK_TIME_SECONDS"], "60",
         "After this time a collective that has a name and is not called by all ranks is told on standard error, with the ranks that are missing, and again after as long; in seconds.";
     STALL_CHECK_DISABLE = "SMD_STALL_CHECK_DISABLE", ["HOROVOD_STALL_CHECK_DISABLE"], "0",

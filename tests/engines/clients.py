@@ -47,7 +47,7 @@ targets = inputs.sum(1, keepdim=True)
 
 
 def run(tmp_path, script, *, ranks=2, launcher=None, first="", **variables):
-    """Runs the script as each rank; returns what they wrote, by rank. `smdrun` starts several, or the words of `launcher`."""
+    """Runs the script on all ranks and returns the results that each rank wrote. `launcher` replaces the command `smdrun`."""
     path = tmp_path / "client.py"
     path.write_text(first + COMMON + textwrap.dedent(script))
     environment = {

@@ -24,7 +24,7 @@ AS_NOBODY = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-group
 READING = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
 SECRETS = ("SMD_SECRET", "_HOROVOD_SECRET_KEY")
 
-#: Meets, says which session it is of, and goes on until a file is there.
+#: Joins the job, prints the session, waits for the file `go`, and runs barriers.
 SCRIPT = """
 import sys, time
 from pathlib import Path
@@ -80,7 +80,7 @@ class Job:
             time.sleep(0.05)
 
     def secrets(self):
-        """What the variables of its processes contain."""
+        """The secrets in the environment of the job's processes."""
         found = set()
         for folder in Path("/proc").iterdir():
             try:
@@ -105,7 +105,7 @@ class Job:
 
 
 def readable_files(since):
-    """New files in shared places that any user may read, with what they contain."""
+    """Yields path and content of files in shared folders that any user may read and that changed after `since`."""
     for place in ("/tmp", "/dev/shm", "/var/tmp"):
         # Other tests' folders come and go meanwhile.
         for folder, _, names in os.walk(place):
@@ -152,7 +152,7 @@ def test_two_jobs_do_not_disturb_each_other_and_keep_their_secrets(launcher, sec
     assert [len(each) for each in names] == [1, 1], outputs
     assert names[0] != names[1]
     if launcher in ("smdrun", "horovodrun"):
-        # Those of the others never are in a variable.
+        # The other launchers pass no secret in a variable.
         assert all(secrets), "each job has a secret"
         assert not secrets[0] & secrets[1]
     arguments = subprocess.run(["ps", "axwwo", "args"], capture_output=True, check=True).stdout

@@ -1,7 +1,8 @@
-//! What MPICH's launcher, Hydra, tells the parent of its ranks but not the ranks: the address of `mpiexec`.
+//! The address of MPICH's `mpiexec`, which identifies a job: it is in the command line of the ranks' parent, a proxy of
+//! the launcher Hydra, and in no variable of the ranks.
 //!
-//! Variables of two jobs of MPICH on one host are equal. The address is the same for all ranks of a job and belongs to
-//! no other job while `mpiexec` runs.
+//! Two jobs of MPICH on one host set equal variables. The address is the same for all ranks of a job and belongs to no
+//! other job while `mpiexec` runs.
 
 use std::path::Path;
 use std::sync::OnceLock;
@@ -29,7 +30,7 @@ fn read(process: u32) -> Option<(Vec<u8>, String)> {
 fn find(mut process: u32, read: impl Fn(u32) -> Option<(Vec<u8>, String)>) -> Option<String> {
     for _ in 0..MAX_ANCESTORS {
         let (command, stat) = read(process)?;
-        if let Some(found) = told(&command) {
+        if let Some(found) = address_in(&command) {
             return Some(found);
         }
         // `pid (name) state parent`; the name may contain spaces and brackets.
@@ -38,8 +39,8 @@ fn find(mut process: u32, read: impl Fn(u32) -> Option<(Vec<u8>, String)>) -> Op
     None
 }
 
-/// What the command line of a proxy says, and `None` for other commands.
-fn told(command: &[u8]) -> Option<String> {
+/// The address in the command line of a proxy, and `None` for other commands.
+fn address_in(command: &[u8]) -> Option<String> {
     let words: Vec<&str> = command.split(|&byte| byte == 0).filter_map(|word| std::str::from_utf8(word).ok()).collect();
     if Path::new(words.first()?).file_name()? != PROXY {
         return None;

@@ -180,7 +180,7 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, measure_tim
 
 @contextlib.contextmanager
 def _hooks_left_out(module: nn.Module) -> Iterator[None]:
-    """Return a context without the script's forward hooks, which may count or keep what they get.
+    """Return a context in which the script's forward hooks do not run, because they may count calls or keep tensors.
 
     Afterwards, `preserved_attributes` restores the tables of the modules.
     """
