@@ -9,8 +9,14 @@ from support import Forked, run_ranks
 FORKED = Forked("torch")
 
 
-def _check_training(partitions, schedule, ends_alike):
-    """Trains five steps; unless ``ends_alike``, microbatch 2 of step 3 calls a layer twice."""
+def _check_training(partitions, schedule, ends_alike, has_collectives=False):
+    """Trains five steps; unless ``ends_alike``, microbatch 2 of step 3 calls a layer twice.
+
+    With ``has_collectives``, the ranks exchange something in each body, which they reach at different times.
+    """
+    import random
+    import time
+
     import torch
     from torch import nn
 
@@ -54,7 +60,7 @@ def _check_training(partitions, schedule, ends_alike):
     original = OverlappedRun.finish
 
     def finish(self, on_stage_done):
-        begun = self._program._place
+        begun = self._program.place
         microbatches = original(self, on_stage_done)
         overlapped.append((len(microbatches), begun))
         return microbatches
@@ -71,10 +77,14 @@ def _check_training(partitions, schedule, ends_alike):
 
     @smp.step
     def step_function(model, x):
+        if has_collectives:
+            time.sleep(delays.random() / 50)
+            assert smp.allgather(smp.rank(), smp.PP_GROUP) == list(range(partitions))
         loss = model(x, next(calls)).square().mean()
         model.backward(loss)
         return loss
 
+    delays = random.Random(smp.rank())
     for step in range(5):
         calls = iter([again(step, microbatch) for microbatch in range(4)])
         optimizer.zero_grad()
@@ -87,8 +97,7 @@ def _check_training(partitions, schedule, ends_alike):
     # Microbatches per overlapped step: step 0 does not overlap. Unless `ends_alike`, step 3 overlaps only up to the
     # differing microbatch, and step 4 does not overlap.
     assert counts == ([4] * 4 if ends_alike else [4, 4, 2]), overlapped
-    if smp.rank() == 0:
-        assert all(begun > 0 for _, begun in overlapped), "no task ran while microbatches were recorded"
+    assert all(begun > 0 for _, begun in overlapped), "no task ran while microbatches were recorded"
 
 
 @pytest.mark.timeout(120)
@@ -96,6 +105,12 @@ def _check_training(partitions, schedule, ends_alike):
 @pytest.mark.parametrize("schedule", ["interleaved", "simple", "zero_bubble"])
 def test_overlapped_microbatches_equal_one_process(partitions, schedule):
     run_ranks(_check_training, partitions, partitions, schedule, True, launcher=FORKED)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("partitions", [2, 4])
+def test_bodies_with_collectives_equal_one_process(partitions):
+    run_ranks(_check_training, partitions, partitions, "interleaved", True, True, launcher=FORKED)
 
 
 @pytest.mark.timeout(120)

@@ -23,7 +23,7 @@ from smdistributed.modelparallel.exceptions import SMPError
 from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.runtime import offloading
 from smdistributed.modelparallel.torch.runtime.offloading import StageBoundary
-from smdistributed.modelparallel.torch.runtime.program_run import Action, ProgramRun
+from smdistributed.modelparallel.torch.runtime.program_run import Program, ProgramRun
 from smdistributed.modelparallel.torch.runtime.stage_graph import Stage, StageGraph
 from smdistributed.modelparallel.torch.runtime.storage_copies import StoragePart, copied, is_whole
 from smdistributed.modelparallel.torch.runtime.task_execution import (
@@ -504,7 +504,7 @@ class Executor:
 
     def begin(
         self,
-        program: Sequence[Action],
+        program: Program,
         microbatches: Sequence[Microbatch],
         total: int,
         on_stage_done: Callable[[int, Microbatch], None],
@@ -519,7 +519,7 @@ class Executor:
 
     def run(
         self,
-        program: Sequence[Action],
+        program: Program,
         microbatches: Sequence[Microbatch],
         on_stage_done: Callable[[int, Microbatch], None],
     ) -> None:
@@ -528,7 +528,7 @@ class Executor:
         Call ``on_stage_done`` when the parameter gradients of a stage are complete.
         """
         with casts_are_cached(), self._modules.applied():
-            self.begin(program, microbatches, len(microbatches), on_stage_done).run()
+            self.begin(program, microbatches, len(microbatches), on_stage_done).advance(lambda index: True)
 
 
 def _run_backward(

@@ -1,6 +1,9 @@
-"""Execution of a step's first forwards while the bodies of later microbatches are still being recorded.
+"""Execution of a step's first microbatches while the bodies of later ones are still being recorded.
 
-Recording a microbatch takes the host milliseconds, during which a device would be idle until the pipeline starts.
+Recording a microbatch takes the host milliseconds, during which a device would be idle until the pipeline starts::
+
+    rank 0:  body 0  body 1  F0  body 2  F1 B0  body 3  F2 B1  F3 B2 B3
+    rank 1:  body 0  body 1  F0 B0  body 2  F1 B1  body 3  F2 B2  F3 B3
 
 - OVL-1: if all microbatches of a step function recorded the same tasks in its last call, they are expected to do so
   again. All ranks of a pipeline have the same expectation (``StepFunction``). They compare each microbatch before any
@@ -9,21 +12,24 @@ Recording a microbatch takes the host milliseconds, during which a device would 
   after it has been recorded (``Pipeline.run``).
 - OVL-3: before the body reads values of a partition, or writes to a replicated tensor to which tasks refer, all
   earlier microbatches are completed, as in one process. The step function is then not executed in this way again.
-- OVL-4: while bodies are still to run, a rank runs no task that waits for another rank, because a body may itself
-  wait for the other ranks, in a collective of the script.
+- OVL-4: after a body, each rank runs what all ranks can run with the microbatches that were recorded before it
+  (``Program.reach``). It may wait for another rank there, which does the same without any further body: a body may
+  itself wait for the other ranks, in a collective of the script. The latest microbatch is left out, because its
+  comparison is still running.
 - OVL-5: tasks that draw random numbers or depend on attributes that the body has changed, and tasks under autocast,
   use state of the body. They run when the body has ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from smdistributed.modelparallel.torch.runtime.executor import Executor, Microbatch
 from smdistributed.modelparallel.torch.runtime.failures import reporting_failures
-from smdistributed.modelparallel.torch.runtime.program_run import Action
+from smdistributed.modelparallel.torch.runtime.program_run import Program
 from smdistributed.modelparallel.torch.runtime.task_execution import modes_of_the_body_left
 from smdistributed.modelparallel.torch.runtime.transfers import Comparison
 from smdistributed.modelparallel.torch.tracing.attributes.module_state import UNCHANGED
@@ -51,7 +57,7 @@ class Expectation(NamedTuple):
     returned: tuple[int, ...]
     microbatches: int
     stage_graph: StageGraph
-    program: tuple[Action, ...]
+    program: Program
 
     def numbers(self) -> list[int]:
         """Return numbers that are equal for ranks with the same expectation."""
@@ -123,7 +129,7 @@ class OverlappedRun:
         recording.copy_on_write.before_write = self.complete
         self._microbatches.append(Microbatch(recording, self._expectation.stage_graph))
         if len(self._microbatches) < self._expectation.microbatches:
-            self._run(may_wait=False)
+            self._run(len(self._microbatches) - 1)
 
     def complete(self) -> None:
         """Complete all recorded microbatches (OVL-3); later ones run after the bodies."""
@@ -133,7 +139,7 @@ class OverlappedRun:
         recording, active.recording = active.recording, None
         try:
             with modes_of_the_body_left():
-                self._run(may_wait=True)
+                self._run()
                 self._end()
         finally:
             active.recording = recording
@@ -148,7 +154,7 @@ class OverlappedRun:
             The microbatches that were executed: those before the first unexpected one.
         """
         self._on_stage_done = on_stage_done
-        self._run(may_wait=True)
+        self._run()
         self._end()
         self._wait_for_comparisons()
         return self._microbatches
@@ -162,19 +168,28 @@ class OverlappedRun:
             self.complete()
             self._wait_for_comparisons()
 
-    def _run(self, may_wait: bool) -> None:
-        """Run the tasks that may run."""
+    def _run(self, microbatches: int | None = None) -> None:
+        """Run all tasks, or those that all ranks can run with this number of microbatches."""
         if self._is_over:
             return
+        with self._executing():
+            if microbatches is not None:
+                # All ranks notice a microbatch that differs after the same body.
+                self._program.grant(self._may_run, microbatches)
+            self._program.advance(self._may_run, microbatches)
+        if self._num_compared > len(self._microbatches):
+            self._end()
+
+    @contextlib.contextmanager
+    def _executing(self) -> Iterator[None]:
+        """Return a context in which tasks run; an error in it ends this run."""
         state = self._pipeline.module_state
         try:
             with state.hidden(), state.applied(), reporting_failures():
-                self._program.advance(self._may_run, may_wait)
+                yield
         except BaseException:
             self._has_failed = self._is_over = True
             raise
-        if self._num_compared > len(self._microbatches):
-            self._end()
 
     def _may_run(self, index: int) -> bool:
         """Return whether a microbatch is recorded, and equal on all ranks."""
@@ -194,10 +209,9 @@ class OverlappedRun:
     def _end(self) -> None:
         if self._is_over:
             return
-        self._program.grant(self._may_run)
+        self._program.grant(self._may_run, len(self._microbatches))
         self._is_over = True
-        state = self._pipeline.module_state
-        with state.hidden(), state.applied(), reporting_failures():
+        with self._executing():
             self._program.complete()
         for mb in self._microbatches:
             mb.recording.num_executed = len(mb.recording.tasks)

@@ -23,6 +23,7 @@ from smdistributed.modelparallel.torch.runtime.failures import reporting_failure
 from smdistributed.modelparallel.torch.runtime.fallbacks import Fallbacks
 from smdistributed.modelparallel.torch.runtime.offloading import Offloader
 from smdistributed.modelparallel.torch.runtime.overlapped_run import Expectation, OverlappedRun, is_uniform
+from smdistributed.modelparallel.torch.runtime.program_run import Program
 from smdistributed.modelparallel.torch.runtime.rng import RngState
 from smdistributed.modelparallel.torch.runtime.stage_graph import StageGraph
 from smdistributed.modelparallel.torch.runtime.task_execution import modes_of_the_body_left
@@ -101,7 +102,7 @@ class Pipeline:
         #: The execution during the recording, while it runs.
         self.overlapped: OverlappedRun | None = None
         self._digests: dict[Any, int] = {}
-        self._plans: dict[Any, list[tuple[str, int, int, int | None]]] = {}
+        self._plans: dict[Any, Program] = {}
         self._stage_graphs: dict[Any, StageGraph] = {}
         #: For recordings that were reordered to match the first rank, by their digests: the order, and the new
         #: digest.
@@ -341,9 +342,7 @@ class Pipeline:
             key = (first.recording.digest, tuple(first.stage_graph.returned), len(microbatches), True)
             program = self._plans.get(key)
             if program is not None:
-                self._expectations[step] = Expectation(
-                    key[0], key[1], len(microbatches), first.stage_graph, tuple(program)
-                )
+                self._expectations[step] = Expectation(key[0], key[1], len(microbatches), first.stage_graph, program)
 
     def executor(self, scale: float, early: bool = False) -> Executor:
         """Return an executor of this rank's part."""
@@ -483,7 +482,7 @@ class Pipeline:
                 stage_state.find_weights()
         return mb
 
-    def _plan(self, part: Sequence[Microbatch]) -> list[tuple[str, int, int, int | None]]:
+    def _plan(self, part: Sequence[Microbatch]) -> Program:
         recording = part[0].recording
         has_backward = bool(recording.backward_roots)
         key = (recording.digest, tuple(part[0].stage_graph.returned), len(part), has_backward)
@@ -499,7 +498,7 @@ class Pipeline:
                 programs = self.transfers.programs_of_first_rank(
                     lambda rank: graph.plan(rank, self.size, len(part), schedule, *self._bounds)
                 )
-            program = self._plans[key] = programs[self.rank]
+            program = self._plans[key] = Program.of(self.rank, programs, len(part))
             self.transfers.open(graph.edges(range(len(graph.stages))))
         return program
 

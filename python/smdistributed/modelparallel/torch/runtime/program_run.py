@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from smdistributed.modelparallel.torch.runtime import offloading
 
@@ -14,6 +14,46 @@ if TYPE_CHECKING:
 #: The kind (F, B, I, W; S and R for F and B), the stage, the microbatch, and for a transfer the stage at the other
 #: end.
 Action = tuple[str, int, int, int | None]
+
+
+class Program(NamedTuple):
+    """One rank's part of a plan.
+
+    Attributes:
+        actions: The actions, in their order.
+        reach: For each number of microbatches, how many actions this rank can run with only these, if the other ranks
+            do so, too.
+    """
+
+    actions: tuple[Action, ...]
+    reach: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rank: int, everybody: Sequence[Sequence[Action]], microbatches: int) -> Program:
+        """Return the part of ``rank``, given the actions of all ranks."""
+        places = [0] * len(everybody)
+        sent: set[Action] = set()
+
+        def runs(action: Action, limit: int) -> bool:
+            kind, stage, microbatch, peer = action
+            if kind in ("RF", "RB"):
+                assert peer is not None
+                return microbatch < limit and ("S" + kind[1], peer, microbatch, stage) in sent
+            return microbatch < limit
+
+        reach = [0]
+        for limit in range(1, microbatches + 1):
+            advanced = True
+            while advanced:
+                advanced = False
+                for each, actions in enumerate(everybody):
+                    while places[each] < len(actions) and runs(actions[places[each]], limit):
+                        if actions[places[each]][0] in ("SF", "SB"):
+                            sent.add(actions[places[each]])
+                        places[each] += 1
+                        advanced = True
+            reach.append(places[rank])
+        return cls(tuple(everybody[rank]), tuple(reach))
 
 
 class ProgramRun:
@@ -27,72 +67,71 @@ class ProgramRun:
         max_posted: Number of receives that may be posted ahead of their use.
         offloader: Moves activations to host memory, if enabled.
         on_stage_done: Called when the parameter gradients of a stage are complete.
+
+    Attributes:
+        place: Number of actions that have been run.
     """
 
     def __init__(
         self,
         executor: Executor,
-        program: Sequence[Action],
+        program: Program,
         microbatches: Sequence[Microbatch],
         total: int,
         max_posted: int,
         offloader: offloading.Offloader | None,
         on_stage_done: Callable[[int, Microbatch], None],
     ) -> None:
-        self._executor, self._program, self._microbatches = executor, program, microbatches
+        self._executor, self._microbatches = executor, microbatches
+        self._program, self._reach = program.actions, program.reach
         self._last, self._on_stage_done = total - 1, on_stage_done
         self._max_posted = max_posted
-        self._prefetcher = offloading.ActivationPrefetcher(offloader, program)
+        self._prefetcher = offloading.ActivationPrefetcher(offloader, program.actions)
         #: Receives that are not posted yet, with their positions in the program; and posted ones.
         self._receives: deque[tuple[int, Action]] | None = None
         self._posted: deque[tuple[int, Callable[[], None]]] = deque()
-        self._place = 0
-        self._may_wait = True
+        self.place = 0
+        self._is_limited = False
         #: Microbatches below this number may run.
         self._granted = 0
 
-    def run(self) -> None:
-        """Run the whole program."""
-        self.advance(lambda index: True)
-
-    def advance(self, grant: Callable[[int], bool], may_wait: bool = True) -> None:
+    def advance(self, grant: Callable[[int], bool], microbatches: int | None = None) -> None:
         """Run actions in order, up to the first one of a microbatch that may not run yet.
 
         Args:
-            may_wait: Whether to continue at an action that waits for another rank.
             grant: Called once for each microbatch, in order; returns whether it may run. After ``False`` the next
-            call asks again.
+                call asks again.
+            microbatches: If given, run only what all ranks can run with this number of microbatches.
         """
-        self._may_wait = may_wait
-        while self._place < len(self._program):
-            action = self._program[self._place]
-            if not may_wait and action[0] in ("RF", "RB"):
-                return
+        self._is_limited = microbatches is not None
+        end = len(self._program) if microbatches is None else self._reach[microbatches]
+        while self.place < end:
+            action = self._program[self.place]
             while action[2] >= self._granted:
                 if not grant(self._granted):
                     return
                 self._granted += 1
-            self._run(self._place, action)
-            self._place += 1
+            self._run(self.place, action)
+            self.place += 1
 
-    def grant(self, grant: Callable[[int], bool]) -> None:
-        """Ask for all microbatches that may run, without running them."""
-        while grant(self._granted):
+    def grant(self, grant: Callable[[int], bool], microbatches: int) -> None:
+        """Ask for the first ``microbatches`` microbatches, up to one that may not run; run none of them."""
+        while self._granted < microbatches and grant(self._granted):
             self._granted += 1
 
     def complete(self) -> None:
         """Run the remaining actions of the microbatches that may run; the program ends without the later ones."""
-        self._may_wait = True
-        for place in range(self._place, len(self._program)):
+        self._is_limited = False
+        for place in range(self.place, len(self._program)):
             if self._program[place][2] < self._granted:
                 self._run(place, self._program[place])
-        self._place = len(self._program)
+        self.place = len(self._program)
 
     def _run(self, place: int, action: Action) -> None:
         executor = self._executor
         kind, number, index, peer = action
         mb = self._microbatches[index]
-        if self._may_wait:
+        if not self._is_limited or kind in ("RF", "RB"):
             self._post_receives(place)
         if kind in "FBIW":
             self._prefetcher.begin(self._microbatches)
@@ -116,7 +155,10 @@ class ProgramRun:
             (executor.send_forward if kind == "SF" else executor.send_backward)(mb, number, peer)
 
     def _post_receives(self, place: int) -> None:
-        """Post the receive at this position, and some later ones whose microbatches may run."""
+        """Post the receive at this position, and some later ones whose microbatches may run.
+
+        Later ones only when all bodies have ended: they may depend on what the script does next.
+        """
         if self._receives is None:
             self._receives = deque(
                 (at, each)
@@ -127,7 +169,8 @@ class ProgramRun:
         while receives and receives[0][0] < place:
             # The receive belongs to a microbatch that does not run in this program.
             receives.popleft()
-        while receives and (len(self._posted) < self._max_posted or receives[0][0] == place):
+        max_posted = 0 if self._is_limited else self._max_posted
+        while receives and (len(self._posted) < max_posted or receives[0][0] == place):
             at, (kind, number, index, peer) = receives[0]
             if index >= self._granted:
                 return
