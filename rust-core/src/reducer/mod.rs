@@ -29,12 +29,13 @@
 //!   device has completed the reduction, because the framework's one stream must not wait for communication.
 //! - RED-8: a step in which members need not all take part is a *round*. It begins with a vote ([`ballot`]), before
 //!   whose result nothing is reduced. The caller begins and ends a round; a backward may end in between. On a device,
-//!   full buckets are packed before the result, which changes no gradient's values, and [`vote_gate`] holds their
+//!   full buckets are packed before the result, which changes no gradient's values, and `vote_gate` holds their
 //!   reductions.
 //!
-//! [`plan`], [`step`], [`history`], [`vote_gate`], [`gradient_placement`] and [`op_placement`] are values without threads or memory;
-//! [`Reducer`] connects them with a communicator. A framework with a backward drives it (`begin` .. `finish`). Where
-//! the operations of a graph produce gradients one by one, [`arrival`] drives it, with one reducer for each [`spec`].
+//! [`plan`], [`step`], [`history`], `vote_gate`, [`gradient_placement`] and [`op_placement`] are values without threads
+//! or memory; [`Reducer`] connects them with a communicator. A framework with a backward drives it (`begin` ..
+//! `finish`). Where the operations of a graph produce gradients one by one, [`arrival`] drives it, with one reducer for
+//! each [`spec`].
 
 use crate::buffer::{DType, ReduceOp};
 use crate::error::{Error, Result};
