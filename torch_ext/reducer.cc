@@ -104,7 +104,7 @@ Reducer::Reducer(Parameters parameters, Parameters frozen, rust::Box<smd::Reduce
       static_graph_(settings.at("static_graph") != 0),
       may_leave_unused_(settings.at("find_unused_parameters") != 0 && !static_graph_),
       has_rounds_(settings.contains("rounds") && settings.at("rounds") != 0),
-      announced_(parameters.size()) {
+      expected_(parameters.size()) {
   for (auto& parameter : parameters) {
     has_sparse_ |= parameter.sparse;
     Watched watched;
@@ -127,7 +127,7 @@ Reducer::Reducer(Parameters parameters, Parameters frozen, rust::Box<smd::Reduce
 
 Reducer::~Reducer() {
   // The script may release the gradients after this.
-  cancel();
+  if (has_rounds_ && mode_ == Mode::Reduced) leave(false);
   remove_hooks();
 }
 
@@ -243,11 +243,12 @@ TORCH_LIBRARY_FRAGMENT(smd, m) {
       .def("scale_next", &Reducer::scale_next)
       .def("open", &Reducer::open)
       .def("open_by_vote", &Reducer::open_by_vote)
-      .def("announce", &Reducer::announce)
+      .def("expect", &Reducer::expect)
       .def("ready", &Reducer::ready)
       .def("missing", &Reducer::missing)
       .def("close", &Reducer::close)
       .def("cancel", &Reducer::cancel)
+      .def("await_device", &Reducer::await_device)
       .def("fits", &Reducer::fits)
       .def("broadcast", &Reducer::broadcast)
       .def("describe_plan", &Reducer::describe_plan)

@@ -96,8 +96,8 @@ class Reducer : public torch::CustomClassHolder {
   // plan, which must be equal on all ranks.
   void open();
   c10::intrusive_ptr<Ballot> open_by_vote(int64_t process_set, const std::string& name, const std::string& what);
-  // Called in a hook of a parameter: its gradient is complete after the current accumulation.
-  void announce(int64_t index);
+  // Sets for each parameter after how many more accumulations its gradient is complete; with 0, `ready` reports it.
+  void expect(const std::vector<int64_t>& accumulations);
   // Reports that the gradients of these parameters are complete.
   void ready(const std::vector<int64_t>& indices);
   // The parameters of the round that are not ready yet.
@@ -105,7 +105,12 @@ class Reducer : public torch::CustomClassHolder {
   // Ends a round: waits until all gradients are reduced. Parameters that are not ready count as zero. Errors of the
   // round are thrown here, and never by backward.
   void close();
+  // Ends a round that is not reduced by plan. The gradients keep their values. On a device, the current stream then
+  // waits for the streams that have computed them.
   void cancel();
+  // Waits until the device has completed the reductions of earlier rounds, and throws what has ended them. Does nothing
+  // if the session is over.
+  void await_device();
   // Whether another round is possible: all parameters still require gradients and have the same type, shape and device,
   // and the session is the same.
   bool fits() const;
@@ -159,6 +164,8 @@ class Reducer : public torch::CustomClassHolder {
   void on_gradient(std::size_t index, const torch::autograd::variable_list& incoming);
   // As `enter`, for a gradient that is accumulated in or before a round.
   void on_part(std::size_t index, const torch::autograd::variable_list& incoming);
+  // Makes the current stream wait for the gradients of the round on a device.
+  void follow_gradients();
   // Lets the allocator place gradients until the backward on this thread ends.
   void place_in_backward();
   void start_round();
@@ -210,9 +217,9 @@ class Reducer : public torch::CustomClassHolder {
   // Whether the entered backward accumulates gradients, unlike `torch.autograd.grad`.
   bool accumulates_ = false;
   bool has_hooks_ = true;
-  // In a round: the parameters whose gradients are complete after the current accumulation, and the gradients that are
+  // In a round: for each parameter, the accumulations that are still to come, and the gradients in host memory that are
   // ready, which the script may release.
-  std::vector<bool> announced_;
+  std::vector<int64_t> expected_;
   // The error that has ended the round; `close` throws it.
   std::exception_ptr failure_;
   std::vector<at::Tensor> held_;
@@ -228,6 +235,8 @@ class Reducer : public torch::CustomClassHolder {
   // Set for gradients on a CUDA device.
   std::unique_ptr<DeviceBuckets> device_buckets_;
   std::vector<std::optional<DeviceBuckets::Gradient>> device_gradients_;
+  // In a round on a device: the streams that have computed or packed its gradients.
+  std::vector<c10::Stream> gradient_streams_;
   std::vector<std::size_t> to_reduce_;
   // With a communication hook: the gradients of this backward, the buckets that are ready for the hook, and those that
   // it is reducing.

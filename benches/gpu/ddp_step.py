@@ -17,6 +17,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as c10d
@@ -24,6 +25,7 @@ from copies import Copies
 from gpt import CONTEXT, GPT, SIZES, VOCABULARY, HuggingFaceGPT
 
 import smdistributed.dataparallel.torch.distributed as dist
+from horovod.torch import planned_reducer
 from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel as OurDDP
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
@@ -138,6 +140,19 @@ class Horovod:
         """Wrap the optimizer."""
         return self.hvd.DistributedOptimizer(inner, self.model.named_parameters())
 
+    @staticmethod
+    def await_plan(optimizer: torch.optim.Optimizer, step: Callable[[], None], limit: int = 200) -> None:
+        """Steps until a thread of the core has made the reducer, which is part of no steady step."""
+        for _ in range(limit):
+            step()
+            # The same on all ranks.
+            if optimizer._planned_reducer.vote_result == planned_reducer.PLANNED:
+                break
+        else:
+            raise RuntimeError(f"no step of {limit} was reduced by plan")
+        for _ in range(3):
+            step()
+
 
 def timed(wrapped, model, tokens: torch.Tensor, arguments: argparse.Namespace, trace: str | None) -> float:
     """Returns the milliseconds of a step on the slowest rank."""
@@ -154,6 +169,8 @@ def timed(wrapped, model, tokens: torch.Tensor, arguments: argparse.Namespace, t
 
     for _ in range(arguments.warmup):
         step()
+    if isinstance(wrapped, Horovod):
+        wrapped.await_plan(optimizer, step)
     c10d.barrier()
     torch.cuda.synchronize()
     start = time.perf_counter()

@@ -501,6 +501,8 @@ mod ffi {
         /// # Safety
         /// The stream belongs to the device of the buckets.
         unsafe fn follow(self: &Reducer, stream: usize) -> Result<()>;
+        /// Waits until the device has completed the queued reductions, and throws what has ended them.
+        fn await_device(self: &Reducer) -> Result<()>;
         /// Reports that the caller has reduced a bucket.
         fn reduced_by_caller(self: &Reducer) -> Result<()>;
         /// Parameters without a gradient in this backward so far.

@@ -308,6 +308,10 @@ impl Reducer {
         guard(|| unsafe { self.inner.follow(stream) })
     }
 
+    pub fn await_device(&self) -> Result<(), Report> {
+        guard(|| self.inner.await_device())
+    }
+
     pub fn reduced_by_caller(&self) -> Result<(), Report> {
         guard(|| {
             self.inner.reduced_by_caller();

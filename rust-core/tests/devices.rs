@@ -1,98 +1,21 @@
 //! Groups on CUDA devices, over a driver and an NCCL that need no device (`fake_device/`) and that end a process which
 //! breaks NCCL's rules. Ranks are threads. Each test runs in a process of its own: what a process has loaded stays.
 
-use std::ffi::c_void;
-use std::path::Path;
-use std::process::{Command, ExitStatus};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use libloading::os::unix::Library;
+#[path = "fake_device/mod.rs"]
+mod fake_device;
+
+use fake_device::{Fake, LIMIT, eventually, has_fake_device};
 use smd_core::buffer::{DType, Device, ReduceOp, TensorView};
 use smd_core::collectives::{Communicator, Request};
 use smd_core::error::Code;
 use smd_core::transport::mock::{MockOptions, MockTransport};
 use smd_core::world::{Departure, LocalStore, Monitor, Store};
 use smd_core::{Error, Result};
-
-const SOURCE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fake_device/device.c");
-/// Set in the process that runs a test's body.
-const INSIDE: &str = "SMD_TEST_FAKE_DEVICE";
-const LIMIT: Duration = Duration::from_secs(60);
-
-/// Whether this process has the fake libraries. Otherwise runs the test `name` in one that does, to its end.
-fn has_fake_device(name: &str) -> bool {
-    if std::env::var_os(INSIDE).is_some() {
-        return true;
-    }
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
-    std::fs::create_dir_all(&folder).unwrap();
-    for (library, soname) in [("libcuda.so", "libcuda.so"), ("libnccl.so.2", "libnccl.so.2")] {
-        // NCCL's half refers to the driver's, so both are one library.
-        if library == "libnccl.so.2" {
-            std::os::unix::fs::symlink(folder.join("libcuda.so"), folder.join(library)).unwrap();
-            continue;
-        }
-        let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".to_owned());
-        let compiled = Command::new(compiler)
-            .args(["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", SOURCE, "-o"])
-            .arg(folder.join(library))
-            .arg(format!("-Wl,-soname,{soname}"))
-            .status()
-            .expect("a C compiler, which building this crate's neighbours needs too");
-        assert!(compiled.success());
-    }
-    let mut inside = Command::new(std::env::current_exe().unwrap())
-        .args([name, "--exact", "--nocapture"])
-        .envs([(INSIDE, "1"), ("SMD_P2P_MAX_BYTES", "0")])
-        .env("LD_LIBRARY_PATH", &folder)
-        .spawn()
-        .unwrap();
-    let start = Instant::now();
-    let status: Option<ExitStatus> = loop {
-        let status = inside.try_wait().unwrap();
-        if status.is_some() || start.elapsed() > LIMIT {
-            break status;
-        }
-        thread::sleep(Duration::from_millis(10));
-    };
-    if status.is_none() {
-        inside.kill().unwrap();
-        inside.wait().unwrap();
-    }
-    std::fs::remove_dir_all(&folder).unwrap();
-    assert!(status.expect("it ends within its limit").success(), "{status:?}");
-    false
-}
-
-/// The functions of the fake that are no driver's.
-struct Fake(Library);
-
-impl Fake {
-    fn new() -> Self {
-        // SAFETY: the library is the one that the core loads; it has no initialisers.
-        Self(unsafe { Library::new("libcuda.so") }.unwrap())
-    }
-
-    fn stream(&self) -> usize {
-        // SAFETY: the function has this signature.
-        unsafe { self.0.get::<unsafe extern "C" fn() -> *mut c_void>(b"fake_stream\0").unwrap()() as usize }
-    }
-
-    fn live_communicators(&self) -> i32 {
-        // SAFETY: as above.
-        unsafe { self.0.get::<unsafe extern "C" fn() -> i32>(b"fake_live_communicators\0").unwrap()() }
-    }
-
-    fn synchronize(&self, stream: usize) {
-        // SAFETY: as above.
-        let function = unsafe { self.0.get::<unsafe extern "C" fn(usize) -> i32>(b"cuStreamSynchronize\0") };
-        // SAFETY: the stream is one of the fake's, which are never freed.
-        assert_eq!(unsafe { function.unwrap()(stream) }, 0);
-    }
-}
 
 struct Group {
     store: Arc<LocalStore>,
@@ -128,14 +51,6 @@ fn all_reduce(member: &Communicator, stream: usize) -> Result<()> {
     // SAFETY: the fake NCCL looks at no memory.
     let view = unsafe { TensorView::new(64 as *mut u8, 4, DType::Float32, device, stream) }?;
     member.run(&Request::AllReduce { input: view, output: view, op: ReduceOp::Sum })
-}
-
-fn eventually(what: &str, condition: impl Fn() -> bool) {
-    let start = Instant::now();
-    while !condition() {
-        assert!(start.elapsed() < LIMIT / 2, "{what} did not come true");
-        thread::sleep(Duration::from_millis(1));
-    }
 }
 
 fn threads_called(name: &str) -> usize {

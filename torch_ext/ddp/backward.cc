@@ -277,11 +277,12 @@ void Reducer::leave(bool finished) {
   to_hook_.clear();
   to_reduce_.clear();
   device_gradients_.clear();
+  gradient_streams_.clear();
   if (device_buckets_) device_buckets_->leave();
   hooked_.clear();
   gradients_.clear();
   held_.clear();
-  std::fill(announced_.begin(), announced_.end(), false);
+  std::fill(expected_.begin(), expected_.end(), 0);
   // The list is not kept beyond the step, because the model may get other buffers.
   buffers_.clear();
 }

@@ -135,11 +135,17 @@ void Reducer::place_missing() {
 }
 
 void Reducer::mark_ready(std::size_t index, const at::Tensor& gradient, bool used) {
-  if (has_rounds_) held_.push_back(gradient);
+  // On a device, gradients are held by `device_gradients_` until they are packed.
+  if (has_rounds_ && (!device_buckets_ || comm_hook_ >= 0)) held_.push_back(gradient);
   auto* data = gradient.defined() ? static_cast<std::uint8_t*>(gradient.data_ptr()) : nullptr;
   const auto full = checked([&] { return (*core_)->mark_ready(index, data, used); });
   if (device_buckets_ && comm_hook_ < 0) {
-    if (gradient.defined()) device_gradients_[index] = {gradient, current_stream(gradient.device())};
+    if (gradient.defined()) {
+      const auto stream = current_stream(gradient.device());
+      device_gradients_[index] = {gradient, stream};
+      auto& streams = gradient_streams_;
+      if (has_rounds_ && std::find(streams.begin(), streams.end(), stream) == streams.end()) streams.push_back(stream);
+    }
     for (auto bucket = full.begin; bucket < full.end; ++bucket) to_reduce_.push_back(bucket);
     return;
   }

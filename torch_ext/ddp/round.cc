@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "device.h"
 #include "reducer.h"
 #include "status.h"
 
@@ -37,11 +38,13 @@ void Reducer::start_round() {
   if (device_buckets_) device_gradients_.assign(watched_.size(), std::nullopt);
 }
 
-void Reducer::announce(int64_t index) {
+void Reducer::expect(const std::vector<int64_t>& accumulations) {
   const std::lock_guard lock(mutex_);
   if (failure_) return;
-  TORCH_CHECK(mode_ == Mode::Reduced, "a gradient was announced outside a round");
-  announced_.at(static_cast<std::size_t>(index)) = true;
+  TORCH_CHECK(mode_ == Mode::Reduced, "gradients were expected outside a round");
+  TORCH_CHECK_VALUE(accumulations.size() == expected_.size(), "there are ", expected_.size(), " parameters, not ",
+                    accumulations.size());
+  expected_ = accumulations;
 }
 
 void Reducer::place_in_backward() {
@@ -61,8 +64,8 @@ void Reducer::place_in_backward() {
 
 void Reducer::on_part(std::size_t index, const torch::autograd::variable_list& incoming) {
   place_in_backward();
-  if (!announced_[index]) return;
-  announced_[index] = false;
+  // Without a gradient, autograd accumulates nothing and calls no hook of the script.
+  if (!incoming[0].defined() || expected_[index] == 0 || --expected_[index] > 0) return;
   // A gradient that a hook has set to none takes no part.
   if (watched_[index].parameter.tensor.grad().defined()) place_part({index}, incoming[0]);
 }
@@ -124,7 +127,25 @@ void Reducer::close() {
 void Reducer::cancel() {
   const std::lock_guard lock(mutex_);
   failure_ = nullptr;
-  if (has_rounds_ && mode_ == Mode::Reduced) leave(false);
+  if (!has_rounds_ || mode_ != Mode::Reduced) return;
+  // The streams are recorded before `leave` forgets them.
+  const auto end = std::shared_ptr<void>(nullptr, [this](void*) { leave(false); });
+  follow_gradients();
+}
+
+void Reducer::follow_gradients() {
+  if (!device_buckets_) return;
+  const auto here = current_stream(watched_[0].options.device());
+  for (const auto& stream : gradient_streams_) {
+    if (stream == here) continue;
+    c10::Event made(stream.device_type());
+    made.record(stream);
+    made.block(here);
+  }
+}
+
+void Reducer::await_device() {
+  if (device_buckets_ && (*core_)->is_current()) checked([&] { (*core_)->await_device(); });
 }
 
 bool Reducer::fits() const {

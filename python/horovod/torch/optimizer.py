@@ -116,32 +116,43 @@ class _DistributedOptimizer(_Base):
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(self._make_hook()))
 
     def _make_hook(self) -> Callable[[torch.Tensor], None]:
+        delays = self._allreduce_delay
+
         def hook(parameter: torch.Tensor) -> None:
-            if self._allreduce_delay[parameter] <= 0:
+            left = delays[parameter] - 1
+            if left < 0:
                 raise AssertionError(
                     "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
                     "backward_passes_per_step to accumulate gradients locally."
                 )
-            self._allreduce_delay[parameter] -= 1
-            if self._allreduce_delay[parameter] == 0:
+            delays[parameter] = left
+            if left == 0:
                 self._start(parameter, accumulating=True)
 
         return hook
 
     def _start(self, parameter: torch.Tensor, accumulating: bool) -> None:
         """Reduce a complete gradient; if `accumulating`, it is complete only when autograd has finished."""
-        self._hear_of_comparison()
-        with self._planned_reducer.lock:
-            self._planned_reducer.begin(self._parameters())
-            for earlier in self._planned_reducer.given_back(in_hook=True):
+        if self._comparison is not None:
+            self._hear_of_comparison()
+        planned = self._planned_reducer
+        with planned.lock:
+            if not planned.begun:
+                # The hook has counted this accumulation, which is still to come in the reducer's hook.
+                current = parameter if accumulating else None
+                planned.begin(self._parameters(), lambda each: 1 if each is current else self._passes_left(each))
+            for earlier in planned.given_back(in_hook=True):
                 self._start_by_name(earlier)
-            if self._planned_reducer.take(parameter, accumulating):
+            if planned.take(parameter, accumulating):
                 self._handles[parameter] = None
             else:
                 self._start_by_name(parameter)
 
+    def _passes_left(self, parameter: torch.Tensor) -> int:
+        return self._allreduce_delay[parameter] if parameter in self._requires_update else 0
+
     def _give_back(self) -> None:
-        with self._planned_reducer.lock:
+        with self._planned_reducer.lock, self._planned_reducer.stream():
             for parameter in self._planned_reducer.given_back(in_hook=False):
                 try:
                     self._start_by_name(parameter)
@@ -243,6 +254,8 @@ class _DistributedOptimizer(_Base):
         self.backward_passes_per_step = passes
         for parameter in self._allreduce_delay:
             self._allreduce_delay[parameter] = passes
+        with self._planned_reducer.lock:
+            self._planned_reducer.expect(lambda each: 0 if each in self._handles else self._passes_left(each))
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load the state of the given optimizer; reductions that are pending are dropped."""
@@ -282,6 +295,10 @@ class _DistributedOptimizer(_Base):
                         finish()
                 except HorovodInternalError as error:
                     failure = failure or error
+            try:
+                self._planned_reducer.check()
+            except HorovodInternalError as error:
+                failure = failure or error
         finally:
             self._reset()
         if failure is not None:

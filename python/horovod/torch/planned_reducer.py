@@ -2,12 +2,19 @@
 
 Each reduction is a round, in which the ranks first vote whether all of them have the same plan
 (``reducer/ballot.rs``). If not, gradients are reduced by name, and so are gradients that are in no plan.
+
+A plan is for the gradients on one device. On a GPU, buckets are packed while the vote is open, their reductions wait
+for its result, and :meth:`PlannedReducer.end` does not wait for the GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import operator
+import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -27,6 +34,7 @@ _REDUCTIONS = {Compression.none: 0, Compression.fp16: 1, Compression.bf16: 2}
 _READY_BY_NAME, _NO_REDUCER, _CREATING = range(3)
 UNKNOWN = -1
 PLANNED, BY_NAME, MAKE, FORGET = range(4)
+_DEVICE_TYPES = ("cpu", "cuda")
 # Types that a compression leaves unchanged. It casts other half types, which planned reductions cannot do.
 _KEPT = {Compression.fp16: torch.float16, Compression.bf16: torch.bfloat16}
 
@@ -65,7 +73,17 @@ class PlannedReducer:
         self._can_plan = True
         # Whether the plan has stayed the same since the last round. Only then is a reducer worth its cost.
         self._is_settled = False
+        # The optimizer's parameters with names, those that are planned, and the others.
+        self._parameters: list[torch.Tensor] = []
         self._planned: list[torch.Tensor] = []
+        self._unplanned: list[torch.Tensor] = []
+        # Parameters that could be planned, also on other devices.
+        self._known: set[torch.Tensor] = set()
+        self._device = torch.device("cpu")
+        # Reducers that were dropped, whose last reductions may still run on a GPU.
+        self._retired: list[Any] = []
+        # A worker that saves its state in the middle of a step that fails would restore wrong values.
+        self._is_elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
         self._index: dict[torch.Tensor, int] = {}
         self._name = self._what = ""
         self._reducer: Any = None
@@ -76,44 +94,66 @@ class PlannedReducer:
         self._reset()
 
     def _reset(self) -> None:
-        self._begun = False
+        #: Whether a round has begun.
+        self.begun = False
         self._ballot: Any = None
+        # Whether the plan is known to be allowed.
+        self._is_allowed = False
+        # The GPU's stream that was current when the round began.
+        self._stream: Any = None
         # Whether the reducer has an open round, whose vote is in progress or has a result.
         self._is_open = False
         self._taken: dict[torch.Tensor, None] = {}
         # Whether a backward is running that has taken gradients: autograd still uses the last one.
         self._in_backward = False
-        # Indices of planned parameters, in the order in which their gradients arrived.
+        # Without a reducer: indices of planned parameters, in the order in which their gradients arrived.
         self._order: list[int] = []
 
-    def begin(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Begin a round with the first complete gradient of the optimizer.
-
-        Gradients on GPUs are in no round. They are reduced by name, which fuses gradients that are ready together. On
-        a GPU, autograd's thread enqueues a bucket when it is full. It cannot wait for the vote, and cannot take back
-        the bucket.
+    def begin(self, parameters: Iterable[torch.Tensor], passes_left: Callable[[torch.Tensor], int]) -> None:
+        """Begin a round with the first complete gradient of the optimizer; called once a round.
 
         Args:
             parameters: All parameters of the optimizer.
+            passes_left: Returns how many more accumulations autograd reports for a parameter, until its gradient is
+                complete.
         """
-        if self._begun or not self._votes:
+        self.begun = True
+        if not self._votes:
             return
-        self._begun = True
         # A parameter that was added later gets its name in `synchronize`.
         parameters = [each for each in parameters if each in self._names]
-        if all(each.device.type != "cpu" for each in parameters):
+        if not any(each.device.type in _DEVICE_TYPES for each in parameters):
             return
         self._follow(parameters)
+        capturing = False
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self._device)
+            # The replays of a CUDA graph do not vote.
+            capturing = torch.cuda.is_current_stream_capturing()
         try:
             number = self._process_set.process_set_id
-            if self._reducer is not None:
+            if capturing:
+                self._ballot = torch.classes.smd.Ballot(number, self._name, self._what, _READY_BY_NAME)
+            elif self._reducer is not None:
                 self._ballot = self._reducer.open_by_vote(number, self._name, self._what)
                 self._is_open = True
+                self.expect(passes_left)
             else:
                 self._ballot = torch.classes.smd.Ballot(number, self._name, self._what, self._readiness())
         except (RuntimeError, ValueError):
             # The following collectives report the error.
             self._ballot = None
+
+    def expect(self, passes_left: Callable[[torch.Tensor], int]) -> None:
+        """Count the accumulations until gradients of the round are complete, from now on.
+
+        The reducer's hooks count them, because a call for each gradient takes longer.
+
+        Args:
+            passes_left: As for :meth:`begin`.
+        """
+        if self._is_open:
+            self._reducer.expect([passes_left(each) for each in self._planned])
 
     def _readiness(self) -> int:
         if self._pending_reducer is not None:
@@ -122,24 +162,47 @@ class PlannedReducer:
 
     def _follow(self, parameters: list[torch.Tensor]) -> None:
         """Create the plans for these parameters."""
-        planned = [each for each in parameters if self._may_be_planned(each)]
-        if self._reducer is not None and not self._reducer.fits():
-            self._reducer, self._planned = None, []
-        same = len(planned) == len(self._planned) and all(map(_is, planned, self._planned))
+        if self._reducer is not None:
+            fits = self._reducer.fits()
+            is_same = fits and _are(parameters, self._parameters)
+            if is_same and not any(map(self._may_be_planned, self._unplanned)) and self.sparse.isdisjoint(self._known):
+                # The usual case, without a closer look at each parameter.
+                self._is_settled = True
+                return
+            if not fits:
+                self._retire()
+                self._planned = []
+        candidates = [each for each in parameters if self._may_be_planned(each)]
+        device = _most_used_device(candidates)
+        planned = [each for each in candidates if each.device == device]
+        self._parameters = parameters
+        # Without those on other devices, which may change without effect on the plan.
+        self._known = set(candidates)
+        self._unplanned = [each for each in parameters if each not in self._known]
+        same = _are(planned, self._planned)
         self._is_settled = same or not self._planned
         if same and self._what:
             return
-        self._reducer, self._pending_reducer, self._planned = None, None, planned
+        self._retire()
+        self._pending_reducer, self._planned, self._device = None, planned, device
+        if len(planned) < len(candidates):
+            others = ", ".join(sorted({str(each.device) for each in candidates if each.device != device}))
+            _core.note_fallback("gradients_one_by_one")
+            warn_once(
+                f"gradients of {len(candidates) - len(planned)} parameters on {others} are reduced one by one instead "
+                f"of in buckets, because a plan is for one device: most of the optimizer's gradients are on {device}"
+            )
         self._index = {parameter: index for index, parameter in enumerate(planned)}
         # Optimizers that run at the same time need different names for their votes, as for their parameters.
         self._name = min(map(self._names.__getitem__, parameters))
         described = [(self._names[each], tuple(each.shape), str(each.dtype)) for each in planned]
-        self._what = hashlib.sha256(repr((self._op, self._reduction, described)).encode()).hexdigest()
+        what = (self._op, self._reduction, device.type, described)
+        self._what = hashlib.sha256(repr(what).encode()).hexdigest()
 
     def _may_be_planned(self, parameter: torch.Tensor) -> bool:
         return (
             parameter.requires_grad
-            and parameter.device.type == "cpu"
+            and parameter.device.type in _DEVICE_TYPES
             and parameter.dtype.is_floating_point
             and parameter not in self.sparse
             and (parameter.dtype.itemsize > 2 or parameter.dtype is _KEPT.get(self._compression, parameter.dtype))
@@ -175,18 +238,16 @@ class PlannedReducer:
         index = self._index.get(parameter)
         if index is None:
             return False
-        self._order.append(index)
         if not self._is_open:
+            self._order.append(index)
             return False
         self._taken[parameter] = None
-        if accumulating:
-            self._reducer.announce(index)
-            if not self._in_backward:
-                self._in_backward = True
-                # If the backward fails, this is not called, and the gradients are held until the round ends.
-                torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
-        else:
+        if not accumulating:
             self._reducer.ready([index])
+        elif not self._in_backward:
+            self._in_backward = True
+            # If the backward fails, this is not called, and the gradients are held until the round ends.
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
         return True
 
     def _after_backward(self) -> None:
@@ -207,7 +268,11 @@ class PlannedReducer:
         try:
             if not self._is_open or (self._in_backward and not in_hook):
                 return []
-            if self._ballot.result_so_far() in (UNKNOWN, PLANNED):
+            if self._is_allowed:
+                return []
+            result = self._ballot.result_so_far()
+            self._is_allowed = result == PLANNED
+            if result in (UNKNOWN, PLANNED):
                 return []
         except RuntimeError:
             # `end` reports the error.
@@ -261,7 +326,39 @@ class PlannedReducer:
         if self._is_open:
             self._reducer.cancel()
             self._is_open = False
+        self._retire()
+
+    def _retire(self) -> None:
+        if self._reducer is not None and self._device.type == "cuda":
+            self._retired.append(self._reducer)
         self._reducer = None
+
+    def check(self) -> None:
+        """Raise errors of reductions on a GPU that nothing else would report; called at the end of a step.
+
+        Only the next round of a reducer reports what fails after the end of a round. So this waits for the GPU after
+        the last round of a reducer, and after each round in an elastic job, which may save its state next.
+
+        Raises:
+            HorovodInternalError: Reductions have failed, so gradients had wrong values.
+        """
+        awaited, self._retired = self._retired, []
+        if self._is_elastic and self._device.type == "cuda" and self._reducer is not None:
+            awaited.append(self._reducer)
+        try:
+            for reducer in awaited:
+                reducer.await_device()
+        except (RuntimeError, ValueError) as error:
+            self._reducer = None
+            raise at_execution(error) from None
+
+    def stream(self) -> contextlib.AbstractContextManager[Any]:
+        """Make the stream that computed the round's gradients current, for another thread than autograd's.
+
+        Returns:
+            A context.
+        """
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _make(self) -> None:
         """Let a thread of the core create the reducer."""
@@ -276,11 +373,20 @@ class PlannedReducer:
         }
         ranks = torch.ops.smd.process_set_members(self._process_set.process_set_id)
         names = [self._names[each] for each in self._planned]
-        sizes = _core.bucket_sizes(bucket_bytes(None))
+        sizes = _core.bucket_sizes(bucket_bytes(None, self._device.type == "cuda"))
         self._pending_reducer = torch.classes.smd.PendingReducer(
             self._ballot.token(), self._planned, names, ranks, sizes, settings, self._order
         )
 
 
-def _is(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one is other
+def _are(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """Return whether two lists have the same parameters in the same order."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def _most_used_device(parameters: list[torch.Tensor]) -> torch.device:
+    """Return the device with most bytes of the parameters; the first one of several."""
+    sizes: Counter[torch.device] = Counter()
+    for parameter in parameters:
+        sizes[parameter.device] += parameter.nbytes
+    return max(sizes, key=sizes.__getitem__, default=torch.device("cpu"))

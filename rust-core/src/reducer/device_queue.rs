@@ -10,6 +10,9 @@
 //! Queueing a reduction takes the host some 40 us. A backward that is limited by kernel launches cannot afford that,
 //! so its thread only launches one packing kernel for each bucket and records an event.
 //!
+//! In a round whose vote is open, the packing is queued and the reduction waits at the step's gate
+//! ([`super::vote_gate`]): it is passed to this thread, or dropped, when the result is known.
+//!
 //! Gradients of graphs stay in place: they are packed and unpacked in the communication stream, and their owner is
 //! notified when the device is done.
 //!
@@ -97,6 +100,16 @@ enum PackDirection {
     Unpack,
 }
 
+/// A bucket's reduction, and who is told that it is queued. The bucket is packed already.
+pub(super) struct DeviceJob {
+    bucket: QueuedBucket,
+    launched: Launched,
+    /// Whether it is the last one of a step.
+    is_last: bool,
+    /// Whether it belongs to a CUDA graph that is being captured.
+    capturing: bool,
+}
+
 #[derive(Default)]
 struct QueueState {
     queue: VecDeque<(QueuedBucket, Launched)>,
@@ -128,9 +141,10 @@ impl DeviceQueue {
         communicator: Arc<Communicator>,
         context: &'static Context,
         stream: usize,
+        op: ReduceOp,
     ) -> Result<Self> {
         // SAFETY: the caller's promise.
-        Self::over(communicator, ReduceOp::Average, unsafe { Stream::borrowed(context, stream) })
+        Self::over(communicator, op, unsafe { Stream::borrowed(context, stream) })
     }
 
     /// Creates a queue with a new stream.
@@ -165,43 +179,88 @@ impl DeviceQueue {
         self.shared.stream.context()
     }
 
-    /// Packs a bucket in its stream and queues its reduction on the queue's thread. The last bucket of a step is
-    /// queued on this thread, if the queue's thread is idle: the caller has nothing else to do then, and the device
-    /// nothing to compute.
+    /// Packs a bucket in its stream. The job is its reduction. With `keeps_values`, the slots have the gradients' values
+    /// also if the job is dropped: gradients that travel in a narrower type are not only packed in that type.
+    ///
+    /// # Errors
+    /// [`Error::Device`]; [`Error::Unsupported`] if this is captured in a CUDA graph while a vote is open.
     ///
     /// # Safety
     /// The memory is valid and not written by other code, until a stream that followed ([`DeviceQueue::follow`])
-    /// reaches that point.
-    pub(super) unsafe fn launch(&self, bucket: &DeviceBucket<'_>, is_last: bool, launched: Launched) -> Result<()> {
+    /// reaches that point, or the job is dropped.
+    pub(super) unsafe fn prepare(
+        &self,
+        bucket: &DeviceBucket<'_>,
+        is_last: bool,
+        keeps_values: bool,
+        launched: Launched,
+    ) -> Result<DeviceJob> {
         let shared = &self.shared;
         let context = shared.stream.context();
         // SAFETY: the caller's promise.
         let stream = unsafe { Stream::borrowed(context, bucket.stream) };
+        let capturing = stream.is_capturing()?;
+        if capturing && keeps_values {
+            return Err(Error::Unsupported(
+                "a round of gradients whose vote is open was to be captured in a CUDA graph".to_owned(),
+            ));
+        }
         let packed = bucket.wire.or(bucket.flat);
         if let (Some(flat), Some(packed), false) = (bucket.flat, packed, bucket.pieces.is_empty()) {
-            let packer = shared.packer(PackDirection::Pack, flat.dtype(), packed.dtype())?;
-            // SAFETY: the caller's promise; pieces lie inside the bucket.
-            unsafe { packer.run(bucket.pieces, packed.ptr() as u64, &stream) }?;
+            let pack = |pieces: &[PackedPiece], into: TensorView| {
+                let packer = shared.packer(PackDirection::Pack, flat.dtype(), into.dtype())?;
+                // SAFETY: the caller's promise; pieces lie inside the bucket.
+                unsafe { packer.run(pieces, into.ptr() as u64, &stream) }
+            };
+            if keeps_values && bucket.wire.is_some() {
+                let elsewhere = outside_of_slots(bucket.pieces, &flat);
+                if !elsewhere.is_empty() {
+                    pack(&elsewhere, flat)?;
+                }
+                pack(&[whole(&flat)], packed)?;
+            } else {
+                pack(bucket.pieces, packed)?;
+            }
         }
         let targets: Vec<TensorView> = packed.into_iter().chain(bucket.apart.iter().copied()).collect();
         if targets.iter().any(|target| target.device() != Device::Cuda(context.device())) {
             return Err(Error::Internal("gradients of several devices were to be reduced together".into()));
         }
-        let unpack = bucket.flat.zip(bucket.wire).map(|(flat, wire)| {
-            let whole = PackedPiece { tensor: flat.ptr() as u64, offset: 0, elems: flat.elems() };
-            PackedGradients { pieces: vec![whole], dtype: flat.dtype(), flat: wire }
+        let unpack = bucket.flat.zip(bucket.wire).map(|(flat, wire)| PackedGradients {
+            pieces: vec![whole(&flat)],
+            dtype: flat.dtype(),
+            flat: wire,
         });
         let overlap = if is_last { Overlap::Nothing } else { Overlap::Computation };
-        let job = QueuedBucket { ready: shared.mark(&stream)?, pack: None, targets, unpack, overlap, held: false };
-        let capturing = stream.is_capturing()?;
-        let mut state = shared.state.lock();
-        if capturing || (is_last && state.queue.is_empty() && !state.busy) {
+        let bucket = QueuedBucket { ready: shared.mark(&stream)?, pack: None, targets, unpack, overlap, held: false };
+        Ok(DeviceJob { bucket, launched, is_last, capturing })
+    }
+
+    /// Passes a job to the queue's thread.
+    pub(super) fn queue(&self, job: DeviceJob) -> Result<()> {
+        self.shared.queue(self.shared.state.lock(), job.bucket, job.launched)
+    }
+
+    /// Passes a job to the queue's thread, or returns it for [`DeviceQueue::carry_out`] on this thread. The last job of
+    /// a step is returned if the queue's thread is idle: the caller has nothing else to do then, and the device nothing
+    /// to compute.
+    pub(super) fn queue_or_return(&self, job: DeviceJob) -> Result<Option<DeviceJob>> {
+        let mut state = self.shared.state.lock();
+        if job.capturing || (job.is_last && state.queue.is_empty() && !state.busy) {
             state.busy = true;
-            drop(state);
-            shared.carry_out(job, launched);
-            return Ok(());
+            return Ok(Some(job));
         }
-        shared.queue(state, job, launched)
+        self.shared.queue(state, job.bucket, job.launched).map(|()| None)
+    }
+
+    /// Queues the reduction of a job that [`DeviceQueue::queue_or_return`] has returned.
+    pub(super) fn carry_out(&self, job: DeviceJob) {
+        self.shared.carry_out(job.bucket, job.launched);
+    }
+
+    /// Drops a job that is not carried out; nobody is told.
+    pub(super) fn drop_job(&self, job: DeviceJob) {
+        self.shared.events.lock().push(job.bucket.ready);
     }
 
     /// Queues the reduction of a bucket whose gradients stay in place.
@@ -228,6 +287,14 @@ impl DeviceQueue {
         }
     }
 
+    /// Whether the device has completed the reductions that are queued so far.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub(super) fn is_done(&self) -> Result<bool> {
+        self.shared.done.is_done()
+    }
+
     /// Makes the stream with this handle wait for the reductions that are queued so far, if there are any.
     ///
     /// # Safety
@@ -240,6 +307,17 @@ impl DeviceQueue {
         // SAFETY: the caller's promise.
         unsafe { Stream::borrowed(shared.stream.context(), stream) }.wait(&shared.done)
     }
+}
+
+/// All elements of a bucket as one piece.
+fn whole(flat: &TensorView) -> PackedPiece {
+    PackedPiece { tensor: flat.ptr() as u64, offset: 0, elems: flat.elems() }
+}
+
+/// The pieces that do not lie in their slots already.
+fn outside_of_slots(pieces: &[PackedPiece], flat: &TensorView) -> Vec<PackedPiece> {
+    let slot = |piece: &PackedPiece| flat.ptr() as u64 + (piece.offset * flat.dtype().size()) as u64;
+    pieces.iter().filter(|piece| piece.tensor != slot(piece)).copied().collect()
 }
 
 impl Drop for DeviceQueue {

@@ -28,11 +28,14 @@
 //!   about a second later with an error that names this rank (CUDA-4). Gradients of graphs count as reduced when the
 //!   device has completed the reduction, because the framework's one stream must not wait for communication.
 //! - RED-8: a step in which members need not all take part is a *round*. It begins with a vote ([`ballot`]), before
-//!   whose result nothing is reduced. The caller begins and ends a round; a backward may end in between.
+//!   whose result nothing is reduced. The caller begins and ends a round; a backward may end in between. On a device,
+//!   full buckets are packed before the result, which changes no gradient's values, and `vote_gate` holds their
+//!   reductions.
 //!
-//! [`plan`], [`step`], [`history`], [`gradient_placement`] and [`op_placement`] are values without threads or memory;
-//! [`Reducer`] connects them with a communicator. A framework with a backward drives it (`begin` .. `finish`). Where
-//! the operations of a graph produce gradients one by one, [`arrival`] drives it, with one reducer for each [`spec`].
+//! [`plan`], [`step`], [`history`], `vote_gate`, [`gradient_placement`] and [`op_placement`] are values without threads
+//! or memory; [`Reducer`] connects them with a communicator. A framework with a backward drives it (`begin` ..
+//! `finish`). Where the operations of a graph produce gradients one by one, [`arrival`] drives it, with one reducer for
+//! each [`spec`].
 
 use crate::buffer::{DType, ReduceOp};
 use crate::error::{Error, Result};
@@ -54,6 +57,7 @@ mod state;
 pub mod step;
 #[cfg(test)]
 mod tests;
+mod vote_gate;
 
 pub use arena::{Arena, SlotLease};
 pub use device_queue::DeviceBucket;
@@ -174,6 +178,11 @@ impl ReducerOptions {
     /// Whether [`Reducer::mark_ready`] returns full buckets to the caller.
     fn gives_buckets(&self) -> bool {
         self.on_device || self.reduction == BucketReduction::ByCaller
+    }
+
+    /// Whether [`Reducer::launch`] reduces full buckets.
+    fn reduces_on_device(&self) -> bool {
+        self.on_device && self.reduction != BucketReduction::ByCaller
     }
 
     /// Whether the gradient of `param` is reduced in place, outside of its bucket's memory. This is so for large

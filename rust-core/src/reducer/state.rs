@@ -8,8 +8,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::ballot::Vote;
 use super::copy::{self, Move};
+use super::device_queue::DeviceJob;
 use super::gradient_placement::GradientPlacement;
 use super::history::History;
+use super::vote_gate::VoteGate;
 use super::{Arena, Bucket, BucketPlan, BucketReduction, ParamSpec, ReducerOptions, Slot, Step};
 use crate::buffer::{DType, ReduceOp};
 use crate::collectives::Communicator;
@@ -89,10 +91,11 @@ pub(super) struct ActiveStep {
     pub(super) more_follows: bool,
     /// Whether the step is only kept until the operation in flight completes.
     pub(super) abandoned: bool,
-    /// Whether a vote is still open; nothing is submitted to the communicator until then.
-    pub(super) held: bool,
-    /// Whether the round does not take place as planned. Gradients may still arrive, and are ignored.
-    pub(super) refused: bool,
+    /// Nothing is submitted to the communicator before it opens. If it refuses the round, gradients may still arrive,
+    /// and are ignored.
+    pub(super) gate: VoteGate<DeviceJob>,
+    /// Whether this is a round that began with a vote.
+    pub(super) is_round: bool,
     /// In a round that began with a vote: used to request its end.
     pub(super) vote: Option<Vote>,
     /// The error that ends the wait for the step's end, even if an operation is in flight.
@@ -175,8 +178,8 @@ impl StepState {
             giving_up: None,
             more_follows: !self.rebuilt || (self.options.may_leave_unused() && self.used_always.is_none()),
             abandoned: false,
-            held,
-            refused: false,
+            gate: VoteGate::new(held),
+            is_round: held,
             vote,
             called_off: None,
             communication: 0..0,
@@ -184,21 +187,19 @@ impl StepState {
         });
     }
 
-    /// Closes the vote of a round. Returns none if the round is over or its vote was closed before.
-    pub(super) fn unhold(&mut self, round: u64, cancel: bool) -> Option<ReducerAction> {
-        let active = self.active.as_mut().filter(|active| active.id == round && active.held)?;
-        let action = match cancel {
-            true => {
-                active.refused = true;
-                ReducerAction::Nothing
-            }
+    /// Closes the vote of a round. Returns none if the round is over or its vote was closed before. Otherwise also
+    /// returns the reductions on a device that waited: to carry out, or to drop after `cancel`.
+    pub(super) fn unhold(&mut self, round: u64, cancel: bool) -> Option<(ReducerAction, Vec<DeviceJob>)> {
+        let active = self.active.as_mut().filter(|active| active.id == round && active.gate.is_held())?;
+        let (action, jobs) = match cancel {
+            true => (ReducerAction::Nothing, active.gate.refuse()),
             false => {
-                active.held = false;
-                self.next()
+                let jobs = active.gate.open();
+                (self.next(), jobs)
             }
         };
         self.end_if_over(&action);
-        Some(action)
+        Some((action, jobs))
     }
 
     /// Notes the gradient of a parameter at `ptr`. Returns the buckets that it completes.
@@ -264,7 +265,7 @@ impl StepState {
         let Self { active: Some(active), layout, options, untold, has_others, .. } = self else {
             return ReducerAction::Nothing;
         };
-        if active.in_flight || active.held || active.error.is_some() {
+        if active.in_flight || !active.gate.is_open() || active.error.is_some() {
             return ReducerAction::Nothing;
         }
         if let Some(bucket) = active.queue.pop_front() {
@@ -344,10 +345,7 @@ impl StepState {
     /// Ends an abandoned step if nothing of it is in flight or follows. Returns whether it has ended.
     pub(super) fn end_if_over(&mut self, next: &ReducerAction) -> bool {
         let over = |active: &ActiveStep| {
-            active.abandoned
-                && !active.in_flight
-                && (!active.held || active.refused)
-                && matches!(next, ReducerAction::Nothing)
+            active.abandoned && !active.in_flight && !active.gate.is_held() && matches!(next, ReducerAction::Nothing)
         };
         self.active.take_if(|active| over(active)).is_some()
     }

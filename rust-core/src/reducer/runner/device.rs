@@ -1,17 +1,27 @@
 //! The reduction of buckets on a CUDA device (RED-7).
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::Reducer;
+use super::end::LOOK_FOR_SIGNALS;
 use crate::buffer::Device;
 use crate::device::Context;
 use crate::error::{Error, Result};
 use crate::reducer::device_queue::{DeviceBucket, DeviceQueue, HeldBucket, Launched};
+use crate::reducer::vote_gate::Admission;
+use crate::world::monitor::interrupt_pending;
+
+/// Polling interval of [`Reducer::await_device`].
+const DEVICE_NAP: Duration = Duration::from_micros(200);
 
 impl Reducer {
     /// Packs a full bucket from [`Reducer::mark_ready`] on its device and queues its reduction. Called in plan order.
     /// Reductions run in the stream `communication`, which must be the same in every call. The host does not wait for
     /// them.
+    ///
+    /// In a round whose vote is open, the reduction waits for its result (RED-8). Until then, and if the result is not
+    /// the plan, all slots of the bucket have the gradients' values.
     ///
     /// # Errors
     /// [`Error::Device`]. [`Reducer::finish`] returns the errors of the communicator.
@@ -36,23 +46,35 @@ impl Reducer {
                 let Some(device) = device else {
                     return Err(Error::Internal("a bucket in CPU memory was to be reduced on a device".to_owned()));
                 };
+                let (context, op) = (Context::primary(device)?, self.options().op());
                 // SAFETY: the caller's promise.
-                let made =
-                    unsafe { DeviceQueue::new(self.communicator.clone(), Context::primary(device)?, communication) }?;
+                let made = unsafe { DeviceQueue::new(self.communicator.clone(), context, communication, op) }?;
                 self.device_queue.get_or_init(|| made)
             }
         };
-        let (id, is_last) = {
+        let outside = || Error::Internal("a bucket was launched outside backward".to_owned());
+        let (id, is_last, keeps_values) = {
             let state = self.state.lock();
-            let Some(active) = &state.active else {
-                return Err(Error::Internal("a bucket was launched outside backward".to_owned()));
-            };
-            (active.id, index + 1 == state.layout.plan.buckets().len())
+            let active = state.active.as_ref().ok_or_else(outside)?;
+            (active.id, index + 1 == state.layout.plan.buckets().len(), !active.gate.is_open())
         };
         let reducer = Arc::clone(self);
         let launched = move |outcome: Result<()>| reducer.launched(id, outcome);
         // SAFETY: the caller's promise.
-        unsafe { device_queue.launch(bucket, is_last, Box::new(launched)) }
+        let job = unsafe { device_queue.prepare(bucket, is_last, keeps_values, Box::new(launched)) }?;
+        let (own, dropped) = {
+            let mut state = self.state.lock();
+            let active = state.active.as_mut().filter(|active| active.id == id && !active.abandoned);
+            match active.ok_or_else(outside)?.gate.admit(job) {
+                // Under the lock, so that this bucket follows those that `release` passes on.
+                Admission::Granted(job) => (device_queue.queue_or_return(job)?, None),
+                Admission::Held => (None, None),
+                Admission::Refused(job) => (None, Some(job)),
+            }
+        };
+        own.into_iter().for_each(|job| device_queue.carry_out(job));
+        dropped.into_iter().for_each(|job| device_queue.drop_job(job));
+        Ok(())
     }
 
     /// As [`Reducer::launch`], for gradients that are reduced in place on `device`, in a stream of the reducer's own.
@@ -106,6 +128,33 @@ impl Reducer {
             Err(error) => active.error = Some(error),
         }
         self.changed.notify_all();
+    }
+
+    /// Waits until the device has completed the reductions that are queued so far. [`Reducer::finish`] cannot report
+    /// what fails after it; this does.
+    ///
+    /// # Errors
+    /// The error that ended the group's operations on devices; [`Error::Device`]; [`Error::Interrupted`].
+    pub fn await_device(&self) -> Result<()> {
+        const DURING: &str = "the reduction of gradients";
+        let Some(device_queue) = self.device_queue.get() else { return Ok(()) };
+        device_queue.settle();
+        let mut looked = Instant::now();
+        loop {
+            let done = device_queue.is_done();
+            // After that, because an abort completes the reductions and has an error that says more.
+            self.communicator.check_device(DURING)?;
+            if done? {
+                return Ok(());
+            }
+            if looked.elapsed() >= LOOK_FOR_SIGNALS {
+                looked = Instant::now();
+                if interrupt_pending() {
+                    return Err(Error::Interrupted { during: DURING.to_owned() });
+                }
+            }
+            std::thread::sleep(DEVICE_NAP);
+        }
     }
 
     /// Makes the stream with this handle wait for every reduction launched so far.

@@ -13,11 +13,11 @@ use crate::error::{Error, Result};
 use crate::metrics;
 use crate::reducer::fingerprint::view;
 use crate::reducer::state::{PlannedBuckets, ReducerAction};
-use crate::reducer::{BucketPlan, BucketReduction, ReducerEvent};
+use crate::reducer::{BucketPlan, ReducerEvent};
 use crate::world::monitor::interrupt_pending;
 
-/// The interval at which the wait for the end of a step looks for signals.
-const LOOK_FOR_SIGNALS: Duration = Duration::from_millis(50);
+/// The interval at which waits of a step look for signals.
+pub(super) const LOOK_FOR_SIGNALS: Duration = Duration::from_millis(50);
 
 impl Reducer {
     /// At the end of a backward: the parameters without a gradient, in the order in which the caller must mark them
@@ -169,6 +169,24 @@ impl Reducer {
         Ok(())
     }
 
+    /// Ends the group's reductions on devices, because this member has not queued all of a step (RED-7).
+    pub(super) fn end_devices(&self, message: &str, is_round: bool) {
+        // The caller of rounds drops this reducer by itself.
+        let (step, remedy) = match is_round {
+            true => ("round of gradients", ""),
+            false => (
+                "backward",
+                ": wrap the model in a new DistributedDataParallel on all of them, or, with TensorFlow, start the job \
+                 again",
+            ),
+        };
+        self.communicator.end_devices(Error::InvalidArgument(format!(
+            "an earlier {step} of rank {} ended before its gradients were reduced ({message}), so the ranks' \
+             reductions no longer fit together{remedy}",
+            self.my_rank()
+        )));
+    }
+
     fn unused_message(&self, missing: &[usize], frozen: &[usize]) -> String {
         const NAMED: usize = 20;
         let mut names: Vec<String> =
@@ -214,7 +232,10 @@ impl Reducer {
         // The other members request the end of the round, too.
         self.request_end();
         if let Some(device_queue) = self.device_queue.get() {
-            // Waits for queued packing, because the caller may free the buckets after this returns.
+            // Waits for queued packing, because the caller may free the buckets after this returns. What a vote still
+            // holds is dropped, and so is not waited for.
+            let held = self.state.lock().active.as_mut().map(|active| active.gate.withdraw());
+            held.into_iter().flatten().for_each(|job| device_queue.drop_job(job));
             device_queue.settle();
         }
         let mut settled = false;
@@ -229,7 +250,7 @@ impl Reducer {
                 active.more_follows |= more_follows;
                 return;
             }
-            if active.refused {
+            if active.gate.is_refused() {
                 state.active = None;
                 self.changed.notify_all();
                 settled = true;
@@ -239,15 +260,12 @@ impl Reducer {
             // Discards queued buckets, because the caller may free their gradients after this returns.
             active.queue.clear();
             active.more_follows |= more_follows;
-            let own = state.options.on_device && state.options.reduction != BucketReduction::ByCaller;
-            if own && active.reduced < state.layout.plan.buckets().len() && self.communicator.members().size() > 1 {
+            let own = state.options.reduces_on_device();
+            let incomplete = active.reduced < state.layout.plan.buckets().len();
+            // While a vote is open, `release` does this if the others carry out the round.
+            if own && incomplete && active.gate.is_open() && self.communicator.members().size() > 1 {
                 // The other members' reductions would wait for this rank's (RED-7).
-                self.communicator.end_devices(Error::InvalidArgument(format!(
-                    "an earlier backward of rank {} ended before its gradients were reduced ({message}), so the ranks' \
-                     reductions no longer fit together: wrap the model in a new DistributedDataParallel on all of them, or, with TensorFlow, start the job \
-                     again",
-                    self.my_rank()
-                )));
+                self.end_devices(message, active.is_round);
             }
             // After an error the others' steps have ended, and `next` sends them nothing.
             if self.communicator.members().size() > 1 {

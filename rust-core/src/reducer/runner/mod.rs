@@ -274,7 +274,8 @@ impl Reducer {
             let state = &mut *self.state.lock();
             let launch = state.mark_ready(&self.params[param], param, ptr, used)?;
             if state.options.gives_buckets() {
-                return Ok(launch);
+                let refused = state.active.as_ref().is_some_and(|active| active.gate.is_refused());
+                return Ok(if refused { 0..0 } else { launch });
             }
             state.queue(launch);
             state.next()

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::Reducer;
 use crate::error::{Error, Result};
 use crate::reducer::ballot::Vote;
+use crate::reducer::state::ReducerAction;
 
 impl Reducer {
     /// Begins a round whose vote is open. Gradients may be marked ready; nothing is reduced before
@@ -18,7 +19,8 @@ impl Reducer {
         Ok(state.steps)
     }
 
-    /// Closes the vote: all members take part, and full buckets are reduced.
+    /// Closes the vote: all members take part, and full buckets are reduced. On a device, this passes the reductions
+    /// that waited to the queue's thread.
     pub(in crate::reducer) fn release(self: &Arc<Self>, round: u64) {
         self.unhold(round, false);
     }
@@ -30,11 +32,30 @@ impl Reducer {
     }
 
     fn unhold(self: &Arc<Self>, round: u64, cancel: bool) {
-        let action = {
-            let Some(action) = self.state.lock().unhold(round, cancel) else { return };
+        let (action, dropped, on_device) = {
+            let state = &mut *self.state.lock();
+            let Some((action, jobs)) = state.unhold(round, cancel) else { return };
             self.changed.notify_all();
-            action
+            let on_device = state.options.reduces_on_device();
+            match self.device_queue.get() {
+                // Under the lock, so that later buckets follow these.
+                Some(device_queue) if !cancel => {
+                    let queued = jobs.into_iter().try_for_each(|job| device_queue.queue(job));
+                    if let (Err(error), Some(active)) = (queued, &mut state.active) {
+                        active.error = Some(error);
+                    }
+                    (action, Vec::new(), on_device)
+                }
+                _ => (action, jobs, on_device),
+            }
         };
+        if let Some(device_queue) = self.device_queue.get() {
+            dropped.into_iter().for_each(|job| device_queue.drop_job(job));
+        }
+        if let (ReducerAction::GiveUp(_, message), true) = (&action, on_device) {
+            // This member has abandoned the round while the vote was open, and the others carry it out.
+            self.end_devices(message, true);
+        }
         self.perform(action);
         if !cancel && self.state.lock().active.as_ref().is_some_and(|active| active.id == round && active.abandoned) {
             self.request_end();
@@ -52,7 +73,7 @@ impl Reducer {
     /// Requests the round's end by name, if the round began with a vote and takes place.
     pub(super) fn request_end(self: &Arc<Self>) {
         let (vote, round) = match &mut self.state.lock().active {
-            Some(active) if !active.held && !active.refused => (active.vote.take(), active.id),
+            Some(active) if active.gate.is_open() => (active.vote.take(), active.id),
             _ => return,
         };
         let Some(vote) = vote else { return };
