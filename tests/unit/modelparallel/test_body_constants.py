@@ -34,7 +34,8 @@ class _Body(TorchFunctionMode):
             self.reads += func in (torch.Tensor.__bool__, torch.Tensor.item, torch.Tensor.tolist)
             return func(*args, **kwargs)
 
-        return self._constants.call(func, None if encoder.unknown else encoder.key(), encoder.leaves, compute)
+        key = None if encoder.unknown else encoder.key()
+        return self._constants.call(func, lambda: key, encoder.leaves, compute)
 
 
 def _run(*bodies: Callable[[], Any]) -> tuple[list[Any], int]:

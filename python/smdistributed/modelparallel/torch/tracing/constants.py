@@ -60,12 +60,12 @@ class Constants:
         """Forget the tensors of a microbatch, and keep the values that were read."""
         self._known.clear()
 
-    def call(self, func: Any, key: Any, tensors: Sequence[Any], compute: Callable[[], Any]) -> Any:
+    def call(self, func: Any, key: Callable[[], Any], tensors: Sequence[Any], compute: Callable[[], Any]) -> Any:
         """Call a function of replicated tensors.
 
         Args:
             func: The function.
-            key: A description of its arguments without the values of tensors; ``None`` if there is none.
+            key: Returns a description of its arguments without the values of tensors; ``None`` if there is none.
             tensors: The tensors among its arguments, in the order of the description.
             compute: Calls the function.
 
@@ -74,9 +74,10 @@ class Constants:
         """
         if func in _QUESTIONS:
             producer = self._producer_of(tensors[0]) if len(tensors) == 1 else None
-            if producer is None or key is None:
+            described = None if producer is None else key()
+            if described is None:
                 return compute()
-            question = (func, key, producer)
+            question = (func, described, producer)
             if question not in self._answers:
                 answer = compute()
                 if isinstance(answer, list):
@@ -88,24 +89,25 @@ class Constants:
         if func not in _FUNCTIONS:
             if any(id(tensor) in self._known for tensor in tensors):
                 self._known.clear()
-        elif key is not None and isinstance(result, torch.Tensor):
+        elif isinstance(result, torch.Tensor):
             self._note(result, func, key, tensors)
         return result
 
-    def _note(self, result: torch.Tensor, func: Any, key: Any, tensors: Sequence[Any]) -> None:
+    def _note(self, result: torch.Tensor, func: Any, key: Callable[[], Any], tensors: Sequence[Any]) -> None:
         if result.device.type not in self._devices or result.layout != torch.strided:
             return
         if result.requires_grad or result.is_inference():
             return
         operands = [self._producer_of(tensor) for tensor in tensors]
-        if None in operands:
+        described = None if None in operands else key()
+        if described is None:
             return
         if len(self._producers) >= _LIMIT:
             self._known.clear()
             self._producers.clear()
             self._answers.clear()
             return
-        producer = self._producers.setdefault((func, key, *operands, TensorMeta.of(result)), len(self._producers))
+        producer = self._producers.setdefault((func, described, *operands, TensorMeta.of(result)), len(self._producers))
         self._known[id(result)] = weakref.ref(result), version_of(result), producer
 
     def _producer_of(self, tensor: torch.Tensor) -> int | None:

@@ -33,6 +33,8 @@ class OutsideTensors:
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
                 storage = storage_of(tensor)
+                if storage in self._made:
+                    continue
                 if all(each.layout != torch.strided or storage_of(each) != storage for each in operands):
                     self._made.add(storage)
 

@@ -21,7 +21,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -35,7 +34,7 @@ from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.runtime.fallbacks import call_site
 from smdistributed.modelparallel.torch.runtime.rng import Draw
-from smdistributed.modelparallel.torch.tracing import masks, queries
+from smdistributed.modelparallel.torch.tracing import masks, queries, replicated_operations
 from smdistributed.modelparallel.torch.tracing.attributes import changed_state
 from smdistributed.modelparallel.torch.tracing.attributes.module_state import UNCHANGED
 from smdistributed.modelparallel.torch.tracing.copy_on_write import CopyOnWriteTensors
@@ -223,15 +222,14 @@ class Recording(TorchFunctionMode):
             task = None if call is None else self._replay.task(call, self._context(), args, kwargs)
             if call is not None and task is not None and self.storages.writes_alike(task, tensors):
                 return self._replay_call(call, task, tensors)
+        operands = replicated_operations.operands(self, args, kwargs)
+        if operands is not None:
+            return replicated_operations.run(self, func, args, kwargs, operands)
         encoder = Encoder(self.located, self)
         new_args = encoder.encode(args)
         new_kwargs = encoder.encode(kwargs) if kwargs else kwargs
         if not encoder.inputs:
-            key = None if encoder.unknown else encoder.key()
-            compute = functools.partial(self.copy_on_write.call, func, args, kwargs, encoder.leaves, self.microbatch)
-            result = self.pipeline.constants.call(func, key, encoder.leaves, compute)
-            self.outside_tensors.note_result(result, encoder.leaves)
-            return result
+            return replicated_operations.run(self, func, args, kwargs, encoder.leaves, encoder)
         if func in STORAGE_WRITES:
             raise storage_write(getattr(func, "__name__", str(func)))
         if func in READS:
