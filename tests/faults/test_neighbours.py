@@ -62,6 +62,8 @@ class Job:
             # The folder for its sessions would be root's.
             at = words.index("orte_tmpdir_base")
             words = [*words[: at - 1], *words[at + 2 :]]
+            # mpirun asks `access` about the program, which disregards the capability; `env` disregards nothing.
+            words.insert(len(words) - 1, "env")
         variables = {"HOME": self.folder, "TMPDIR": self.folder, "OMP_NUM_THREADS": "1", "SMD_LOG": "debug"}
         self.process = subprocess.Popen(
             [*([*AS_NOBODY, *READING] if user else []), *words, str(script), str(self.folder)],
