@@ -19,7 +19,7 @@ from support.launchers import clean_environment, free_port
 
 pytestmark = [
     pytest.mark.timeout(400),
-    needs_libraries("keras_tuner", "kerastuner"),
+    needs_libraries("keras_tuner"),
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
 ]
 
