@@ -29,7 +29,7 @@ class Coordinator:
 
     @property
     def hostnames(self) -> list[str]:
-        """Ids of the nodes in the order of their first worker. Nodes of one machine share a name, so ids take its place."""
+        """Ids of the nodes in the order of their first worker, since nodes of one machine share a name."""
         return list(self._places.ranks_by_host)
 
     @property
