@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
 ]
 
-RATES = [0.02, 0.05, 0.1, 0.2]
+RATES = [0.05, 0.1]
 
 TRAIN = """
 import json, os, sys, time
