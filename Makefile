@@ -119,12 +119,12 @@ matrix-ends: $(STAMPS)/develop ## The same with the newest and the oldest of eac
 	$(BIN)/python tests/matrix/matrix.py --ends $(ARGS)
 
 test-engines: $(STAMPS)/engines $(STAMPS)/sagemaker $(STAMPS)/mpi $(STAMPS)/mpis $(STAMPS)/develop ## Jobs on Ray, on Spark, on Slurm, of three MPIs and in SageMaker's container, and manifests for Kubernetes (installs all; some need root)
-	$(BIN)/python -m pytest -p no:cacheprovider tests/engines/ray_jobs.py tests/engines/spark_jobs.py \
+	$(BIN)/python -m pytest -p no:cacheprovider tests/engines/ray_jobs.py tests/engines/ray_example_jobs.py tests/engines/spark_jobs.py \
 		tests/engines/spark_estimator_jobs.py tests/unit/horovod/test_spark_data.py tests/engines/slurm_jobs.py \
 		tests/engines/kubernetes_jobs.py tests/engines/sagemaker_jobs.py tests/engines/mpi_jobs.py $(ARGS)
 
-test-clients: $(STAMPS)/clients $(STAMPS)/mpi $(STAMPS)/develop ## accelerate, transformers, Lightning, torchtitan, TorchRec and parts of torch.distributed train over smddp (installs them into build/)
-	$(BIN)/python -m pytest -p no:cacheprovider tests/engines/client_jobs.py tests/engines/client_model_jobs.py $(ARGS)
+test-clients: $(STAMPS)/clients $(STAMPS)/mpi $(STAMPS)/develop ## accelerate, transformers, Lightning, torchtitan, TorchRec, KerasTuner and parts of torch.distributed train over the library (installs them into build/)
+	$(BIN)/python -m pytest -p no:cacheprovider tests/engines/client_jobs.py tests/engines/client_model_jobs.py tests/engines/client_keras_jobs.py $(ARGS)
 
 torch-suite: $(STAMPS)/suite $(STAMPS)/develop ## PyTorch's own tests of process groups over smddp, beside gloo; ARGS= goes to compare.py
 	$(BIN)/python tests/torch_suite/compare.py $(ARGS)

@@ -51,7 +51,9 @@ def test_torchtitan_parallelizes_a_llama(shards, tensor, tmp_path):
             tokens = torch.randint(0, 64, (4, 17), generator=generator).chunk(data_size)[data_rank]
             optimizer.zero_grad()
             outputs = model(tokens[:, :-1])
-            torch.nn.functional.cross_entropy(outputs.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            loss = torch.nn.functional.cross_entropy(outputs.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+            # torchtitan adds up the gradients of shards: its trainer divides the loss by the tokens of all ranks.
+            (loss / (4 * 16)).backward()
             optimizer.step()
         own = sum(getattr(each, "to_local", each.detach)().numel() for each in model.parameters())
         whole = [getattr(each.data, "full_tensor", each.data.clone)() for each in model.parameters()]

@@ -10,13 +10,16 @@ import importlib.util
 import os
 import re
 import secrets
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from support import launchers
+from support import hosts, launchers
 
 #: Packages with the schemas.
 PACKAGES = ("kubernetes_validate", "kubeflow_trainer_api", "kubeflow", "yaml")
@@ -85,16 +88,49 @@ def test_the_job_of_the_trainer_has_its_form():
     assert read.to_dict() == document
 
 
-def run_pods(commands, environments):
-    """The outputs of the pods' commands, which run at the same time."""
+def start_pods(commands, environments):
+    """Starts the pods' commands at the same time."""
     own = {**launchers.clean_environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "python")}
     own["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{own.get('PATH', '')}"
-    pods = [
+    return [
         subprocess.Popen(
             command, env={**own, **environment}, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         for command, environment in zip(commands, environments, strict=True)
     ]
+
+
+class Reader(threading.Thread):
+    """Reads what a pod prints, and notes when each line came."""
+
+    def __init__(self, pod):
+        super().__init__(daemon=True)
+        self._pod = pod
+        self._lines = []
+        self.start()
+
+    def run(self):
+        for line in self._pod.stdout:
+            self._lines.append((time.monotonic(), line))
+
+    def text(self):
+        return "".join(line for _, line in self._lines)
+
+    def wait_for(self, words, patience):
+        """When the first line with the words came."""
+        deadline = time.monotonic() + patience
+        while True:
+            is_last = not self.is_alive() or time.monotonic() > deadline
+            for when, line in list(self._lines):
+                if words in line:
+                    return when
+            assert not is_last, f"no line has `{words}`:\n{self.text()}"
+            time.sleep(0.02)
+
+
+def run_pods(commands, environments):
+    """The outputs of the pods' commands, which run at the same time."""
+    pods = start_pods(commands, environments)
     try:
         outputs = [pod.communicate(timeout=150)[0] for pod in pods]
     finally:
@@ -125,29 +161,72 @@ def secret():
     return {"SMD_SECRET": secrets.token_hex(16)}
 
 
-def test_an_indexed_job_trains(secret):
+def indexed_job(arguments, secret, size=2, master="localhost"):
+    """Commands and variables of the pods of the Job."""
     pod = container(load("job.yaml")[1], "spec")
-    command = [part.replace("--checkpoints /checkpoints", "--epochs 3") for part in pod["command"]]
+    command = [part.replace("--checkpoints /checkpoints", arguments) for part in pod["command"]]
     given = {each["name"]: each["value"] for each in pod["env"]}
     assert given["MASTER_ADDR"] == "digits-0.digits"
-    given |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(launchers.free_port()), **secret}
-    check_training(run_pods([command] * 2, [{**given, "JOB_COMPLETION_INDEX": str(index)} for index in range(2)]))
+    port = str(launchers.free_port())
+    given |= {"WORLD_SIZE": str(size), "MASTER_ADDR": master, "MASTER_PORT": port, **secret}
+    return [command] * size, [{**given, "JOB_COMPLETION_INDEX": str(index)} for index in range(size)]
 
 
-def test_a_job_of_the_training_operator_trains(secret):
+def pytorch_job(arguments, secret, size=2, master="localhost"):
+    """Commands and variables of the pods of the PyTorchJob, with one master."""
     (document,) = load("pytorchjob.yaml")
-    pods = [container(document, "spec", "pytorchReplicaSpecs", kind) for kind in ("Master", "Worker")]
-    commands = [[*pod["command"][: pod["command"].index("--checkpoints")], "--epochs", "3"] for pod in pods]
+    kinds = ["Master"] + ["Worker"] * (size - 1)
+    pods = [container(document, "spec", "pytorchReplicaSpecs", kind) for kind in kinds]
+    commands = [[*pod["command"][: pod["command"].index("--checkpoints")], *arguments.split()] for pod in pods]
     port = str(launchers.free_port())
     variables = [
         {
-            "PYTHONUNBUFFERED": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": rank,
-            "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": rank, "PET_MASTER_ADDR": "localhost",
-            "PET_MASTER_PORT": port, **secret,
+            "PYTHONUNBUFFERED": "1", "MASTER_ADDR": master, "MASTER_PORT": port, "WORLD_SIZE": str(size),
+            "RANK": str(rank), "PET_NNODES": str(size), "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(rank),
+            "PET_MASTER_ADDR": master, "PET_MASTER_PORT": port, **secret,
         }
-        for rank in ("0", "1")
+        for rank in range(size)
     ]  # fmt: skip
-    check_training(run_pods(commands, variables))
+    return commands, variables
+
+
+@pytest.mark.parametrize("job", [indexed_job, pytorch_job])
+def test_a_job_trains(job, secret):
+    check_training(run_pods(*job("--epochs 3", secret)))
+
+
+@pytest.mark.skipif(hosts.missing_network() is not None, reason=str(hosts.missing_network()))
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("job", [indexed_job, pytorch_job])
+def test_a_killed_pod_is_named_by_the_others(job, victim, secret, tmp_path):
+    """Each pod has a network namespace and a host name. Rank 0 serves the store where the ranks met."""
+    with hosts.Hosts(3) as three:
+        commands, variables = job("--epochs 100000", secret, three.count, hosts.address(0))
+        # All prefixes end in `exec`: the process of the pod is the rank.
+        commands = [[*three.on(rank), *command] for rank, command in enumerate(commands)]
+        before = set(Path("/dev/shm").iterdir())
+        own = {"TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+        pods = start_pods(commands, [{**each, **own} for each in variables])
+        readers = [Reader(pod) for pod in pods]
+        try:
+            readers[0].wait_for("epoch 1:", 120)
+            pods[victim].kill()
+            killed = time.monotonic()
+            survivors = [rank for rank in range(3) if rank != victim]
+            # The end of the process comes later: on a busy machine Python takes seconds to free what PyTorch has made.
+            named = [readers[rank].wait_for(f"rank {victim} died", 60) - killed for rank in survivors]
+            for pod in pods:
+                pod.wait(60)
+        finally:
+            for pod in pods:
+                pod.kill()
+                pod.wait()
+    assert max(named) < 10, [reader.text() for reader in readers]
+    for rank in survivors:
+        assert pods[rank].returncode not in (0, -signal.SIGKILL), readers[rank].text()
+    # PyTorch leaves empty folders.
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
+    assert set(Path("/dev/shm").iterdir()) <= before
 
 
 def test_a_job_of_the_trainer_trains(secret):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -61,6 +62,68 @@ def test_horovod_trains_as_one_process(cluster, one_process):
     assert results[0]["losses"] == results[1]["losses"]
     assert farthest(results[0]["losses"], one_process["losses"]) < 1e-4
     assert results[0]["accuracy"] == pytest.approx(one_process["accuracy"], abs=0.01)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
+def test_tensorflow_trains_as_one_process(cluster):
+    """A tape with rank 0's weights on all workers: the loss of each step is that of one process."""
+    body = """
+        import json, sys
+
+        def train(steps):
+            import numpy as np
+            import tensorflow as tf
+            from sklearn.datasets import load_digits
+            import horovod.tensorflow as hvd
+            hvd.init()
+            tf.keras.utils.set_random_seed(hvd.rank())
+            digits = load_digits()
+            images, labels = (digits.data / 16).astype(np.float32), digits.target
+            share = slice(hvd.rank(), 1500, hvd.size())
+            data = tf.data.Dataset.from_tensor_slices((images[share], labels[share])).repeat().batch(60 // hvd.size())
+            model = tf.keras.Sequential([tf.keras.layers.Input((64,)), tf.keras.layers.Dense(32, "relu"),
+                                         tf.keras.layers.Dense(10)])
+            loss_of = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            optimizer = tf.keras.optimizers.Adam(0.002)
+
+            @tf.function
+            def step(x, y):
+                with tf.GradientTape() as tape:
+                    loss = loss_of(y, model(x, training=True))
+                tape = hvd.DistributedGradientTape(tape)
+                gradients = tape.gradient(loss, model.trainable_variables)
+                return loss, gradients
+
+            losses = []
+            for number, (x, y) in enumerate(data.take(steps)):
+                if number == 0:
+                    optimizer.build(model.trainable_variables)
+                    hvd.broadcast_variables(model.variables, root_rank=0)
+                    hvd.broadcast_variables(optimizer.variables, root_rank=0)
+                loss, gradients = step(x, y)
+                optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+                losses.append(float(hvd.allreduce(loss, name="loss")))
+            return {"rank": hvd.rank(), "size": hvd.size(), "losses": losses}
+
+        if __name__ == "__main__":
+            if sys.argv[1:] == ["alone"]:
+                results = [train(steps=60)]
+            else:
+                ray.init()
+                executor = RayExecutor(RayExecutor.create_settings(timeout_s=120), num_workers=2)
+                executor.start()
+                results = executor.run(train, kwargs={"steps": 60})
+                executor.shutdown()
+            print("RESULTS", json.dumps(results))
+    """
+    path = script(cluster, "tape", body)
+    two = json.loads(cluster.run(path).rpartition("RESULTS ")[2].splitlines()[0])
+    (one,) = json.loads(cluster.run(path, "alone").rpartition("RESULTS ")[2].splitlines()[0])
+    assert [(each["rank"], each["size"]) for each in two] == [(0, 2), (1, 2)]
+    assert one["size"] == 1
+    assert two[0]["losses"] == two[1]["losses"]
+    assert two[0]["losses"] == pytest.approx(one["losses"], abs=1e-4)
+    assert one["losses"][-1] < 0.7 * one["losses"][0]
 
 
 def test_executor(cluster):

@@ -6,6 +6,7 @@ toolkit `sagemaker-training` reads the files that SageMaker writes, and starts t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -69,7 +70,7 @@ class Container:
         code = self.folder / "ml" / "code"
         config = self.folder / "ml" / "input" / "config"
         data = self.folder / "ml" / "input" / "data" / "train"
-        for each in (code, config, data, self.folder / "ml" / "model", self.folder / "ml" / "output"):
+        for each in (code, config, data, *(self.folder / name for name in ("ml/model", "ml/output", "tmp"))):
             each.mkdir(parents=True)
         (code / "train.py").write_text(textwrap.dedent(script))
         (self.folder / "framework.py").write_text(FRAMEWORK)
@@ -108,6 +109,16 @@ class Container:
 
     def train(self, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
         """Runs the toolkit's `train` to its end; its output comes together."""
+        with self.start() as process:
+            try:
+                output, _ = process.communicate(timeout=timeout)
+            finally:
+                # It ends all processes of the container.
+                process.kill()
+        return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+    def start(self) -> subprocess.Popen[str]:
+        """Starts the toolkit's `train`."""
         path = [str(self.folder), str(ROOT / "python"), str(ROOT / "tests")]
         environment = {
             **launchers.clean_environment(),
@@ -118,17 +129,38 @@ class Container:
             "PATH": os.pathsep.join([str(TOOLKIT / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]),
             "SAGEMAKER_TRAINING_MODULE": "framework:main",
             "OMP_NUM_THREADS": "1",
+            # Of the job: what it leaves there is left by it.
+            "TMPDIR": str(self.folder / "tmp"),
         }
         namespaces = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        return subprocess.run(
+        return subprocess.Popen(
             [*namespaces, "sh", "-c", ENTER],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=timeout,
-            check=False,
         )
+
+    def ranks(self) -> dict[int, int]:
+        """Ids of the processes that run the script, by rank, as this host sees them."""
+        found = {}
+        for pid, words, variables in self.processes():
+            rank = variables.get("OMPI_COMM_WORLD_RANK")
+            # `smddprun` has the same words after its own.
+            if rank is not None and "mpi4py" in words and "python" in Path(words[0]).name and words[1] == "-m":
+                found[int(rank)] = pid
+        return found
+
+    def processes(self) -> list[tuple[int, list[str], dict[str, str]]]:
+        """Id, command and variables of each process of the container."""
+        found = []
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                entries = (folder / "environ").read_text().split("\0") if folder.name.isdigit() else []
+                if f"FOLDER={self.folder}" in entries:
+                    words = (folder / "cmdline").read_text().split("\0")
+                    found.append((int(folder.name), words, dict(each.partition("=")[::2] for each in entries)))
+        return found
 
     def results(self) -> list[dict[str, object]]:
         """What the ranks have written to SM_MODEL_DIR, by rank."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -140,3 +143,60 @@ def test_a_failure_reaches_sagemaker():
     assert failure is not None
     assert "ExecuteUserScriptError" in failure
     assert "ZeroDivisionError" in done.stdout
+
+
+FOREVER = """
+import time
+import torch
+import smdistributed.dataparallel.torch.distributed as dist
+
+dist.init_process_group()
+rank, folder = dist.get_rank(), os.environ["SM_MODEL_DIR"]
+x = torch.ones(4)
+try:
+    for step in range(10**9):
+        dist.all_reduce(x)
+        if step == 10:
+            report(rank)
+        time.sleep(0.01)
+except Exception as error:
+    with open(f"{folder}/survivor{rank}.txt", "w") as file:
+        file.write(f"{time.time()} {type(error).__name__}: {error}")
+    raise
+"""
+
+
+def test_a_killed_worker_is_named_by_the_others():
+    enabled = {"sagemaker_distributed_dataparallel_enabled": True}
+    before = shared_memory()
+    with sagemaker.Container(REPORT + FOREVER, enabled, processes=3) as container, container.start() as job:
+        try:
+            deadline = time.monotonic() + 120
+            while len(container.results()) < 3:
+                assert job.poll() is None, job.communicate()[0]
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            pids = container.ranks()
+            assert sorted(pids) == [0, 1, 2]
+            os.kill(pids[1], signal.SIGKILL)
+            killed = time.time()
+            output, _ = job.communicate(timeout=120)
+        finally:
+            job.kill()
+        survivors = {path.name: path.read_text() for path in container.folder.glob("ml/model/survivor*")}
+        failure = container.failure()
+        left = container.processes()
+        files = [path for path in (container.folder / "tmp").rglob("*") if not path.is_dir()]
+    assert job.returncode != 0
+    assert sorted(survivors) == ["survivor0.txt", "survivor2.txt"], output
+    for text in survivors.values():
+        assert float(text.split()[0]) - killed < 10
+        assert "rank 1 died" in text
+    assert failure is not None
+    assert left == []
+    assert files == []
+    assert shared_memory() <= before
+
+
+def shared_memory():
+    return {path.name for path in Path("/dev/shm").iterdir()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import re
 import secrets
@@ -54,6 +56,26 @@ def test_two_hosts_train_as_one(cluster):
     assert len(losses(both)) == 3
     assert losses(both) == pytest.approx(losses(alone), abs=1e-4)
     assert "open to the network" not in both
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
+def test_tensorflow_trains_on_two_hosts_as_on_one(cluster):
+    """The tape of the example, from equal initial weights: the loss of each step is that of one process."""
+    script = cluster.folder / "tensorflow_digits.py"
+    script.write_text(
+        "import runpy\nimport tensorflow as tf\ntf.keras.utils.set_random_seed(0)\n"
+        "runpy.run_path('examples/tensorflow_digits.py', run_name='__main__')\n"
+    )
+    results = []
+    for tasks in (2, 1):
+        out = cluster.folder / f"tensorflow-{tasks}"
+        cluster.run(*srun(tasks), script, "--epochs", "2", "--out", out, TF_CPP_MIN_LOG_LEVEL="2")
+        results.append(json.loads((out / "results.json").read_text()))
+    two, one = results
+    assert two["replicas_are_equal"]
+    assert len(two["losses"]) == len(one["losses"]) == 2 * (1437 // 32)
+    assert two["losses"] == pytest.approx(one["losses"], abs=1e-3)
+    assert two["accuracy"] == pytest.approx(one["accuracy"], abs=0.01)
 
 
 def test_horovod(cluster):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -62,6 +64,8 @@ class Job:
             # The folder for its sessions would be root's.
             at = words.index("orte_tmpdir_base")
             words = [*words[: at - 1], *words[at + 2 :]]
+            # mpirun asks `access` about the program, which disregards the capability; `env` disregards nothing.
+            words.insert(len(words) - 1, "env")
         variables = {"HOME": self.folder, "TMPDIR": self.folder, "OMP_NUM_THREADS": "1", "SMD_LOG": "debug"}
         self.process = subprocess.Popen(
             [*([*AS_NOBODY, *READING] if user else []), *words, str(script), str(self.folder)],
@@ -79,18 +83,20 @@ class Job:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
-    def secrets(self):
-        """The secrets in the environment of the job's processes."""
-        found = set()
+    def processes(self):
+        """Yields id and variables of each process of the job."""
         for folder in Path("/proc").iterdir():
             try:
                 entries = (folder / "environ").read_bytes().split(b"\0") if folder.name.isdigit() else []
             except OSError:
                 continue
             if f"TMPDIR={self.folder}".encode() in entries:
-                named = (each.partition(b"=") for each in entries)
-                found |= {value for name, _, value in named if name.decode() in SECRETS}
-        return found
+                yield int(folder.name), [each.partition(b"=") for each in entries]
+
+    def secrets(self):
+        """The secrets in the environment of the job's processes."""
+        named = (each for _, entries in self.processes() for each in entries)
+        return {value for name, _, value in named if name.decode() in SECRETS}
 
     def finish(self):
         (self.folder / "go").touch()
@@ -101,6 +107,10 @@ class Job:
     def end(self):
         self.process.kill()
         self.process.wait()
+        # Where the test has failed, ranks wait for `go`, and mpirun was killed without ending them.
+        for pid, _ in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

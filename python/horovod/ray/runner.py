@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from horovod.ray.coordinator import Coordinator as Coordinator
 from horovod.ray.elastic_workers import ElasticSize, ElasticWorkers
 from horovod.ray.placement import PackedPlacement, Placement, SpreadPlacement
 from horovod.ray.results import call_all, callbacks_called, gather

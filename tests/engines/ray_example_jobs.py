@@ -1,0 +1,103 @@
+"""The examples of Horovod that Ray's wheel carries, as they are, on a Ray cluster of two raylets: ``make test-engines``.
+
+Their data loading alone is replaced: digits of scikit-learn take the place of torchvision's MNIST.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed: `make test-engines` installs it")
+pytest.importorskip("torch", reason="PyTorch is not installed")
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cluster import RayCluster
+
+pytestmark = pytest.mark.timeout(900)
+
+EXAMPLES = "ray.train.examples.horovod"
+
+#: The names of torchvision that the examples use.
+TORCHVISION = """
+import types
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+
+class MNIST(torch.utils.data.Dataset):
+    def __init__(self, root, train, download, transform):
+        digits = load_digits()
+        self.images = np.pad(digits.images.repeat(3, 1).repeat(3, 2), ((0, 0), (2, 2), (2, 2))) / 16
+        self.labels, self.transform = digits.target, transform
+    def __len__(self):
+        return 3 * len(self.labels)
+    def __getitem__(self, number):
+        number %= len(self.labels)
+        return self.transform(self.images[number]), int(self.labels[number])
+
+def compose(steps):
+    def transform(image):
+        for step in steps:
+            image = step(image)
+        return image
+    return transform
+
+datasets = types.SimpleNamespace(MNIST=MNIST)
+transforms = types.SimpleNamespace(
+    Compose=compose,
+    ToTensor=lambda: lambda image: torch.tensor(image, dtype=torch.float32)[None],
+    Normalize=lambda mean, deviation: lambda image: (image - mean[0]) / deviation[0],
+)
+"""
+
+
+def cluster_of(cpus, folder):
+    """A cluster where torchvision is replaced."""
+    (folder / "torchvision.py").write_text(TORCHVISION)
+    cluster = RayCluster(cpus)
+    # The trainer of Horovod belongs to the first version of Ray Train.
+    cluster.environment["RAY_TRAIN_V2_ENABLED"] = "0"
+    cluster.environment["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    # Results go below the home folder.
+    cluster.environment["HOME"] = str(cluster.folder)
+    return cluster
+
+
+def losses(output):
+    """First and last loss of each worker, by the id of its process."""
+    found = {}
+    for pid, loss in re.findall(r"RayTrainWorker pid=(\d+).*Train Epoch: .*Loss: ([0-9.]+)", output):
+        found.setdefault(pid, []).append(float(loss))
+    return {pid: (each[0], each[-1]) for pid, each in found.items()}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with cluster_of([2, 1], tmp_path_factory.mktemp("torchvision")) as running:
+        yield running
+
+
+@pytest.mark.parametrize("name", ["horovod_example", "horovod_pytorch_example"])
+def test_digits_are_learned(cluster, name):
+    output = cluster.run("-m", f"{EXAMPLES}.{name}", "--num-workers", "2", "--num-epochs", "3")
+    found = losses(output)
+    assert len(found) == 2, output
+    assert all(last < 0.7 * first for first, last in found.values()), output
+    assert not re.search("Traceback|Error", output), output
+
+
+def test_tune_runs_jobs(tmp_path):
+    """With `--smoke-test` the example starts Ray itself."""
+    with cluster_of([], tmp_path) as running:
+        running.environment["RAY_TMPDIR"] = str(running.folder)
+        output = running.run("-m", f"{EXAMPLES}.horovod_tune_example", "--num-workers", "2", "--smoke-test")
+    assert "Trial status: 2 TERMINATED" in output, output
+    assert "Best hyperparameters found were:" in output
+    # Each of the four workers prints the number of ranks.
+    assert len(set(re.findall(r"RayTrainWorker pid=(\d+).*\)\S* 2$", output, re.MULTILINE))) == 4, output
