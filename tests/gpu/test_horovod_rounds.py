@@ -165,11 +165,14 @@ def parameters_on_two_devices(torch, hvd):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([each for _, each in named], lr=0.0), named, op=hvd.Sum)
+        # Computed apart, because gradients that go by name are reduced from their hooks on.
+        twin = make_net(torch)
+        output = twin(torch.ones(1, 16, device="cuda")).sum()
+        expected = dict(zip(net.parameters(), torch.autograd.grad(output, list(twin.parameters())), strict=True))
         planned = 0
         while planned < 3:
             net(torch.ones(1, 16, device="cuda")).sum().backward()
             head(torch.full((1, 4), hvd.rank() + 1.0)).sum().backward()
-            expected = {each: each.grad.clone() for each in net.parameters()}
             optimizer.step()
             for each, own in expected.items():
                 assert torch.allclose(each.grad, own * hvd.size(), rtol=1e-5)
@@ -235,10 +238,11 @@ def _fail_in_a_round():
         hook = net[0].weight.register_post_accumulate_grad_hook(widen)
     errors = []
     for _ in range(4):
-        net(torch.ones(1, 16, device="cuda")).sum().backward()
         try:
+            # A gradient that goes by name raises in its hook, in backward.
+            net(torch.ones(1, 16, device="cuda")).sum().backward()
             optimizer.step()
-        except hvd.HorovodInternalError as error:
+        except (hvd.HorovodInternalError, TypeError) as error:
             errors.append(str(error))
         if rank == 1 and errors:
             hook.remove()

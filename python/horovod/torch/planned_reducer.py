@@ -294,6 +294,7 @@ class PlannedReducer:
 
         Raises:
             HorovodInternalError: The reduction failed.
+            TypeError: A gradient has another type, shape or device than its parameter had.
         """
         try:
             self.vote_result = BY_NAME if self._ballot is None else self._ballot.result()
@@ -313,6 +314,10 @@ class PlannedReducer:
                     # With a reducer, gradients wait for the result of the vote. Without one they are reduced at once.
                     self._let_go()
                 return taken
+        except TypeError:
+            # The script's mistake, which an elastic job must not repeat.
+            self._let_go()
+            raise
         except (RuntimeError, ValueError) as error:
             self._let_go()
             raise at_execution(error) from None
