@@ -33,9 +33,8 @@ from smdistributed.modelparallel.torch.runtime.program_run import Program
 from smdistributed.modelparallel.torch.runtime.task_execution import modes_of_the_body_left
 from smdistributed.modelparallel.torch.runtime.transfers import Comparison
 from smdistributed.modelparallel.torch.tracing.attributes.module_state import UNCHANGED
-from smdistributed.modelparallel.torch.tracing.digests import digest_of
 from smdistributed.modelparallel.torch.tracing.recording import Recording, active
-from smdistributed.modelparallel.torch.tracing.tasks import Value
+from smdistributed.modelparallel.torch.tracing.tasks import Value, digest_of
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline

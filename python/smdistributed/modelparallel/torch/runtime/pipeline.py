@@ -32,14 +32,13 @@ from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing import task_order
 from smdistributed.modelparallel.torch.tracing.attributes.module_state import ModuleState
 from smdistributed.modelparallel.torch.tracing.constants import Constants
-from smdistributed.modelparallel.torch.tracing.digests import digest_of
 from smdistributed.modelparallel.torch.tracing.metadata import OutputSpec, OutputSpecs
 from smdistributed.modelparallel.torch.tracing.recording import Recording, active
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta
 from smdistributed.modelparallel.torch.tracing.replay import Call
 from smdistributed.modelparallel.torch.tracing.stale_storages import StaleStorages
 from smdistributed.modelparallel.torch.tracing.state_order import refuse_parameter_writes
-from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
+from smdistributed.modelparallel.torch.tracing.tasks import Task, Value, digest_of
 
 #: Largest number of cached plans and digests.
 _LIMIT = 1 << 12

@@ -38,7 +38,6 @@ from smdistributed.modelparallel.torch.tracing import masks, queries, replicated
 from smdistributed.modelparallel.torch.tracing.attributes import changed_state
 from smdistributed.modelparallel.torch.tracing.attributes.module_state import UNCHANGED
 from smdistributed.modelparallel.torch.tracing.copy_on_write import CopyOnWriteTensors
-from smdistributed.modelparallel.torch.tracing.digests import chained_digest, digest_of
 from smdistributed.modelparallel.torch.tracing.encoder import Encoder, leave_out
 from smdistributed.modelparallel.torch.tracing.functions import (
     BACKWARDS,
@@ -68,7 +67,15 @@ from smdistributed.modelparallel.torch.tracing.retained_tensors import RetainedT
 from smdistributed.modelparallel.torch.tracing.shared_storages import SharedStorages
 from smdistributed.modelparallel.torch.tracing.stale_storages import STALE
 from smdistributed.modelparallel.torch.tracing.state_order import StateOrder
-from smdistributed.modelparallel.torch.tracing.tasks import Context, Task, Value, WithAttributes, partition_of
+from smdistributed.modelparallel.torch.tracing.tasks import (
+    Context,
+    Task,
+    Value,
+    WithAttributes,
+    chained_digest,
+    digest_of,
+    partition_of,
+)
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.runtime.executor import Microbatch

@@ -14,9 +14,8 @@ import collections
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from smdistributed.modelparallel.torch.tracing.digests import digest_of
 from smdistributed.modelparallel.torch.tracing.recording import Recording
-from smdistributed.modelparallel.torch.tracing.tasks import Task
+from smdistributed.modelparallel.torch.tracing.tasks import Task, digest_of
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline

@@ -1,7 +1,9 @@
-"""The components of a recording: values, and tasks that compute them."""
+"""The components of a recording: values, tasks that compute them, and digests that are equal for equal recordings."""
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -16,6 +18,8 @@ from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.runtime.task_execution import FlatTask
+
+_DEVICE_NUMBER = re.compile(r", index=\d+")
 
 
 class Value:
@@ -252,3 +256,14 @@ def partition_of(inputs: list[Value]) -> int:
         if value.rank != best.rank and value.meta.bytes > others:
             return value.rank
     return best.rank
+
+
+def digest_of(key: Any) -> int:
+    """Return a digest that is equal on all ranks; the index of a device is ignored, because it may differ."""
+    text = _DEVICE_NUMBER.sub("", repr(key))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def chained_digest(before: int, digest: int) -> int:
+    """Return the digest of a recording after one more call."""
+    return (before * 1_000_003 + digest) & 0x7FFF_FFFF_FFFF_FFFF
