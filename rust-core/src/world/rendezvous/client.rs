@@ -426,7 +426,9 @@ impl Client {
         if self.served_by_rank_0 {
             let detail = match silent {
                 true => format!("no sign of its host, which served the rendezvous, for {:.0?}", self.peer_timeout),
-                false => "its process, which served the rendezvous, ended without `shutdown()`".to_owned(),
+                false => {
+                    format!("its process, which served the rendezvous at {}, ended without `shutdown()`", self.address)
+                }
             };
             self.monitor.close_after(0, Departure::Died { detail }, &reason);
         }
