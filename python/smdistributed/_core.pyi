@@ -460,7 +460,13 @@ class PipelineLayout:
         self,
         tasks: Sequence[
             tuple[
-                int, int, Sequence[int], Sequence[int], Sequence[tuple[int, bool]], tuple[int, int, int], tuple[int, int]
+                int,
+                int,
+                Sequence[int],
+                Sequence[int],
+                Sequence[tuple[int, bool]],
+                tuple[int, int, int],
+                tuple[int, int],
             ]
         ],
         early: bool,

@@ -345,6 +345,14 @@ EQUAL = {
     "an operation with a buffer is used after a call that changes the buffer": _program(
         2, {"a": "Momentum", "d": "Mode"}, _SHARING, ["t1 = net.a.running * 2", "h = net.d(net.a(h))", "h = net.a(h) + t1"],
     ),
+    "the body writes to a tensor that two modules have in attributes": _program(
+        2, {"a": "Offset", "b": "Offset"}, _SHARING | {"b": 0}, ["h = net.b(h)", "net.a.offset.copy_(x.mean(0))", "h = h + net.a(y)"],
+        prepare=["net.b.offset = net.a.offset"],
+    ),
+    "the body writes to two tensors in attributes, one after the other": _program(
+        2, {"a": "Offset", "b": "Offset"}, _SHARING | {"b": 0},
+        ["h = net.b(net.a(h))", "net.a.offset.copy_(x.mean(0))", "net.b.offset.copy_(y.mean(0))", "h = net.b(net.a(h))"],
+    ),
 }  # fmt: skip
 #: Programs that raise an error of the library, with a part of its message.
 REFUSED = {

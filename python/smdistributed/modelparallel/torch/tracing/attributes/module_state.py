@@ -141,6 +141,9 @@ class ModuleState:
         self._applied = UNCHANGED
         self._before: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         self._known: dict[Any, AttributeSnapshot] = {(): UNCHANGED}
+        #: Snapshots of this step that have got copies of tensors (ATN-1). They may have other tensors, to which the
+        #: body writes later.
+        self._past: list[AttributeSnapshot] = []
         #: Attributes that calls have set to tensors, until the bodies of the step have ended; and their keys, until the
         #: next step.
         self._outputs: dict[tuple[int, str], _Output] = {}
@@ -177,6 +180,7 @@ class ModuleState:
         self._restore_set()
         self.current = self._applied = UNCHANGED
         self._before.clear()
+        self._past.clear()
         self._outputs.clear()
         self._set_by_calls.clear()
         self._given.clear()
@@ -503,10 +507,13 @@ class ModuleState:
         output = self._outputs.get(key)
         if output is not None and output.value is tensor:
             output.value = copy
+        for snapshot in self._past:
+            if snapshot.values.get(key) is tensor:
+                snapshot.values[key] = copy
         for identity, snapshot in list(self._known.items()):
             if snapshot.values.get(key) is tensor:
                 snapshot.values[key] = copy
-                del self._known[identity]
+                self._past.append(self._known.pop(identity))
         if _value(owner, name) is tensor:
             self._set_current({**self.current.values, key: tensor}, self.current.contents)
 
