@@ -353,6 +353,12 @@ EQUAL = {
         2, {"a": "Offset", "b": "Offset"}, _SHARING | {"b": 0},
         ["h = net.b(net.a(h))", "net.a.offset.copy_(x.mean(0))", "net.b.offset.copy_(y.mean(0))", "h = net.b(net.a(h))"],
     ),
+    "a call takes a buffer that another call has returned and changes in the next microbatch": _program(
+        2, {"a": "Own", "b": "Mode"}, _SHARING, ["h = net.b(net.a(h)['mean'])"], schedule="zero_bubble",
+    ),
+    "an operation takes a buffer that a call has returned and changes in the next microbatch": _program(
+        2, {"a": "Own", "b": "Mode"}, _SHARING, ["h = net.b(h) * net.a(y)['mean']"],
+    ),
 }  # fmt: skip
 #: Programs that raise an error of the library, with a part of its message.
 REFUSED = {

@@ -99,6 +99,9 @@ class StageGraph:
                 )
             if task.module is not None and task.output_spec is not None and task.output_spec.changes_state:
                 self._stateful[len(self._tasks)] = touched_modules(task).union(task.changes)
+            # A call may return its own buffer, which the partition's later tasks use.
+            returned = (value.base for value in task.inputs if value.base is not None and value.rank == task.rank)
+            self._used_modules.update(base.owner for base in returned if base.owner is not None)
             if task.module is None:
                 self._used_modules.update(value.owner for value in task.inputs if value.owner is not None)
             elif task.output_spec is not None:
