@@ -359,6 +359,9 @@ EQUAL = {
     "an operation takes a buffer that a call has returned and changes in the next microbatch": _program(
         2, {"a": "Own", "b": "Mode"}, _SHARING, ["h = net.b(h) * net.a(y)['mean']"],
     ),
+    "a write in a later stage to a view of a detached tensor": _program(
+        2, {"a": "Mode"}, _TWO, ["t1 = net.a(h)", "t2 = (h * 1.0).detach()", "t3 = t2[0]", "t3.mul_(t1[0])", "h = h + t2"],
+    ),
 }  # fmt: skip
 #: Programs that raise an error of the library, with a part of its message.
 REFUSED = {
