@@ -459,12 +459,20 @@ class PipelineLayout:
     def extend(
         self,
         tasks: Sequence[
-            tuple[int, int, Sequence[int], Sequence[tuple[int, bool]], tuple[int, int, int], tuple[int, int]]
+            tuple[
+                int,
+                int,
+                Sequence[int],
+                Sequence[int],
+                Sequence[tuple[int, bool]],
+                tuple[int, int, int],
+                tuple[int, int],
+            ]
         ],
         early: bool,
     ) -> list[int]:
-        """Adds tasks, which come after all that are there: of each its rank and level, the values that it takes, bytes and need of a
-        gradient of those that it makes, its prices, and the bytes that it keeps for the first part of its backward and from there for the second. Returns the numbers of their stages."""
+        """Adds tasks, which come after all that are there: of each its rank and level, the values that it takes, earlier tasks that it
+        follows without taking their values, bytes and need of a gradient of those that it makes, its prices, and the bytes that it keeps for the first part of its backward and from there for the second. Returns the numbers of their stages."""
 
     def adopt(self, task: int, makes: Sequence[tuple[int, bool]]) -> int:
         """The values of a task that was added before anybody knew them; returns its stage."""

@@ -14,10 +14,10 @@ use crate::enter::enter;
 
 /// A value that a task computes: its bytes, and whether it requires a gradient.
 type MadeRow = (u64, bool);
-/// A task: its rank and level; its inputs and outputs; the costs of its forward, its gradients of inputs and its
+/// A task: its rank and level; its inputs, the tasks that it follows and its outputs; the costs of its forward, its gradients of inputs and its
 /// gradients of weights; and the bytes that it keeps from the forward to the gradients of inputs, and from there to
 /// those of weights.
-type TaskRow = (usize, usize, Vec<usize>, Vec<MadeRow>, (u64, u64, u64), (u64, u64));
+type TaskRow = (usize, usize, Vec<usize>, Vec<usize>, Vec<MadeRow>, (u64, u64, u64), (u64, u64));
 /// A stage's attributes in the order of `modelparallel.torch.runtime.stage_graph.Stage`.
 type Edges = BTreeMap<usize, Vec<usize>>;
 type StageRow = (usize, Vec<usize>, Edges, Edges, Edges, Vec<usize>, Vec<usize>, bool, bool);
@@ -37,8 +37,8 @@ impl PipelineLayout {
         Self { layout: StageGraph::new() }
     }
 
-    /// Adds tasks after the existing ones: for each its rank and level, its inputs, for its outputs the bytes and
-    /// whether they require gradients, its costs, and the bytes that it keeps. Returns the numbers of their stages.
+    /// Adds tasks after the existing ones: for each its rank and level, its inputs, the earlier tasks that it
+    /// follows without using their values, for its outputs the bytes and whether they require gradients, its costs, and the bytes that it keeps. Returns the numbers of their stages.
     fn extend(&mut self, py: Python<'_>, tasks: Vec<TaskRow>, early: bool) -> PyResult<Vec<usize>> {
         let tasks = tasks.into_iter().map(task).collect();
         enter(py, || self.layout.extend(tasks, early).map(Iterator::collect))
@@ -110,9 +110,9 @@ fn planned(graph: &Graph, rank: usize, schedule: &str, bounds: Bounds) -> Result
     Ok(own.iter().map(|action| (action.kind.to_string(), action.stage, action.microbatch, action.peer)).collect())
 }
 
-fn task((rank, level, takes, makes, (forward, input, weight), (kept_bytes, waiting_bytes)): TaskRow) -> Task {
+fn task((rank, level, takes, follows, makes, (forward, input, weight), (kept_bytes, waiting_bytes)): TaskRow) -> Task {
     let makes = makes.into_iter().map(made).collect();
-    Task { rank, level, takes, makes, costs: Costs { forward, input, weight }, kept_bytes, waiting_bytes }
+    Task { rank, level, takes, follows, makes, costs: Costs { forward, input, weight }, kept_bytes, waiting_bytes }
 }
 
 fn made((bytes, wants_gradient): MadeRow) -> ProducedTensor {

@@ -12,6 +12,8 @@
 //!   run earlier.
 //! - LAY-4: a value gets a gradient only if a backward root depends on it through values that require gradients. So a
 //!   parameter that no loss depends on has no gradient, as in one process.
+//! - LAY-5: a stage comes after the stages with tasks that its tasks must follow on their rank, because they read and
+//!   change the same state. LAY-2 counts them like users of a value.
 //! - LAY-3: the stages depend on the tasks and their order only, so every rank computes the same ones.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -38,6 +40,8 @@ pub struct Task {
     pub level: usize,
     /// Numbers of its inputs.
     pub takes: Vec<usize>,
+    /// Numbers of earlier tasks of its rank after which it must run, though it takes no value of them (LAY-5).
+    pub follows: Vec<usize>,
     /// The values that it computes.
     pub makes: Vec<ProducedTensor>,
     /// Its costs.
@@ -55,9 +59,9 @@ pub struct Section {
     pub rank: usize,
     /// Numbers of the tasks, in order.
     pub tasks: Vec<usize>,
-    /// Inputs from other stages, by producer.
+    /// Inputs from other stages, by producer; none for a stage that must only come before (LAY-5).
     pub takes: BTreeMap<usize, Vec<usize>>,
-    /// Outputs to other stages, by consumer.
+    /// Outputs to other stages, by consumer; none for a stage that must only come after.
     pub gives: BTreeMap<usize, Vec<usize>>,
     /// Values that are needed after its forward: first its outputs and the backward roots, in order; then values that
     /// are only returned to the caller.
@@ -107,8 +111,8 @@ impl StageGraph {
     /// stages.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if a task uses a value that no earlier task computes, or its level is not after
-    /// that of an input from another rank.
+    /// [`Error::InvalidArgument`] if a task uses a value that no earlier task computes, its level is not after that of
+    /// an input from another rank, or it follows a task that is not before it on its rank.
     pub fn extend(&mut self, tasks: Vec<Task>, early: bool) -> Result<Range<usize>> {
         let (first_task, first_value, first_stage) = (self.tasks.len(), self.values.len(), self.stages.len());
         let mut groups: BTreeMap<(usize, usize), Vec<usize>> = BTreeMap::new();
@@ -129,6 +133,16 @@ impl StageGraph {
                     return Err(Error::InvalidArgument(format!(
                         "task {number} on rank {} has level {}, and takes a value of level {} on rank {}",
                         task.rank, task.level, maker.level, maker.rank
+                    )));
+                }
+            }
+            for &earlier in &task.follows {
+                let known =
+                    if earlier < first_task { self.tasks.get(earlier) } else { tasks.get(earlier - first_task) };
+                if earlier >= number || known.is_none_or(|other| other.rank != task.rank || other.level > task.level) {
+                    return Err(Error::InvalidArgument(format!(
+                        "task {number} on rank {} follows task {earlier}, which does not come before it there",
+                        task.rank
                     )));
                 }
             }
@@ -156,6 +170,16 @@ impl StageGraph {
                 if maker != number {
                     self.stages[number].takes.entry(maker).or_default().push(value);
                     self.stages[maker].gives.entry(number).or_default().push(value);
+                }
+            }
+            for earlier in self.followed(&self.stages[number]) {
+                let before = match earlier.checked_sub(first_task) {
+                    Some(place) => stage_of_task[place],
+                    None => continue,
+                };
+                if before != number {
+                    self.stages[number].takes.entry(before).or_default();
+                    self.stages[before].gives.entry(number).or_default();
                 }
             }
         }
@@ -266,6 +290,11 @@ impl StageGraph {
         stage.tasks.iter().flat_map(|&task| &self.tasks[task].takes).copied().collect()
     }
 
+    /// Tasks that a stage's tasks must follow (LAY-5), each once, in order.
+    fn followed(&self, stage: &Section) -> BTreeSet<usize> {
+        stage.tasks.iter().flat_map(|&task| &self.tasks[task].follows).copied().collect()
+    }
+
     /// Merges stages (LAY-2) before they are numbered. `made_by` are the producers of the values from `first_value`
     /// on.
     fn merged(&self, mut sections: Vec<Section>, first_value: usize, made_by: &[usize]) -> Vec<Section> {
@@ -278,6 +307,13 @@ impl StageGraph {
             let made_here = self.inputs(section).into_iter().filter(|&value| value >= first_value);
             for maker in made_here.map(|value| home[&made_by[value - first_value]]).filter(|&maker| maker != place) {
                 takers[maker].insert(place);
+            }
+            for earlier in self.followed(section) {
+                if let Some(&before) = home.get(&earlier)
+                    && before != place
+                {
+                    takers[before].insert(place);
+                }
             }
         }
         // From the last stage backwards, so that a whole chain becomes one stage. `into` is the stage into which each
@@ -317,6 +353,7 @@ mod tests {
             rank,
             level,
             takes: takes.to_vec(),
+            follows: Vec::new(),
             makes,
             costs: Costs { forward: 10, input: 20, weight: 5 },
             kept_bytes: 100,
@@ -363,6 +400,42 @@ mod tests {
         assert_eq!(layout.stages().iter().map(|stage| stage.trains).collect::<Vec<_>>(), [true, true, true, false]);
         assert_eq!(layout.gradients(0, 2), [0]);
         assert!(layout.gradients(0, 3).is_empty());
+    }
+
+    /// Rank 0 reads state in its first stage, and changes it in the second, so the first is not moved behind the second.
+    #[test]
+    fn a_stage_stays_before_one_that_must_follow_it() {
+        let mut tasks = vec![
+            task(0, 0, &[], 1),
+            task(1, 0, &[], 1),
+            task(0, 1, &[1], 1),
+            task(1, 2, &[2], 1),
+            task(0, 3, &[0, 3], 1),
+        ];
+        assert_eq!(tasks_of(&laid_out(tasks.clone(), &[4], &[]))[1..], [(0, vec![2]), (1, vec![3]), (0, vec![0, 4])]);
+        tasks[2].follows = vec![0];
+        let layout = laid_out(tasks.clone(), &[4], &[]);
+        assert_eq!(tasks_of(&layout), [(0, vec![0]), (1, vec![1]), (0, vec![2]), (1, vec![3]), (0, vec![4])]);
+        assert_eq!(layout.stages()[2].takes, [(0, vec![]), (1, vec![1])].into());
+        assert_eq!(layout.stages()[0].gives, [(2, vec![]), (4, vec![0])].into());
+        for schedule in Schedule::ALL {
+            let graph = layout.graph(2, 3, LinkCost::default()).unwrap();
+            let program = plan(&graph, schedule, Bounds::default()).unwrap();
+            let place = |stage| {
+                let is_it = |action: &crate::pipeline::Action| {
+                    action.kind == crate::pipeline::ActionKind::Forward
+                        && action.stage == stage
+                        && action.microbatch == 0
+                };
+                program.ranks()[0].iter().position(is_it).unwrap()
+            };
+            assert!(place(0) < place(2) && place(2) < place(4));
+        }
+        tasks[2].follows = vec![1];
+        assert_eq!(
+            StageGraph::new().extend(tasks, false).unwrap_err().to_string(),
+            "task 2 on rank 0 follows task 1, which does not come before it there"
+        );
     }
 
     #[test]

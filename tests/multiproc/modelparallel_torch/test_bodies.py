@@ -42,6 +42,9 @@ def _program(
 
 #: Partitions of the layers `begin` and `a`.
 _TWO = {"begin": 0, "a": 1}
+#: Layers on one partition that may share state, and a layer on the other partition that uses their results.
+_TABLES = {"a": "Table", "b": "Table", "d": "Mode"}
+_SHARING = {"begin": 0, "a": 1, "b": 1, "d": 0}
 #: Regressions: programs that once gave results that differ from plain PyTorch, or raised. Layers are classes of
 #: `support/step_layers.py`.
 EQUAL = {
@@ -283,6 +286,82 @@ EQUAL = {
         2, {"a": "Mode", "e": "Pair"}, _TWO | {"e": 0},
         ["t1 = net.e(h)['left']", "t2 = t1.data[1:]", "t2 += net.a(y)[1:].detach()", "h = net.a(h) + t1"],
     ),
+    "the body changes nested lists of an attribute, which it has put there between calls": _program(
+        2, {"a": "Nested"}, _TWO,
+        [
+            "h = torch.tanh(net.a(net.a(h)))", "net.a.settings['levels'][1] = [0.75]", "h = net.a(h)",
+            "net.a.settings['levels'][1][0] = 0.5", "h = torch.tanh(net.a(net.a(h)))",
+            "net.a.settings['levels'][1] = [0.0]", "h = net.a(h)", "net.a.settings['inner'].shifts = ([2.0], [0.125])",
+            "h = net.a(h)", "net.a.settings['inner'].shifts[1][0] = -1.0", "h = net.a(h)",
+        ],
+    ),
+    "the body changes a list while it is in no attribute": _program(
+        2, {"a": "Nested"}, _TWO,
+        [
+            "t1 = net.a.settings['levels'][1] = [3.0]", "h = net.a(h)", "net.a.settings['levels'][1] = [0.0]",
+            "h = net.a(net.a(h))", "t1[0] = 2.0", "net.a.settings['levels'][1] = t1", "h = net.a(h)", "t1[0] = 1.0", "h = torch.tanh(net.a(h))",
+        ],
+    ),
+    "calls of two modules change one dictionary": _program(
+        2, _TABLES, _SHARING, ["h = net.b(h)", "h = net.d(h) + net.d(net.a(y))"],
+        prepare=["net.b.table = net.a.table"], schedule="simple",
+    ),
+    "calls of three modules change one dictionary": _program(
+        2, _TABLES | {"c": "Table"}, _SHARING | {"c": 1},
+        ["h = net.b(h)", "t1 = net.c(x)", "h = net.d(h) + net.d(net.a(y)) * net.d(t1)"],
+        prepare=["net.b.table = net.c.table = net.a.table"], schedule="simple",
+    ),
+    "calls of two modules change one dictionary from the second step on": _program(
+        2, _TABLES, _SHARING, ["h = net.b(h)", "h = net.d(h) + net.d(net.a(y))"],
+        between=["if step == 1:\n    net.b.table = net.a.table"], schedule="simple",
+    ),
+    "calls of two modules change one dictionary until the second step": _program(
+        2, _TABLES, _SHARING, ["h = net.b(h)", "h = net.d(h) + net.d(net.a(y))"], prepare=["net.b.table = net.a.table"],
+        between=["if step == 1:\n    net.b.table = {'calls': 1}"], schedule="simple",
+    ),
+    "calls of two modules change one dictionary, in a body that reads values with `item()`": _program(
+        2, _TABLES, _SHARING, ["h = net.b(h)", "h = h * h.mean().item()", "h = net.d(h) + net.d(net.a(y))"],
+        prepare=["net.b.table = net.a.table"], schedule="simple",
+    ),
+    "calls of two modules write to one tensor in an attribute": _program(
+        2, {"a": "Seen", "b": "Seen", "d": "Mode"}, _SHARING, ["h = net.b(h)", "h = net.d(h) + net.d(net.a(y))"],
+        prepare=["net.b.seen = net.a.seen"], schedule="simple",
+    ),
+    "calls write to a tensor of which another module has a view": _program(
+        2, {"a": "Seen", "b": "Offset", "d": "Mode"}, _SHARING, ["h = net.b(h)", "h = net.d(h) + net.d(net.a(y))"],
+        prepare=["net.b.more[0] = net.a.seen[:]"], schedule="simple",
+    ),
+    "calls of two modules write to one buffer": _program(
+        2, {"a": "Momentum", "b": "Momentum", "d": "Mode"}, _SHARING, ["h = net.b(h)", "h = net.d(h) + net.d(net.a(y))"],
+        prepare=["net.b.running = net.a.running"], schedule="simple",
+    ),
+    "the result of a call is used after later calls that change the module's buffer": _program(
+        2, {"a": "Momentum", "d": "Mode"}, _SHARING, ["t1 = net.a(y)", "h = net.d(net.a(h))", "h = net.a(h) + t1"],
+    ),
+    "the result of a call is used after calls of another module that change its dictionary": _program(
+        2, _TABLES, _SHARING, ["t1 = net.a(y)", "h = net.d(net.b(h))", "h = net.a(h) + t1"],
+        prepare=["net.b.table = net.a.table"],
+    ),
+    "an operation with a buffer is used after a call that changes the buffer": _program(
+        2, {"a": "Momentum", "d": "Mode"}, _SHARING, ["t1 = net.a.running * 2", "h = net.d(net.a(h))", "h = net.a(h) + t1"],
+    ),
+    "the body writes to a tensor that two modules have in attributes": _program(
+        2, {"a": "Offset", "b": "Offset"}, _SHARING | {"b": 0}, ["h = net.b(h)", "net.a.offset.copy_(x.mean(0))", "h = h + net.a(y)"],
+        prepare=["net.b.offset = net.a.offset"],
+    ),
+    "the body writes to two tensors in attributes, one after the other": _program(
+        2, {"a": "Offset", "b": "Offset"}, _SHARING | {"b": 0},
+        ["h = net.b(net.a(h))", "net.a.offset.copy_(x.mean(0))", "net.b.offset.copy_(y.mean(0))", "h = net.b(net.a(h))"],
+    ),
+    "a call takes a buffer that another call has returned and changes in the next microbatch": _program(
+        2, {"a": "Own", "b": "Mode"}, _SHARING, ["h = net.b(net.a(h)['mean'])"], schedule="zero_bubble",
+    ),
+    "an operation takes a buffer that a call has returned and changes in the next microbatch": _program(
+        2, {"a": "Own", "b": "Mode"}, _SHARING, ["h = net.b(h) * net.a(y)['mean']"],
+    ),
+    "a write in a later stage to a view of a detached tensor": _program(
+        2, {"a": "Mode"}, _TWO, ["t1 = net.a(h)", "t2 = (h * 1.0).detach()", "t3 = t2[0]", "t3.mul_(t1[0])", "h = h + t2"],
+    ),
 }  # fmt: skip
 #: Programs that raise an error of the library, with a part of its message.
 REFUSED = {
@@ -464,6 +543,28 @@ REFUSED = {
             ["t1 = x * 1.0", "h = torch.utils.checkpoint.checkpoint(lambda u: net.a(u) * t1, h, use_reentrant=False)", "t1.mul_(2)"],
         ),
         "`mul_` changes a tensor in place that the function of a `torch.utils.checkpoint.checkpoint` reads",
+    ),
+    "the body reads a dictionary that calls change through the attribute of another module": (
+        _program(
+            2, _TABLES | {"b": "Memo"}, _SHARING, ["h = net.a(h)", "h = h * (1 + net.b.table['calls'])"],
+            prepare=["net.b.table = net.a.table"],
+        ),
+        "uses the attribute `b.table`, which a call of its module changes",
+    ),
+    "a module gets a dictionary that calls on another partition have changed in the step before": (
+        _program(
+            2, _TABLES | {"b": "Nested"}, _SHARING | {"b": 0},
+            ["h = net.a(h) if keep.count < 4 else net.b(h)", "keep.count += 1"], prepare=["net.a.table['gain'] = 0.5"],
+            between=["if step == 1:\n    net.b.settings['levels'][0] = net.a.table"],
+        ),
+        "a call on partition 1 has changed the content of `a.table`, which a module on partition 0 has now",
+    ),
+    "a module gets a tensor to which calls on another partition have written in the step before": (
+        _program(
+            2, {"a": "Seen", "b": "Offset"}, _TWO | {"b": 0}, ["h = net.a(h) if keep.count < 4 else net.b(h)", "keep.count += 1"],
+            between=["if step == 1:\n    net.b.offset = net.a.seen"],
+        ),
+        "a call on partition 1 has changed the content of `b.offset`, which a module on partition 0 has now",
     ),
 }  # fmt: skip
 

@@ -271,6 +271,8 @@ class Executor:
                                 own[index] = env[index] = env[index].clone()
         if not own:
             return
+        #: A detached tensor and its views are views of one tensor, so that a write to one gives all of them a graph.
+        detached: dict[tuple[int | str, int], torch.Tensor] = {}
         for values in stage.inputs.values():
             for index in values:
                 value = graph.values[index]
@@ -283,7 +285,8 @@ class Executor:
                         "another partition computes between the view and the write: write to a copy"
                     )
                 if base.requires_grad and not value.meta.requires_grad:
-                    base = base.detach()
+                    key = (value.storage_key, index if value.detached is None else -1 - value.detached)
+                    base = detached.setdefault(key, base.detach())
                 offset = offset_of(base) + value.offset
                 env[index] = base.as_strided(value.meta.shape, value.meta.stride, offset)
 

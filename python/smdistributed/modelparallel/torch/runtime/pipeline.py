@@ -163,6 +163,7 @@ class Pipeline:
         located: dict[int, Value] = {}
         flags = []
         self._seen.clear()
+        owners: dict[int, set[int]] = {}
         self.calls.clear()
         self._expectations.clear()
         for path, module in self.root.named_modules():
@@ -171,6 +172,7 @@ class Pipeline:
                 self._seen.append((table, name, tensor, TensorMeta.of(tensor)))
                 full = f"{path}.{name}" if path else name
                 flags.append(tensor.requires_grad)
+                owners.setdefault(id(tensor), set()).add(id(module))
                 value = located.get(id(tensor))
                 if value is None:
                     known = self.located.get(id(tensor))
@@ -181,6 +183,7 @@ class Pipeline:
                     located[id(tensor)] = value
                 self.parameters[value.parameter or full] = tensor
         self.located = located
+        self.module_state.shared.set_owners(owners)
         self.version = hash(tuple(flags))
 
     # Methods that recordings call.

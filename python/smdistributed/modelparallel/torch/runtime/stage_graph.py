@@ -11,7 +11,12 @@ from torch import nn
 from smdistributed import _core
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch.partitioning import cost_model
-from smdistributed.modelparallel.torch.tracing.state_order import state_of, touched_modules, writes_parameter
+from smdistributed.modelparallel.torch.tracing.state_order import (
+    StateEdges,
+    state_of,
+    touched_modules,
+    writes_parameter,
+)
 from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
 
 
@@ -59,9 +64,9 @@ class StageGraph:
         #: Whether a module that changes its own state runs in several stages. Microbatches then run one after the
         #: other, because each reads the state that the previous one left.
         self.runs_in_turn = False
-        #: Tasks that call a module which changes its own state; and for each task, the modules whose state it can
-        #: read.
-        self._stateful: set[int] = set()
+        #: Tasks that call a module which changes its own state, with the modules and parts whose state they change; and
+        #: for each task, those whose state it can read (ORD-2, ORD-3).
+        self._stateful: dict[int, frozenset[int]] = {}
         self._touched: list[frozenset[int]] = []
         #: Tasks of the body that write to a parameter or buffer, and whether that requires a gradient.
         self._writers: dict[int, bool] = {}
@@ -77,12 +82,13 @@ class StageGraph:
         self.without_graph: set[int] = set()
         #: Values on which a loss depends.
         self._live: set[int] = set()
+        self._state_edges = StateEdges()
         self._core = _core.PipelineLayout()
 
     def extend(self, tasks: Sequence[Task], start: int, early: bool) -> list[int]:
         """Add the tasks from ``start`` on; return the numbers of the new stages."""
         new = tasks[start:]
-        added = self._core.extend([_row(task) for task in new], early)
+        added = self._core.extend([_row(task, self._state_edges.of(task)) for task in new], early)
         self._look()
         for task in new:
             self._check_parameters(task)
@@ -92,7 +98,10 @@ class StageGraph:
                     isinstance(source, Value) and source.storage.meta.requires_grad for source, *_ in task.writes
                 )
             if task.module is not None and task.output_spec is not None and task.output_spec.changes_state:
-                self._stateful.add(len(self._tasks))
+                self._stateful[len(self._tasks)] = touched_modules(task).union(task.changes)
+            # A call may return its own buffer, which the partition's later tasks use.
+            returned = (value.base for value in task.inputs if value.base is not None and value.rank == task.rank)
+            self._used_modules.update(base.owner for base in returned if base.owner is not None)
             if task.module is None:
                 self._used_modules.update(value.owner for value in task.inputs if value.owner is not None)
             elif task.output_spec is not None:
@@ -100,7 +109,7 @@ class StageGraph:
                     self._state_writers[len(self._tasks)] = task.module, task.output_spec.written_state
                 if task.output_spec.saved_state:
                     self._state_savers.append((task.module, task.output_spec.saved_state))
-            self._touched.append(touched_modules(task))
+            self._touched.append(touched_modules(task).union(task.parts))
             self._tasks.append(task.name)
             self._gradients.append(_gradients(task))
             if not task.context.grad:
@@ -190,7 +199,7 @@ class StageGraph:
             for task in stage.tasks:
                 is_split = task in self._stateful and (
                     # The next microbatch's forward would write to what this one's backward needs.
-                    task in write_saved or any(len(stages_of[part]) > 1 for part in self._touched[task])
+                    task in write_saved or any(len(stages_of.get(part, ())) > 1 for part in self._stateful[task])
                 )
                 if task in self._writers:
                     # The gradient is computed with the parameter's value before the write.
@@ -238,7 +247,7 @@ class StageGraph:
         self.stages = [Stage(*row) for row in self._core.stages()]
 
 
-def _row(task: Task) -> tuple:
+def _row(task: Task, follows: list[int]) -> tuple:
     inputs = [value.index for value in task.inputs if value.parameter is None]
     cost, makes = cost_model.UNKNOWN_COST, _makes(task.outputs)
     if task.output_spec is not None:
@@ -248,7 +257,7 @@ def _row(task: Task) -> tuple:
             own, all_ = task.output_spec.results, len(task.output_spec.metas)
             makes[own:all_] = [(0, wanted) for _, wanted in makes[own:all_]]
     return (
-        task.rank, task.level, inputs, makes, (cost.forward, cost.input, cost.weight),
+        task.rank, task.level, inputs, follows, makes, (cost.forward, cost.input, cost.weight),
         (cost.kept_bytes, cost.waiting_bytes),
     )  # fmt: skip
 

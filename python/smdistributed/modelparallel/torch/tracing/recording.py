@@ -299,7 +299,7 @@ class Recording(TorchFunctionMode):
         self, module: nn.Module, path: str, rank: int, args: Any, kwargs: Any, call: Callable[..., Any] | None = None
     ) -> Any:
         """Records a call of a module that is wholly on one partition; ``call`` runs there instead of it, if given."""
-        self.pipeline.module_state.before_call(module, self.pipeline.stale_storages)
+        parts = self.pipeline.module_state.before_call(module, self.pipeline.stale_storages)
         for attribute, tensor in self.pipeline.module_state.take_assigned():
             if self.is_located(tensor) and id(tensor) not in self.pipeline.located:
                 raise SMPUsageError(
@@ -317,13 +317,14 @@ class Recording(TorchFunctionMode):
                 known is not None
                 and again is not None
                 and self.storages.writes_alike(again, tensors)
+                and (again.parts == parts or not self.pipeline.module_state.shared.matter)
                 and changed_state.is_alike(module, again.known_spec)
             ):
                 return self._replay_call(known, again, tensors, containers)
         encoder = Encoder(self.located, self)
         new_args, new_kwargs = encoder.encode_call(args, kwargs)
         task = Task(path or type(module).__name__, what, new_args, new_kwargs, encoder.inputs)
-        task.module, task.has_containers = module, bool(encoder.containers)
+        task.module, task.has_containers, task.parts = module, bool(encoder.containers), parts
         key = (id(module), module.training, self.pipeline.version, call is None)
         return self._new(Call(what, module.training, task, task.args, task.kwargs), task, encoder, key, rank)
 
@@ -394,6 +395,8 @@ class Recording(TorchFunctionMode):
                 self.pipeline.module_state.check_given(task.module, attributes)
         if spec is not None and spec.unread:
             leave_out(task, spec.unread)
+        if spec is not None:
+            changed_state.note_changes(self.pipeline, task, spec, others)
         self._place(task, encoder, spec, rank)
         if others:
             changed_state.note_parts(self.pipeline, task, others)
@@ -523,6 +526,7 @@ class Recording(TorchFunctionMode):
                 spec.metas[: spec.results],
                 spec.mutated,
                 task.context.key(),
+                self.order.partners(task),
             )
             inputs = tuple(value.parameter or value.index for value in task.inputs)
             task.digest = self.pipeline.digest(key, inputs)

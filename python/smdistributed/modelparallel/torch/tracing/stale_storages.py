@@ -28,24 +28,28 @@ class StaleStorages:
         self._ranges: list[tuple[StorageWeakRef, StorageRange]] = []
         #: Those to which the body writes, and not a call that has the tensor in an attribute (ATN-2).
         self._of_body: list[tuple[StorageWeakRef, StorageRange]] = []
+        #: Those to which calls write that have the tensor in an attribute, with the partition.
+        self._of_calls: list[tuple[StorageWeakRef, StorageRange, int]] = []
         #: Those that get a graph by the write.
         self._with_graph: list[tuple[StorageWeakRef, StorageRange]] = []
 
-    def add(self, tensor: torch.Tensor, is_own: bool = False, has_graph: bool = False) -> None:
+    def add(self, tensor: torch.Tensor, own_rank: int | None = None, has_graph: bool = False) -> None:
         """Record that a task writes to a replicated tensor.
 
         Args:
             tensor: The tensor.
-            is_own: Whether the task's module has the tensor in an attribute.
+            own_rank: The partition of the task, if its module has the tensor in an attribute.
             has_graph: Whether the tensor gets a graph.
         """
         with torch._C.DisableTorchFunction():
             written = StorageWeakRef(tensor.untyped_storage()), StorageRange.of(tensor)
-        if is_own and any(part == written[1] and not storage.expired() for storage, part in self._ranges):
-            return
-        self._ranges.append(written)
-        if not is_own:
+        if own_rank is not None:
+            if any(part == written[1] and not storage.expired() for storage, part, _ in self._of_calls):
+                return
+            self._of_calls.append((*written, own_rank))
+        else:
             self._of_body.append(written)
+        self._ranges.append(written)
         if has_graph:
             self._with_graph.append(written)
 
@@ -53,6 +57,7 @@ class StaleStorages:
         """Forget freed storages, because their addresses may be reused."""
         self._ranges = [each for each in self._ranges if not each[0].expired()]
         self._of_body = [each for each in self._of_body if not each[0].expired()]
+        self._of_calls = [each for each in self._of_calls if not each[0].expired()]
         self._with_graph = [each for each in self._with_graph if not each[0].expired()]
 
     def forget(self, tensor: torch.Tensor) -> None:
@@ -60,6 +65,7 @@ class StaleStorages:
         part = StorageRange.of(tensor)
         self._ranges = [each for each in self._ranges if each[1] != part]
         self._of_body = [each for each in self._of_body if each[1] != part]
+        self._of_calls = [each for each in self._of_calls if each[1] != part]
         self._with_graph = [each for each in self._with_graph if each[1] != part]
 
     def has(self, tensor: torch.Tensor) -> bool:
@@ -71,6 +77,13 @@ class StaleStorages:
     def has_of_body(self, tensor: torch.Tensor) -> bool:
         """Return whether the body has written numbers of a partition to a tensor."""
         return any(part.overlaps(tensor) for storage, part in self._of_body if not storage.expired())
+
+    def partition_of_calls(self, tensor: torch.Tensor) -> int | None:
+        """Return the partition on which calls have written to a tensor in an attribute of their module."""
+        for storage, part, rank in self._of_calls:
+            if part.overlaps(tensor) and not storage.expired():
+                return rank
+        return None
 
     def check_graph(self, tensor: torch.Tensor) -> None:
         """Check that a tensor got no graph by a write to another tensor with the same storage.

@@ -8,6 +8,9 @@ value to tasks that read it, so it gets a level that orders it after earlier cal
 - ORD-2: a call of a module that changes its own state comes after all earlier calls, and before all later calls, of
   modules that share a submodule with it. So do operations of the body that use a parameter or buffer of such a
   submodule.
+- ORD-3: the same holds for calls of modules without a common submodule that share what one of them changes: a
+  container or a tensor in an attribute, a parameter or a buffer. The signature of a task names such calls before it,
+  so recordings that need another order have another digest.
 """
 
 from __future__ import annotations
@@ -44,6 +47,10 @@ class StateOrder:
         self._read: dict[int, int] = {}
         #: Tasks that are not in `_read` yet, because it is needed only if a call changes state.
         self._new: list[Task] = []
+        #: By the id of a container or storage (ORD-3): the modules whose calls change it, and those that reach it, by
+        #: name, with the ids of their submodules.
+        self._changing: dict[int, dict[str, frozenset[int]]] = {}
+        self._reaching: dict[int, dict[str, frozenset[int]]] = {}
 
     def level(self, task: Task, level: int, writes_parameter: bool, spec: OutputSpec | None) -> int:
         """Return the level of a task whose inputs allow ``level``."""
@@ -53,11 +60,11 @@ class StateOrder:
             self.changes_state = True
             level = self._written[rank] = max(level, self._highest.get(rank, 0))
         if self._changed:
-            level = max(level, _highest(self._changed, touched_modules(task)))
+            level = max(level, _highest(self._changed, touched_modules(task)), _highest(self._changed, task.parts))
         if task.module is not None and spec is not None and spec.changes_state:
             self.changes_state = True
             self._fold()
-            modules = touched_modules(task)
+            modules = touched_modules(task).union(task.changes)
             level = max(level, _highest(self._read, modules))
             self._changed.update(dict.fromkeys(modules, level))
         task.level = level
@@ -75,16 +82,88 @@ class StateOrder:
             return
         if task.output_spec.changes_state and task.module is not None:
             self.changes_state = True
-            self._changed.update(dict.fromkeys(touched_modules(task), level))
+            self._changed.update(dict.fromkeys(touched_modules(task).union(task.changes), level))
+            self._note_changing(task)
         if task.writes and writes_parameter(task):
             self.changes_state = True
             self._written[rank] = level
 
+    def partners(self, task: Task) -> tuple[str, ...]:
+        """Return the names of called modules with which a call shares what it or they change; note its changes."""
+        if not (task.changes or (self._changing and task.parts)):
+            return ()
+        modules = touched_modules(task)
+        found = [self._changing.get(part, {}) for part in task.parts]
+        found += [self._reaching.get(part, {}) for part in task.changes]
+        self._note_changing(task)
+        return tuple(sorted({name for each in found for name, parts in each.items() if modules.isdisjoint(parts)}))
+
+    def _note_changing(self, task: Task) -> None:
+        for part in task.changes:
+            self._changing.setdefault(part, {})[task.name] = touched_modules(task)
+
     def _fold(self) -> None:
         for task in self._new:
-            for module in touched_modules(task):
-                self._read[module] = max(task.level, self._read.get(module, 0))
+            modules = touched_modules(task)
+            for part in (*modules, *task.parts):
+                self._read[part] = max(task.level, self._read.get(part, 0))
+            for part in task.parts:
+                self._reaching.setdefault(part, {})[task.name] = modules
         self._new.clear()
+
+
+class StateEdges:
+    """Which earlier tasks of its partition each task follows because of ORD-1 to ORD-3.
+
+    Levels alone do not order stages: a stage whose values only a later stage of its partition uses is computed there.
+    """
+
+    def __init__(self) -> None:
+        #: For each task: its partition, and the modules, containers and storages whose state it can read.
+        self._tasks: list[tuple[int, frozenset[int]]] = []
+        #: Number of those that are in the tables below, which are needed only if some task changes state.
+        self._num_noted = 0
+        self._changes_state = False
+        #: By the id of a module, container or storage: the last task that changes its state, and those that have read
+        #: it since.
+        self._changed: dict[int, int] = {}
+        self._read: dict[int, list[int]] = {}
+        #: By partition: the last task of the body that writes a parameter or buffer, and the tasks since.
+        self._written: dict[int, int] = {}
+        self._since: dict[int, list[int]] = {}
+
+    def of(self, task: Task) -> list[int]:
+        """Return the numbers of the tasks that the next task follows."""
+        number, rank = len(self._tasks), task.rank
+        parts = touched_modules(task).union(task.parts)
+        self._tasks.append((rank, parts))
+        spec = task.output_spec
+        changes = task.module is not None and spec is not None and spec.changes_state
+        writes = bool(task.writes) and writes_parameter(task)
+        self._changes_state = self._changes_state or changes or writes
+        if not self._changes_state:
+            return []
+        for earlier in range(self._num_noted, number):
+            self._note(earlier)
+        found = {self._changed[part] for part in parts if part in self._changed}
+        if rank in self._written:
+            found.add(self._written[rank])
+        if changes:
+            for part in touched_modules(task).union(task.changes):
+                found.update(self._read.pop(part, ()))
+                self._changed[part] = number
+        if writes:
+            found.update(self._since.pop(rank, ()))
+            self._written[rank] = number
+        self._note(number)
+        return sorted(other for other in found if self._tasks[other][0] == rank)
+
+    def _note(self, number: int) -> None:
+        rank, parts = self._tasks[number]
+        for part in parts:
+            self._read.setdefault(part, []).append(number)
+        self._since.setdefault(rank, []).append(number)
+        self._num_noted = number + 1
 
 
 def refuse_parameter_writes(tasks: Iterable[Task]) -> None:

@@ -146,13 +146,17 @@ class Task:
         writes: In-place changes; for each storage, its base first.
         output_spec: The description of the result, ``None`` until it is known.
         has_containers: Whether the arguments contain lists, dictionaries or objects, which the call may change.
+        parts: For a call of a module, the ids of what it may share with other modules (ORD-3): containers and storages
+        in attributes, and parameters and buffers that several modules have.
+        changes: The ids of those that it changes, and of the modules to which the changed parameters and buffers
+        belong.
         digest: Equal on ranks that record the same.
         signature: The function without its inputs; equal on ranks that record the same.
     """
 
     __slots__ = (
-        "args", "call", "context", "digest", "flat", "has_containers", "inputs", "kwargs", "level", "module", "name",
-        "output_spec", "outputs", "overwritten", "rank", "signature", "writes",
+        "args", "call", "changes", "context", "digest", "flat", "has_containers", "inputs", "kwargs", "level", "module",
+        "name", "output_spec", "outputs", "overwritten", "parts", "rank", "signature", "writes",
     )  # fmt: skip
 
     def __init__(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any, inputs: list[Value]) -> None:
@@ -163,6 +167,8 @@ class Task:
         self.has_containers = False
         self.outputs: list[Value] = []
         self.writes: list[Write] = []
+        self.parts: tuple[int, ...] = ()
+        self.changes: tuple[int, ...] = ()
         self.output_spec: OutputSpec | None = None
         #: Keys of storages of parameters and buffers that the called module writes to, if the body has views of them.
         self.overwritten: tuple[int | str, ...] = ()
@@ -184,6 +190,7 @@ class Task:
         new.level, new.module, new.name, new.output_spec = self.level, self.module, self.name, self.output_spec
         new.outputs, new.overwritten, new.rank = self.outputs, self.overwritten, self.rank
         new.signature, new.writes = self.signature, self.writes
+        new.parts, new.changes = self.parts, self.changes
         return new
 
     def replace_leaves(self, leaf: Callable[[Any], Any]) -> None:

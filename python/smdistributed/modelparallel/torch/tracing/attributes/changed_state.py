@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.torch.tracing.copy_on_write import storage_of
 from smdistributed.modelparallel.torch.tracing.metadata import OutputSpec
+from smdistributed.modelparallel.torch.tracing.state_order import state_of
 from smdistributed.modelparallel.torch.tracing.tasks import Task
 
 if TYPE_CHECKING:
@@ -36,13 +38,32 @@ def note(pipeline: Pipeline, task: Task, spec: OutputSpec) -> None:
     note_parts(pipeline, task, [part.find(module) for part in spec.changed_state])
 
 
+def note_changes(pipeline: Pipeline, task: Task, spec: OutputSpec, others: Sequence[torch.Tensor]) -> None:
+    """Note in a task what its call changes (ORD-3)."""
+    if task.module is None or not (spec.changed_state or spec.written_state or others):
+        return
+    module = getattr(task.module, "_orig_mod", task.module)
+    found = [id_of(part) for part in (*(part.find(module) for part in spec.changed_state), *others) if part is not None]
+    for _, tensor in state_of(module, spec.written_state):
+        value = None if tensor is None else pipeline.located.get(id(tensor))
+        if value is not None and value.owner is not None:
+            found += [id(tensor), value.owner]
+    task.changes = tuple(dict.fromkeys(found))
+    pipeline.module_state.shared.matter = True
+
+
+def id_of(part: Any) -> int:
+    """Return the id of a container, or of the storage of a tensor."""
+    return storage_of(part) if isinstance(part, torch.Tensor) else id(part)
+
+
 def note_parts(pipeline: Pipeline, task: Task, parts: Sequence[Any]) -> None:
     """Record containers and tensors that a call changes.
 
     Raises:
         SMPUsageError: Modules on other partitions have one, too.
     """
-    pipeline.module_state.check_shared(task.name, task.rank, parts)
+    pipeline.module_state.shared.note(task.name, task.rank, parts)
     for part in parts:
         if isinstance(part, torch.Tensor):
-            pipeline.stale_storages.add(part, is_own=True)
+            pipeline.stale_storages.add(part, own_rank=task.rank)

@@ -15,9 +15,6 @@ snapshot of its call, and the executor restores that snapshot before it runs the
   another partition, because the module's partition does not get that change.
 - MST-6: in the next step the body reads an attribute of MST-3 as a remote tensor of the earlier step, on all ranks,
   unless the script has set the attribute in between.
-- MST-8: if a call changes a list, a dictionary, a set or an object that modules on other partitions also have in an
-  attribute, it raises, because these would not get the change. Entries of a cache, which depend on shapes only, may be
-  added.
 - MST-7: snapshots also hold the states of lists, dictionaries, sets and objects in attributes, at any depth, that the
   body has changed in place since the first call of the step. Changes are found at each call of a module.
 """
@@ -25,8 +22,8 @@ snapshot of its call, and the executor restores that snapshot before it runs the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,6 +36,7 @@ from smdistributed.modelparallel.torch.tracing.attributes.attribute_tensors impo
     AttributeTensors,
     Copies,
 )
+from smdistributed.modelparallel.torch.tracing.attributes.shared_parts import SharedParts
 from smdistributed.modelparallel.torch.tracing.attributes.tracked_container import (
     ATOMS,
     MISSING,
@@ -50,6 +48,7 @@ from smdistributed.modelparallel.torch.tracing.attributes.tracked_container impo
     state_text,
     text_of,
 )
+from smdistributed.modelparallel.torch.tracing.copy_on_write import storage_of
 from smdistributed.modelparallel.torch.tracing.remote_tensor import InvalidatedValue, RemoteTensor
 from smdistributed.modelparallel.torch.tracing.stale_storages import StaleStorages
 
@@ -101,6 +100,14 @@ class _Output:
         self.remote = [(leaf, leaf.value, leaf.recording) for leaf in leaves]
 
 
+class _Reached(NamedTuple):
+    """What is in attributes of a called module: containers, plain tensors, and the ids of what it may share (ORD-3)."""
+
+    containers: list[TrackedContainer]
+    tensors: list[AttributeTensor]
+    parts: tuple[int, ...]
+
+
 #: The attributes as they were at the start of the step.
 UNCHANGED = AttributeSnapshot({}, "{}", {})
 
@@ -134,6 +141,9 @@ class ModuleState:
         self._applied = UNCHANGED
         self._before: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         self._known: dict[Any, AttributeSnapshot] = {(): UNCHANGED}
+        #: Snapshots of this step that have got copies of tensors (ATN-1). They may have other tensors, to which the
+        #: body writes later.
+        self._past: list[AttributeSnapshot] = []
         #: Attributes that calls have set to tensors, until the bodies of the step have ended; and their keys, until the
         #: next step.
         self._outputs: dict[tuple[int, str], _Output] = {}
@@ -155,8 +165,9 @@ class ModuleState:
         #: By the id of a value in an attribute: the value, its containers and its tensors. Many modules share one, such
         #: as a configuration.
         self._contents: dict[int, tuple[Any, list[TrackedContainer], list[torch.Tensor]]] = {}
-        #: Those that a called module reaches, by its id, and the plain tensors.
-        self._reached: dict[int, tuple[list[TrackedContainer], list[AttributeTensor]]] = {}
+        #: Those that a called module reaches, by its id.
+        self._reached: dict[int, _Reached] = {}
+        self.shared = SharedParts(self, modules, others)
         self._assigned: list[tuple[str, torch.Tensor]] = []
         #: The specs of calls that change state, as noted in this step, by the ids of the module and of the spec.
         self.noted: dict[tuple[int, int], Any] = {}
@@ -169,6 +180,7 @@ class ModuleState:
         self._restore_set()
         self.current = self._applied = UNCHANGED
         self._before.clear()
+        self._past.clear()
         self._outputs.clear()
         self._set_by_calls.clear()
         self._given.clear()
@@ -186,13 +198,17 @@ class ModuleState:
         self._called.clear()
         self._reached.clear()
         self._assigned.clear()
+        self.shared.forget_holders()
         self.noted.clear()
         self._submodules.clear()
 
-    def before_call(self, module: nn.Module, stale: StaleStorages) -> None:
+    def before_call(self, module: nn.Module, stale: StaleStorages) -> tuple[int, ...]:
         """Record what the body has changed in containers that a module reaches (MST-7).
 
         Changes before the first call of a step count for all calls.
+
+        Returns:
+            The ids of what the call may share with calls of other modules (ORD-3).
 
         Raises:
             SMPUsageError: The tensor in an attribute was changed on another partition (MST-5, ATN-2).
@@ -202,18 +218,41 @@ class ModuleState:
         if self._tracked is None:
             self._tracked = {}
             self._parts_of(self._modules)
-        reached = self._reached.get(id(module))
-        if reached is None:
-            modules = list(module.modules())
-            reached = self._reached[id(module)] = self._parts_of(modules)
-            self._called.update(map(id, modules))
-        self._note_contents(reached[0])
-        for each in () if stale.is_empty else reached[1]:
+            self.shared.keep(self._tracked)
+        reached = self._reached_by(module, stale)
+        self._note_contents(reached.containers)
+        if not self._reached:
+            # The body has put other containers into these.
+            reached = self._reached_by(module, stale)
+        for each in () if stale.is_empty else reached.tensors:
             if stale.has_of_body(each.tensor):
                 raise SMPUsageError(
                     f"the `smp.step` function writes numbers of a partition to the tensor in `{each.path}`, and then "
                     "calls the module, whose partition does not have them: pass the tensor to the module instead"
                 )
+        return reached.parts
+
+    def _reached_by(self, module: nn.Module, stale: StaleStorages) -> _Reached:
+        """Return what is in attributes of a module that is called, and of its submodules.
+
+        Raises:
+            SMPUsageError: A call on another partition has changed it (MST-8).
+        """
+        reached = self._reached.get(id(module))
+        if reached is None:
+            modules = list(module.modules())
+            containers, tensors = self._parts_of(modules)
+            parts = [id(each.value) for each in containers]
+            parts += dict.fromkeys(storage_of(each.tensor) for each in tensors)
+            parts += self.shared.tied_in(modules)
+            reached = self._reached[id(module)] = _Reached(containers, tensors, tuple(parts))
+            self._called.update(map(id, modules))
+            self.shared.check_reached(self._ranks.get(id(module)), containers, tensors, stale)
+        return reached
+
+    def tracked(self, value: Any) -> TrackedContainer | None:
+        """Return what is known about a container in an attribute."""
+        return (self._tracked or {}).get(id(value))
 
     def note_contents(self) -> None:
         """Record what the body has changed in all containers."""
@@ -235,7 +274,7 @@ class ModuleState:
                 if type(value) in ATOMS or name in _INTERNALS or self._is_shown((id(module), name)):
                     continue
                 full = f"{path}.{name}" if path else name
-                containers, leaves = self._parts_of_value(value, full)
+                containers, leaves = self.parts_of_value(value, full)
                 for container in containers:
                     if rank is not None:
                         container.ranks.add(rank)
@@ -246,7 +285,13 @@ class ModuleState:
                         self.tensors.add(tensors[-1])
         return list(found.values()), tensors
 
-    def _parts_of_value(self, value: Any, path: str) -> tuple[list[TrackedContainer], list[torch.Tensor]]:
+    def attributes_of(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
+        """Yield the attributes of a module that may have containers or tensors in them."""
+        for name, value in vars(module).items():
+            if type(value) not in ATOMS and name not in _INTERNALS and not self._is_shown((id(module), name)):
+                yield name, value
+
+    def parts_of_value(self, value: Any, path: str) -> tuple[list[TrackedContainer], list[torch.Tensor]]:
         """Return the containers and the tensors in a value; ``path`` is the attribute's, for new ones."""
         assert self._tracked is not None, "before_call has set it"
         known = self._contents.get(id(value))
@@ -264,7 +309,9 @@ class ModuleState:
         return containers, leaves
 
     def _note_contents(self, containers: Iterable[TrackedContainer]) -> None:
-        for container in containers:
+        pending = [each for each in containers if not each.state.is_of(each.value)]
+        while pending:
+            container = pending.pop()
             if container.state.is_of(container.value):
                 continue
             before, container.state = container.state, object_state.State(container.value)
@@ -273,12 +320,16 @@ class ModuleState:
                 contents.pop(id(container.value), None)
             else:
                 contents[id(container.value)] = container.state
-            # The container may refer to other ones now.
-            self._reached.clear()
+            self._forget_reached()
             assert self._tracked is not None, "the container is tracked"
             for part in object_state.mutable_parts(container.value):
-                if id(part) not in self._tracked:
+                known = self._tracked.get(id(part))
+                if known is None:
                     self._tracked[id(part)] = TrackedContainer(container.path, part, container.ranks)
+                else:
+                    # The body may have changed it while no module had it.
+                    known.ranks |= container.ranks
+                    pending.append(known)
             self._set_current(dict(self.current.values), contents)
             had = set(map(id, members_of(before)))
             self._assigned += [
@@ -286,6 +337,12 @@ class ModuleState:
                 for each in members_of(container.state)
                 if isinstance(each, torch.Tensor) and id(each) not in had
             ]
+
+    def _forget_reached(self) -> None:
+        """Forget which containers attributes and modules reach: a container refers to other ones now."""
+        self._reached.clear()
+        self._contents.clear()
+        self.shared.forget_holders()
 
     def follows(self, owner: Any) -> bool:
         """Return whether attributes of ``owner`` are tracked for tasks."""
@@ -317,6 +374,7 @@ class ModuleState:
             values[key] = after
         if type(before) not in ATOMS or type(after) not in ATOMS:
             self._reached.clear()
+            self.shared.forget_holders()
         self._set_current(values, self.current.contents)
 
     def _set_current(self, values: dict[tuple[int, str], Any], contents: Mapping[int, object_state.State]) -> None:
@@ -412,43 +470,14 @@ class ModuleState:
         """Register attributes of a called module, as (path relative to it, name), that the call changes (MST-4)."""
         if not attributes:
             return
-        self.changed_by_calls.update((id(module.get_submodule(path)), name) for path, name in attributes)
-        if self.on_first_change is not None:
+        self.note_changed_attributes({(id(module.get_submodule(path)), name) for path, name in attributes})
+
+    def note_changed_attributes(self, attributes: Collection[tuple[int, str]]) -> None:
+        """Register attributes that calls change, as (id of the module, name)."""
+        self.changed_by_calls.update(attributes)
+        if attributes and self.on_first_change is not None:
             self.on_first_change()
             self.on_first_change = None
-
-    def check_shared(self, name: str, rank: int, parts: Iterable[Any]) -> None:
-        """Check that modules on other partitions do not have what a call on ``rank`` changes: containers and tensors.
-
-        Raises:
-            SMPUsageError: A module has it (MST-8, ATN-3).
-        """
-        for part in parts:
-            if isinstance(part, torch.Tensor):
-                path = next((each.path for each in self.tensors.sharing(part)), "")
-                ranks = self.tensors.partitions(part)
-            else:
-                container = (self._tracked or {}).get(id(part))
-                path, ranks = ("", set()) if container is None else (container.path, container.ranks)
-            is_divided = self._is_in_divided_module(part)
-            if ranks - {rank} or is_divided:
-                others = "modules that are divided among partitions" if is_divided else "modules on other partitions"
-                raise SMPUsageError(
-                    f"a call of `{name}` on partition {rank} changes the content of `{path}`, which {others} also "
-                    "have and would not see changed: return the content from the module and pass it on, or give the "
-                    "modules of each partition their own"
-                )
-
-    def _is_in_divided_module(self, part: Any) -> bool:
-        """Return whether a module that is divided among partitions has a container or a tensor in an attribute."""
-        for module in self._others:
-            for name, value in vars(module).items():
-                if type(value) in ATOMS or name in _INTERNALS:
-                    continue
-                parts, tensors = object_state.parts_of(value)
-                if any(each is part for each in (*parts, *tensors)):
-                    return True
-        return False
 
     # Plain tensors in attributes, to which the body writes (ATN-1).
 
@@ -478,10 +507,13 @@ class ModuleState:
         output = self._outputs.get(key)
         if output is not None and output.value is tensor:
             output.value = copy
+        for snapshot in self._past:
+            if snapshot.values.get(key) is tensor:
+                snapshot.values[key] = copy
         for identity, snapshot in list(self._known.items()):
             if snapshot.values.get(key) is tensor:
                 snapshot.values[key] = copy
-                del self._known[identity]
+                self._past.append(self._known.pop(identity))
         if _value(owner, name) is tensor:
             self._set_current({**self.current.values, key: tensor}, self.current.contents)
 
@@ -594,7 +626,8 @@ class ModuleState:
         finally:
             self.apply(self.current)
             for container in (self._tracked or {}).values():
-                container.keep_changes_of_calls()
+                if container.keep_changes_of_calls():
+                    self._forget_reached()
 
 
 def _value(owner: Any, name: str) -> Any:

@@ -77,13 +77,15 @@ class TrackedContainer:
             "on one partition, when the function has returned: change it in one of the two"
         )
 
-    def keep_changes_of_calls(self) -> None:
-        """Take changes by tasks that have run for no changes by the body."""
-        if not self.state.is_of(self.value):
-            now = object_state.State(self.value)
-            if self.before is self.state:
-                self.before = now
-            self.state = now
+    def keep_changes_of_calls(self) -> bool:
+        """Take changes by tasks that have run for no changes by the body; return whether there are some."""
+        if self.state.is_of(self.value):
+            return False
+        now = object_state.State(self.value)
+        if self.before is self.state:
+            self.before = now
+        self.state = now
+        return True
 
 
 def members_of(state: object_state.State) -> list[Any]:
