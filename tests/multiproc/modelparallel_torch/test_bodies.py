@@ -453,7 +453,7 @@ REFUSED = {
             _TWO,
             ["with torch.no_grad():\n    net.a.linear.weight.mul_(0.9)", "h = net.a(h)", "h = h * (1 + h.sum().item() * 0.01)"],
         ),
-        "`mul_` changes the parameter `a.linear.weight` in place, and the `smp.step` function asks for numbers",
+        "`mul_` changes the parameter `a.linear.weight` in place, and the `smp.step` function reads values",
     ),
     "the body changes a parameter in place before another partition uses it": (
         _program(2, {"a": "Mode"}, _TWO, ["with torch.no_grad():\n    net.begin.weight.mul_(0.9)", "h = F.linear(net.a(h), net.begin.weight)"]),
@@ -507,7 +507,7 @@ REFUSED = {
             2, {"a": "Seen", "b": "Mode"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h) + keep.one"],
             prepare=["keep.one = torch.zeros(4)"], between=["if step == 1:\n    net.a.seen = keep.one = torch.zeros(4)"],
         ),
-        "this tensor was changed in place with numbers of a partition",
+        "this tensor was changed in place with values of a partition",
     ),
     "the body reads an entry that a call stores in a dictionary": (
         _program(2, {"a": "Memo"}, _TWO, ["h = net.a(h)", "h = h + net.a.table['last']"]),
@@ -515,11 +515,11 @@ REFUSED = {
     ),
     "the body reads a tensor in an attribute to which calls write": (
         _program(2, {"a": "Seen"}, _TWO, ["t1 = net.a.seen", "h = net.a(h) + t1"], prepare=["keep.one = net.a.seen"]),
-        "this tensor was changed in place with numbers of a partition",
+        "this tensor was changed in place with values of a partition",
     ),
     "the body writes values of a partition to a tensor in an attribute": (
         _program(2, {"a": "Offset"}, _TWO, ["net.a.offset.copy_(h.detach().mean(0))", "h = net.a(h)"]),
-        "writes numbers of a partition to the tensor in `a.offset`, and then calls the module",
+        "writes values of a partition to the tensor in `a.offset`, and then calls the module",
     ),
     "the body writes to a tensor in a list in an attribute": (
         _program(2, {"a": "Offset"}, _TWO, ["h = net.a(h)", "net.a.more[0].add_(1)", "h = net.a(h)"]),

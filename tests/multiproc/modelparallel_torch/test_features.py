@@ -568,7 +568,7 @@ def test_different_steps_show_the_first_task_that_differs():
     assert first == second
     assert "task 4 of microbatch 0 is `tanh` on partition 1" in first[0]
     assert "`sigmoid` on partition 1" in first[0]
-    assert "asking for numbers in microbatch 0" in first[1]
+    assert "reading values in microbatch 0" in first[1]
 
 
 def _timeline_body(decision):

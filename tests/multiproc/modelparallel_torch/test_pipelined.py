@@ -222,7 +222,7 @@ def test_an_output_that_differs_from_the_recorded_one_raises_on_all_ranks():
         run_ranks(_unexpected_shape_body, 2, launcher=Forked("torch"), timeout=100)
     text = str(caught.value)
     assert "`parts.0` on partition 0" in text
-    assert "With made-up numbers it was always the same" in text
+    assert "With made-up values it was always the same" in text
     assert "rank 1: " in text
 
 
@@ -247,7 +247,7 @@ def _check_leaves(strict):
         texts = [str(each.message) for each in seen if "leaves the pipeline" in str(each.message)]
         assert len(texts) == 1
         assert "__getitem__" in texts[0]
-        assert "follows from numbers" in texts[0]
+        assert "depend on values" in texts[0]
         return found
     with pytest.raises(smp.exceptions.SMPUsageError, match="SMD_STRICT_PIPELINE=1"):
         _steps(Model)

@@ -49,8 +49,8 @@ class Fallbacks:
         """
         if kind == "read":
             text = (
-                f"the body of the step asks for numbers: {what}. Each microbatch waits there for all that it has "
-                f"called so far, so "
+                f"the body of the step reads values of tensors: {what}. Each microbatch waits there for all that it "
+                "has called so far, so "
                 "the pipeline runs empty; return the tensor from the body instead, and look at it after the step"
             )
         else:

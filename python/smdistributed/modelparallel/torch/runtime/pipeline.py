@@ -589,5 +589,5 @@ def _phase(story: tuple[int, list[list[str]]]) -> str:
     phase, texts = story
     tasks = sum(map(len, texts))
     if phase:
-        return f"asking for numbers in microbatch {phase - 1}, after {tasks} tasks"
+        return f"reading values in microbatch {phase - 1}, after {tasks} tasks"
     return f"at the end of {len(texts)} microbatches with {tasks} tasks"

@@ -33,8 +33,8 @@ def _unexpected_output(task: Task, what: str) -> SMPError:
     )
     if task.known_spec.observed:
         text += (
-            f". With made-up numbers it was always the same. Let `{task.name}` return tensors whose shapes do not "
-            "follow from numbers, or put what chooses by numbers into the body of the step"
+            f". With made-up values it was always the same. Let `{task.name}` return tensors whose shapes do not "
+            "depend on values, or move what depends on values into the body of the step"
         )
     return SMPError(text)
 

@@ -217,7 +217,7 @@ def _noted(original: Callable[..., Any], pipeline: Pipeline) -> Callable[..., An
         if tensor is not None and recording.is_located(tensor):
             # The tensor itself has the numbers from before the change.
             raise SMPUsageError(
-                f"`{path}` is set to a tensor that was changed in place with numbers of a partition: pass the tensor "
+                f"`{path}` is set to a tensor that was changed in place with values of a partition: pass the tensor "
                 "to the module instead, or assign a copy that is made before the change"
             )
         with state.changing(self, name):

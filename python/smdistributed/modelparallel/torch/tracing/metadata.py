@@ -253,7 +253,7 @@ class OutputSpecs:
         except _NUMBERS as error:
             if has_numbers:
                 raise ReadsNumbersError from error
-            found, reason = error, "it looks at numbers"
+            found, reason = error, "it reads values of tensors"
         except _UNSUPPORTED as error:
             found, reason = error, f"PyTorch's fake tensors do not support what it calls ({_line(error)})"
         except Exception as error:
@@ -273,7 +273,7 @@ class OutputSpecs:
             if type(error) is type(found) and not isinstance(found, (*_NUMBERS, *_UNSUPPORTED)):
                 # The failure does not depend on values.
                 raise
-            text = f"{reason}, and with made-up numbers it fails ({type(error).__name__}: {_line(error)})"
+            text = f"{reason}, and with made-up values it fails ({type(error).__name__}: {_line(error)})"
             try:
                 specs = self._samples(call, args, kwargs, meta_of, is_module, in_containers, replicated=True)
             except Exception:
@@ -285,9 +285,9 @@ class OutputSpecs:
         if not is_module and isinstance(found, _SHAPES) and any(meta.shape for meta in first.metas):
             # For a single operation whose shape depends on values, random values may agree by chance; a scalar is
             # accepted.
-            raise UnknownOutputError("the shape of what it returns follows from numbers") from found
+            raise UnknownOutputError("the shapes of its outputs depend on values") from found
         if not all(_alike(first, other) for other in specs[1:]):
-            raise UnknownOutputError(f"{reason}, and returns other shapes for other numbers")
+            raise UnknownOutputError(f"{reason}, and returns other shapes for other values")
         unread = set(first.unread).intersection(*(other.unread for other in specs))
         draws = frozenset().union(*(each.draws for each in specs))
         state = tuple(dict.fromkeys(part for each in specs for part in each.changed_state))

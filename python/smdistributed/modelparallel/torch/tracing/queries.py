@@ -41,7 +41,7 @@ def of_first_rank(recording: Recording, func: Any, tensor: torch.Tensor) -> int:
         if version is None:
             raise SMPUsageError(
                 "`_version` of a tensor, inside of a `smp.step` function, whose storage the function changes in "
-                "place with numbers of a partition: these writes run when the function has returned"
+                "place with values of a partition: these writes run when the function has returned"
             )
         return version
     if func == VERSION:

@@ -68,14 +68,8 @@ from smdistributed.modelparallel.torch.tracing.shared_storages import SharedStor
 from smdistributed.modelparallel.torch.tracing.stale_storages import STALE
 from smdistributed.modelparallel.torch.tracing.state_order import StateOrder
 from smdistributed.modelparallel.torch.tracing.tasks import (
-    Context,
-    Task,
-    Value,
-    WithAttributes,
-    chained_digest,
-    digest_of,
-    partition_of,
-)
+    Context, Task, Value, WithAttributes, chained_digest, digest_of, partition_of,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.runtime.executor import Microbatch
@@ -303,7 +297,7 @@ class Recording(TorchFunctionMode):
         for attribute, tensor in self.pipeline.module_state.take_assigned():
             if self.is_located(tensor) and id(tensor) not in self.pipeline.located:
                 raise SMPUsageError(
-                    f"the `smp.step` function puts a tensor with numbers of a partition into `{attribute}`: pass the "
+                    f"the `smp.step` function puts a tensor with values of a partition into `{attribute}`: pass the "
                     "tensor to the module instead"
                 )
             self.copy_on_write.hold_attribute(tensor, attribute, self.tasks)

@@ -15,8 +15,8 @@ from smdistributed.modelparallel.torch.tracing.copy_on_write import StorageRange
 
 #: The text of the error.
 STALE = (
-    "this tensor was changed in place with numbers of a partition, by another tensor with the same storage or in an "
-    "earlier microbatch or step, so this rank does not have its numbers: inside of one microbatch use the tensor that "
+    "this tensor was changed in place with values of a partition, by another tensor with the same storage or in an "
+    "earlier microbatch or step, so this rank does not have its values: inside of one microbatch use the tensor that "
     "was changed, or else change a copy"
 )
 

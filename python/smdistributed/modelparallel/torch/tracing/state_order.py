@@ -175,9 +175,9 @@ def refuse_parameter_writes(tasks: Iterable[Task]) -> None:
     for task in tasks:
         for name in _needed_parameters(task):
             raise SMPUsageError(
-                f"`{task.name}` changes the parameter `{name}` in place, and the `smp.step` function asks for numbers "
+                f"`{task.name}` changes the parameter `{name}` in place, and the `smp.step` function reads values "
                 "after it: the backward of the microbatch before, which needs the parameter as it was, has not run. "
-                "Change parameters between steps, or ask for no numbers"
+                "Change parameters between steps, or read no values"
             )
 
 

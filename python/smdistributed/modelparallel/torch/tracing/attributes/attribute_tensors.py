@@ -2,7 +2,7 @@
 
 - ATN-1: if the body writes in place to a tensor in an attribute, earlier calls of the module run with a copy from
   before the write, as after an assignment (MST-1). A tensor in a list or an object in an attribute raises instead.
-- ATN-2: if the body writes numbers of a partition to such a tensor, the module's partition does not have them, so the
+- ATN-2: if the body writes values of a partition to such a tensor, the module's partition does not have them, so the
   next call of the module raises. After the step, the tensor has them on all ranks (OUT-1).
 - ATN-3: if a call writes to such a tensor, only the module's partition has the new numbers. A use of the tensor by the
   body raises, and so does the call if a module on another partition has the tensor, too.

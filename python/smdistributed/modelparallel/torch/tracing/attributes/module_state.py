@@ -227,7 +227,7 @@ class ModuleState:
         for each in () if stale.is_empty else reached.tensors:
             if stale.has_of_body(each.tensor):
                 raise SMPUsageError(
-                    f"the `smp.step` function writes numbers of a partition to the tensor in `{each.path}`, and then "
+                    f"the `smp.step` function writes values of a partition to the tensor in `{each.path}`, and then "
                     "calls the module, whose partition does not have them: pass the tensor to the module instead"
                 )
         return reached.parts
