@@ -68,8 +68,14 @@ from smdistributed.modelparallel.torch.tracing.shared_storages import SharedStor
 from smdistributed.modelparallel.torch.tracing.stale_storages import STALE
 from smdistributed.modelparallel.torch.tracing.state_order import StateOrder
 from smdistributed.modelparallel.torch.tracing.tasks import (
-    Context, Task, Value, WithAttributes, chained_digest, digest_of, partition_of,
-)  # fmt: skip
+    Context,
+    Task,
+    Value,
+    WithAttributes,
+    chained_digest,
+    digest_of,
+    partition_of,
+)
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.runtime.executor import Microbatch
@@ -158,7 +164,7 @@ class Recording(TorchFunctionMode):
         if func == WANTS_GRADIENT:
             return self.located[id(args[0])].meta.requires_grad
         if func is torch.Tensor.__iter__ and self.is_located(args[0]):
-            return iter(self._operation(torch.unbind, args, {}))
+            return iter(self.operation(torch.unbind, args, {}))
         if func in REQUIRES_GRAD and id(args[0]) in self.pipeline.located:
             wanted = bool(args[1]) if len(args) > 1 else kwargs.get("requires_grad", True)
             return queries.set_requires_grad(self, args[0], wanted)
@@ -171,7 +177,7 @@ class Recording(TorchFunctionMode):
                 self.pipeline.stale_storages.check_graph(args[0])
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        return self._operation(func, args, kwargs)
+        return self.operation(func, args, kwargs)
 
     def _is_asked(self, func: Any, tensor: torch.Tensor) -> bool:
         """Return whether the body asks with one of ``CHANGED_METADATA`` for what the tensor itself does not know."""
@@ -187,10 +193,6 @@ class Recording(TorchFunctionMode):
         """Return whether the arguments contain a located tensor."""
         return any(isinstance(leaf, torch.Tensor) and self.is_located(leaf) for leaf in pytree.tensors_of(arguments))
 
-    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Record a call of a function that PyTorch does not pass to function modes."""
-        return self._operation(func, args, kwargs)
-
     def _remote_tensor(self, value: Value) -> RemoteTensor:
         remote = RemoteTensor(value, self)
         self.retained.watch(remote)
@@ -200,7 +202,8 @@ class Recording(TorchFunctionMode):
         """Return whether a tensor is located on one partition, and not replicated."""
         return type(tensor) is RemoteTensor or id(tensor) in self.located
 
-    def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Record a call of a function, or compute it if all of its operands are replicated."""
         if (
             func in DETACHES
             and type(args[0]) is RemoteTensor
@@ -270,11 +273,11 @@ class Recording(TorchFunctionMode):
         """Record an operation that reads values of replicated tensors (REC-7)."""
         self.pipeline.number_readers[func] = True
         try:
-            return self._operation(func, args, kwargs)
+            return self.operation(func, args, kwargs)
         except TypeError:
             # The function also accepts tensors there, so it has read no value and nothing was recorded.
             self.pipeline.number_readers[func] = False
-            return self._operation(func, args, kwargs)
+            return self.operation(func, args, kwargs)
 
     def _as_integer(self, leaf: Any) -> Any:
         """Return an integer instead of a replicated tensor that contains one (REC-7)."""
