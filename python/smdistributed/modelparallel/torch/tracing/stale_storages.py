@@ -78,6 +78,11 @@ class StaleStorages:
         """Return whether the body has written numbers of a partition to a tensor."""
         return any(part.overlaps(tensor) for storage, part in self._of_body if not storage.expired())
 
+    @property
+    def has_written_by_calls(self) -> bool:
+        """Return whether calls have written to a tensor in an attribute of their module."""
+        return bool(self._of_calls)
+
     def partition_of_calls(self, tensor: torch.Tensor) -> int | None:
         """Return the partition on which calls have written to a tensor in an attribute of their module."""
         for storage, part, rank in self._of_calls:

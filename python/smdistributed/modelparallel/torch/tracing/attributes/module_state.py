@@ -219,11 +219,12 @@ class ModuleState:
             self._tracked = {}
             self._parts_of(self._modules)
             self.shared.keep(self._tracked)
-        reached = self._reached_by(module, stale)
-        self._note_contents(reached.containers)
-        if not self._reached:
-            # The body has put other containers into these.
-            reached = self._reached_by(module, stale)
+        reached = self._reached.get(id(module)) or self._reached_by(module, stale)
+        if reached.containers:
+            self._note_contents(reached.containers)
+            if not self._reached:
+                # The body has put other containers into these.
+                reached = self._reached_by(module, stale)
         for each in () if stale.is_empty else reached.tensors:
             if stale.has_of_body(each.tensor):
                 raise SMPUsageError(

@@ -130,6 +130,8 @@ class SharedParts:
         Raises:
             SMPUsageError: They have changed something (MST-8).
         """
+        if not (self._changed or stale.has_written_by_calls):
+            return
         changed: list[tuple[str, int | None]] = []
         if self._changed:
             changed += [(each.path, self._changed.get(id(each.value), (None, None))[1]) for each in containers]
