@@ -129,7 +129,7 @@ class Container:
             "PATH": os.pathsep.join([str(TOOLKIT / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]),
             "SAGEMAKER_TRAINING_MODULE": "framework:main",
             "OMP_NUM_THREADS": "1",
-            # Of the job: what it leaves there is left by it.
+            # Only the job writes here, so that the test sees which files it leaves.
             "TMPDIR": str(self.folder / "tmp"),
         }
         namespaces = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]

@@ -258,7 +258,7 @@ impl DeviceQueue {
         self.shared.carry_out(job.bucket, job.launched);
     }
 
-    /// Drops a job that is not carried out; nobody is told.
+    /// Drops a job without running it or its callback.
     pub(super) fn drop_job(&self, job: DeviceJob) {
         self.shared.events.lock().push(job.bucket.ready);
     }

@@ -101,7 +101,7 @@ class _Output:
 
 
 class _Reached(NamedTuple):
-    """What is in attributes of a called module: containers, plain tensors, and the ids of what it may share (ORD-3)."""
+    """Containers and plain tensors in attributes of a module, and ids of what other modules may share (ORD-3)."""
 
     containers: list[TrackedContainer]
     tensors: list[AttributeTensor]
@@ -234,7 +234,7 @@ class ModuleState:
         return reached.parts
 
     def _reached_by(self, module: nn.Module, stale: StaleStorages) -> _Reached:
-        """Return what is in attributes of a module that is called, and of its submodules.
+        """Return the containers and tensors in attributes of a called module and its submodules.
 
         Raises:
             SMPUsageError: A call on another partition has changed it (MST-8).
@@ -252,7 +252,7 @@ class ModuleState:
         return reached
 
     def tracked(self, value: Any) -> TrackedContainer | None:
-        """Return what is known about a container in an attribute."""
+        """Return the record of a container in an attribute; ``None`` if it is not tracked."""
         return (self._tracked or {}).get(id(value))
 
     def note_contents(self) -> None:
