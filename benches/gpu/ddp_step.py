@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as c10d
 from copies import Copies
-from gpt import CONTEXT, GPT, SIZES, VOCABULARY, HuggingFaceGPT
+from models import CONTEXT, LLAMA_VOCABULARY, make
 
 import smdistributed.dataparallel.torch.distributed as dist
 from horovod.torch import planned_reducer
@@ -45,7 +45,7 @@ def main() -> None:
         "--cases",
         nargs="+",
         default=["124M:8", "350M:1", "1.5B:2"],
-        help="[hf-]size:batch[:compile]; hf: the model of transformers",
+        help="[hf-]size:batch[:compile] or hf-llama:batch[:compile]; hf: the model of transformers",
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8)
@@ -80,11 +80,11 @@ def measure(case: str, arguments: argparse.Namespace, rank: int) -> None:
     name, batch, *how = case.split(":")
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = (HuggingFaceGPT if name.startswith("hf-") else GPT)(*SIZES[name.removeprefix("hf-")])
+        model = make(name)
     if "compile" in how:
         for block in model.blocks:
             block.compile()
-    tokens = torch.randint(0, VOCABULARY, (int(batch), CONTEXT + 1), device="cuda")
+    tokens = torch.randint(0, LLAMA_VOCABULARY, (int(batch), CONTEXT + 1), device="cuda")
     variants = {"alone": lambda: model}
     for mib in arguments.ours:
         variants[f"ours {mib:g}" if mib else "ours"] = lambda mib=mib: OurDDP(

@@ -1,14 +1,15 @@
 """Tokens per second of `smp.step` on models of Hugging Face, compared with PyTorch's Schedule1F1B.
 
     smdrun -n 2 benches/gpu/huggingface.py --families llama mistral qwen2
+    smdrun -n 4 benches/gpu/huggingface.py --families llama gpt2 --pipelines interleaved zero_bubble
 
 Models have transformers' defaults, about a billion parameters, bfloat16 and AdamW. This library partitions them with
-`auto_partition`. PyTorch's stages are cut by hand and have half of the layers each: the first also has the embedding,
-the last also the norm and the head. A head that shares its weight with the embedding (gemma, gpt2) gets a weight of its
-own there, so the losses differ.
+`auto_partition`. PyTorch's stages are cut by hand and have as many layers each (the first ones one more where the
+number is no multiple): the first also has the embedding, the last also the norm and the head. A head that shares its
+weight with the embedding (gemma, gpt2) gets a weight of its own there, so the losses differ.
 
-Both pipelines train in one process, in turns, so that other load on the machine affects both alike. ``memory`` is the
-peak of each rank without the memory that the other pipeline keeps. ``host`` is the time until the call of a step
+All pipelines train in one process, in turns, so that other load on the machine affects all alike. ``memory`` is the
+peak of each rank without the memory that the other pipelines keep. ``host`` is the time until the call of a step
 returns; where it is less than the step's time, the GPUs are the bottleneck. If there are fewer GPUs than ranks, ranks
 share a GPU, and only ``host`` is meaningful.
 """
@@ -18,16 +19,14 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import os
-import socket
 import statistics
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as c10d
+from rounds import several_states, start, wait
 from torch import nn
 from torch.distributed import pipelining
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -68,24 +67,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 class Stage(nn.Module):
-    """Half of the layers of a causal language model, with the embedding or with the norm and the head."""
+    """One of equal parts of the layers of a causal language model. The first part also has the embedding, the last the
+    norm and the head.
+    """
 
-    def __init__(self, model: nn.Module, is_first: bool) -> None:
+    def __init__(self, model: nn.Module, index: int, count: int) -> None:
         super().__init__()
-        self.model, self.is_first = model, is_first
+        self.model, self.is_first = model, index == 0
         base = model.base_model
         name = "layers" if hasattr(base, "layers") else "h"
         layers = getattr(base, name)
-        half = len(layers) // 2
-        setattr(base, name, layers[:half] if is_first else layers[half:])
+        start, end = (-(-len(layers) * place // count) for place in (index, index + 1))
+        setattr(base, name, layers[start:end])
         model.config.num_hidden_layers = len(getattr(base, name))
-        if is_first:
+        if index < count - 1:
             for owner, part in ((base, "norm"), (base, "ln_f"), (model, "lm_head")):
                 if hasattr(owner, part):
                     setattr(owner, part, nn.Identity())
         else:
             head = model.get_output_embeddings()
             head.weight = nn.Parameter(head.weight.detach().clone())
+        if index > 0:
             base.set_input_embeddings(nn.Embedding(1, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -100,14 +102,13 @@ def loss_of(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
 
 
 class Bench:
-    """Makes and runs both pipelines of one model family."""
+    """Makes and runs the pipelines of one model family."""
 
     def __init__(self, family: str, arguments: argparse.Namespace) -> None:
         self.family, self.arguments = family, arguments
         self.rank, self.device = c10d.get_rank(), torch.device("cuda", torch.cuda.current_device())
         kind = family.replace("_tied", "")
         self.config = AutoConfig.for_model(kind, **FAMILIES[family])
-        self.kept: dict[str, int] = {}
 
     def model(self) -> nn.Module:
         """Makes the whole model. Initial values are drawn on the GPU, which takes seconds instead of a minute on the
@@ -116,14 +117,14 @@ class Bench:
         torch.manual_seed(0)
         with self.device:
             # Each model needs its own configuration: the forward of most models reads the number of layers from it,
-            # which a stage halves.
+            # which a stage changes.
             return AutoModelForCausalLM.from_config(copy.deepcopy(self.config), dtype=torch.bfloat16)
 
-    def ours(self) -> Callable[..., Any]:
+    def ours(self, pipeline: str) -> Callable[..., Any]:
         """Makes a pipeline of this library; returns its step."""
         smp.init({
             "partitions": c10d.get_world_size(), "microbatches": self.arguments.microbatches,
-            "pipeline": self.arguments.pipeline, "memory_weight": self.arguments.memory_weight,
+            "pipeline": pipeline, "memory_weight": self.arguments.memory_weight,
         })  # fmt: skip
         model = smp.DistributedModel(self.model())
         optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
@@ -144,16 +145,16 @@ class Bench:
 
     def theirs(self) -> Callable[..., Any]:
         """Makes a pipeline of PyTorch; returns its step."""
-        first, ranks = self.rank == 0, c10d.get_world_size()
-        assert ranks == 2, "the stages are cut for two ranks"
-        module = Stage(self.model(), first).to(self.device)
+        ranks = c10d.get_world_size()
+        first, last = self.rank == 0, self.rank == ranks - 1
+        module = Stage(self.model(), self.rank, ranks).to(self.device)
         rows, length = self.arguments.microbatch, self.arguments.sequence
         between = torch.empty(rows, length, self.config.hidden_size, dtype=torch.bfloat16, device="meta")
         ids = torch.empty(rows, length, dtype=torch.long, device="meta")
         logits = torch.empty(rows, length, self.config.vocab_size, dtype=torch.bfloat16, device="meta")
         stage = pipelining.PipelineStage(
             module, self.rank, ranks, self.device, input_args=ids if first else between,
-            output_args=between if first else logits,
+            output_args=logits if last else between,
         )  # fmt: skip
         schedule = pipelining.Schedule1F1B(stage, n_microbatches=self.arguments.microbatches, loss_fn=loss_of)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
@@ -161,88 +162,80 @@ class Bench:
         def train(ids_BT: torch.Tensor, targets_BT: torch.Tensor) -> Any:
             optimizer.zero_grad()
             losses: list[torch.Tensor] = []
-            if first:
-                schedule.step(ids_BT, return_outputs=False)
-            else:
-                schedule.step(target=targets_BT, losses=losses, return_outputs=False)
+            schedule.step(
+                *([ids_BT] if first else []), target=targets_BT if last else None, losses=losses if last else None,
+                return_outputs=False,
+            )  # fmt: skip
             optimizer.step()
             return torch.stack(losses).detach().mean() if losses else None
 
         return train
 
-    def run(self) -> str:
-        """Trains both and returns a line of the table."""
+    def run(self) -> list[str]:
+        """Trains with all pipelines and returns lines of the table."""
         rows = self.arguments.microbatches * self.arguments.microbatch
         generator = torch.Generator().manual_seed(1)
         shape = (rows, self.arguments.sequence)
         ids, targets = (
             torch.randint(3, self.config.vocab_size, shape, generator=generator).to(self.device) for _ in range(2)
         )
+        makers = {name: lambda name=name: several_states(lambda: self.ours(name)) for name in self.arguments.pipelines}
         steps: dict[str, Callable[..., Any]] = {}
         losses: dict[str, float] = {}
         kept, first = {}, {}
-        for name, make in (("ours", self.ours), ("torch", self.theirs)):
+        for name, make in {**makers, "torch 1F1B": self.theirs}.items():
             before = torch.cuda.memory_allocated()
-            start = time.perf_counter()
+            begin = time.perf_counter()
             steps[name] = make()
             for _ in range(3):
                 steps[name](ids, targets)
-            _wait()
-            first[name] = time.perf_counter() - start
+            wait()
+            first[name] = time.perf_counter() - begin
             gc.collect()
             kept[name] = torch.cuda.memory_allocated() - before
         gc.freeze()
         times: dict[str, list[float]] = {name: [] for name in steps}
         hosts: dict[str, list[float]] = {name: [] for name in steps}
         peaks = dict.fromkeys(steps, 0)
-        for _ in range(self.arguments.rounds):
-            for name, step in steps.items():
+        names = list(steps)
+        for turn in range(self.arguments.rounds):
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                step = steps[name]
                 torch.cuda.reset_peak_memory_stats()
                 step(ids, targets)
-                _wait()
-                start = time.perf_counter()
+                wait()
+                begin = time.perf_counter()
                 for _ in range(self.arguments.steps):
                     loss = step(ids, targets)
-                hosts[name].append((time.perf_counter() - start) / self.arguments.steps)
-                _wait()
-                times[name].append((time.perf_counter() - start) / self.arguments.steps)
+                hosts[name].append((time.perf_counter() - begin) / self.arguments.steps)
+                wait()
+                times[name].append((time.perf_counter() - begin) / self.arguments.steps)
                 losses[name] = float("nan") if loss is None else float(loss)
                 others = sum(bytes_ for other, bytes_ in kept.items() if other != name)
                 peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated() - others)
         every: list[Any] = [None] * c10d.get_world_size()
-        host = {name: statistics.median(found) for name, found in hosts.items()}
-        c10d.all_gather_object(every, (peaks, losses, first, host))
+        c10d.all_gather_object(every, (peaks, losses, {name: statistics.median(hosts[name]) for name in names}))
         middle = {name: statistics.median(found) for name, found in times.items()}
-        memory = {name: " ".join(f"{each[0][name] / 2**30:.1f}" for each in every) for name in steps}
         tokens = rows * self.arguments.sequence
-        return (
-            f"{self.family:10} {tokens / middle['ours']:8,.0f} {tokens / middle['torch']:8,.0f} "
-            f"{middle['torch'] / middle['ours']:6.3f}   {memory['ours']:11} {memory['torch']:11}  "
-            f"{every[-1][1]['ours']:.3f} {every[-1][1]['torch']:.3f}  "
-            f"{_ms(every, 'ours')} of {middle['ours'] * 1e3:.0f}, {_ms(every, 'torch')} of {middle['torch'] * 1e3:.0f}  {first['ours']:.0f} s {first['torch']:.0f} s"
-        )
-
-
-def _ms(every: list[Any], name: str) -> str:
-    return "/".join(f"{each[3][name] * 1e3:.0f}" for each in every)
-
-
-def _wait() -> None:
-    torch.cuda.synchronize()
-    c10d.barrier()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+        lines = []
+        for name in names:
+            memory = " ".join(f"{each[0][name] / 2**30:.1f}" for each in every)
+            host = "/".join(f"{each[2][name] * 1e3:.0f}" for each in every)
+            lines.append(
+                f"{self.family:10} {name:12} {tokens / middle[name]:9,.0f} {middle['torch 1F1B'] / middle[name]:6.3f} "
+                f"{middle[name] * 1e3:7.0f} {min(times[name]) * 1e3:7.0f} {max(times[name]) * 1e3:7.0f}  {host:{4 * len(every)}} "
+                f"{first[name]:5.0f} s  {every[-1][1][name]:.3f}  {memory}"
+            )
+        return lines
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
-    parser.add_argument("--pipeline", default="interleaved", choices=["interleaved", "simple", "zero_bubble"])
+    parser.add_argument(
+        "--pipelines", nargs="+", default=["interleaved"], choices=["interleaved", "simple", "zero_bubble"]
+    )
     parser.add_argument("--memory-weight", type=float, help="memory weight of auto_partition; default: the library's")
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--microbatch", type=int, default=4, help="sequences in each microbatch")
@@ -252,35 +245,27 @@ def main() -> None:
         "--steps", type=int, default=3, help="timed steps of each pipeline in a round, after one step of warm-up"
     )
     arguments = parser.parse_args()
-    local_rank, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    if devices < int(os.environ["LOCAL_WORLD_SIZE"]):
-        os.environ["NCCL_HOSTID"] = f"rank {local_rank}"
-    torch.cuda.set_device(local_rank % devices)
-    smp.init({"partitions": int(os.environ["WORLD_SIZE"])})
-    rank, ranks = smp.rank(), smp.size()
-    # `smdrun` sets no address for PyTorch's rendezvous, so the ranks agree on a port.
-    port = smp.allgather(_free_port(), smp.WORLD)[0]
-    smp.shutdown()
-    store = c10d.TCPStore("127.0.0.1", port, ranks, rank == 0, timedelta(seconds=60))
-    c10d.init_process_group(
-        "nccl", store=store, rank=rank, world_size=ranks, device_id=torch.device("cuda", torch.cuda.current_device())
-    )
+    start("cuda")
+    rank, ranks = c10d.get_rank(), c10d.get_world_size()
     if rank == 0:
         print(
             f"{ranks} x {torch.cuda.get_device_name()}, {arguments.microbatches} microbatches of {arguments.microbatch} x "
-            f"{arguments.sequence}, {arguments.pipeline}, {arguments.rounds} rounds\n"
-            "family     tokens/s torch 1F1B  ratio  memory: ours  torch, GiB  last losses  host ms of a step: ours, torch  until the fourth step",
+            f"{arguments.sequence}, {arguments.rounds} rounds\n"
+            f"{'family':10} {'pipeline':12} {'tokens/s':>9} {'ratio':>6} {'step ms':>7} {'min':>7} {'max':>7}  "
+            f"{'host ms':{4 * ranks}} start, three steps; loss; GiB of each rank",
             flush=True,
         )
     for family in arguments.families:
-        line = Bench(family, arguments).run()
+        bench = Bench(family, arguments)
+        lines = bench.run()
         if rank == 0:
-            print(line, flush=True)
+            print("\n".join(lines), flush=True)
+        del bench
         smp.shutdown()
         gc.unfreeze()
         gc.collect()
         torch.cuda.empty_cache()
-    _wait()
+    wait()
     c10d.destroy_process_group()
 
 

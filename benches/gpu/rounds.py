@@ -18,8 +18,8 @@ import torch.distributed as c10d
 
 import smdistributed.modelparallel.torch as smp
 
-#: Runs one step of a variant; returns the loss of this rank.
-Step = Callable[[], torch.Tensor]
+#: Runs one step of a variant; returns the loss of this rank. The table has the mean over the ranks.
+Step = Callable[..., torch.Tensor]
 
 
 def start(device: str) -> torch.device:
@@ -39,6 +39,22 @@ def start(device: str) -> torch.device:
     more = {"device_id": where} if device == "cuda" else {}
     c10d.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=ranks, **more)
     return where
+
+
+def several_states(make: Callable[[], Step]) -> Step:
+    """Calls `make`, which initializes `smp`, and returns its step, so that the step finds the state that `make` left in
+    `smp.state`. A script has one such state; a bench has one for each of its variants.
+    """
+    smp.state.__dict__ = {}
+    smp.state.__init__()
+    own = smp.state.__dict__
+    step = make()
+
+    def run(*arguments: Any) -> Any:
+        smp.state.__dict__ = own
+        return step(*arguments)
+
+    return run
 
 
 def _free_port() -> int:
@@ -125,10 +141,11 @@ class Rounds:
                 slowest = [max(each[0][name][at] for each in every) for at in range(self.rounds)]
                 host = max(statistics.median(each[1][name]) for each in every)
                 middle = statistics.median(slowest)
+                loss = statistics.fmean(each[3][name] for each in every)
                 memory = " ".join(f"{each[2][name] / 2**30:.2f}" for each in every)
                 print(
                     f"{name:34} {tokens / middle:9,.0f} {middle * 1e3:8.2f} {min(slowest) * 1e3:8.2f} "
-                    f"{max(slowest) * 1e3:8.2f} {host * 1e3:8.2f}  {memory:11}  {every[0][3][name]:.4f}",
+                    f"{max(slowest) * 1e3:8.2f} {host * 1e3:8.2f}  {memory:11}  {loss:.4f}",
                     flush=True,
                 )
         gc.unfreeze()

@@ -66,10 +66,10 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         self.arguments, self.device = arguments, device
         width = arguments.width
+        heads = width // 64 if width >= 128 else 2
         self.config = LlamaConfig(
             hidden_size=width, intermediate_size=width * 11 // 4, num_hidden_layers=arguments.layers,
-            num_attention_heads=width // 64 if width >= 128 else 2,
-            num_key_value_heads=max(2, width // 512),
+            num_attention_heads=heads, num_key_value_heads=max(min(4, heads), width // 512),
             vocab_size=arguments.vocabulary, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         )  # fmt: skip
         generator = torch.Generator().manual_seed(c10d.get_rank())

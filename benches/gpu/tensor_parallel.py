@@ -21,6 +21,7 @@ from rounds import Rounds, Step, start
 from sharded import Bench as ShardedBench
 from sharded import add_arguments
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as tp
 from torch.nn import functional
@@ -107,9 +108,15 @@ class Bench(ShardedBench):
 
         return train
 
-    def theirs(self, shards_sequence: bool, is_async: bool = False) -> Step:
-        """PyTorch's tensor parallelism: column-wise, then row-wise products, and a loss over sharded logits."""
-        mesh = init_device_mesh(self.device.type, (c10d.get_world_size(),))
+    def theirs(self, shards_sequence: bool, is_async: bool = False, degree: int | None = None) -> Step:
+        """PyTorch's tensor parallelism: column-wise, then row-wise products, and a loss over sharded logits. With a
+        smaller degree than there are ranks, `fully_shard` uses the other dimension of the mesh.
+        """
+        degree = degree or c10d.get_world_size()
+        replicas = c10d.get_world_size() // degree
+        both = init_device_mesh(self.device.type, (replicas, degree), mesh_dim_names=("data", "tensor"))
+        mesh = both["tensor"]
+        ids = self.ids.chunk(replicas)[both.get_local_rank("data")]
         model = self.model(is_compiled=False)
         between = Shard(1) if shards_sequence else Replicate()
         plan: dict[str, Any] = {
@@ -147,13 +154,17 @@ class Bench(ShardedBench):
         if self.arguments.compile:
             for each in model.model.layers:
                 each.compile()
+        if replicas > 1:
+            for each in model.model.layers:
+                fully_shard(each, mesh=both["data"])
+            fully_shard(model, mesh=both["data"])
         optimizer = self._adamw(model)
-        targets = functional.pad(self.ids, (0, 1), value=-100)[:, 1:].flatten()
+        targets = functional.pad(ids, (0, 1), value=-100)[:, 1:].flatten()
 
         def train() -> torch.Tensor:
             optimizer.zero_grad()
             with tp.loss_parallel():
-                logits = model(input_ids=self.ids, use_cache=False, position_ids=self.positions).logits
+                logits = model(input_ids=ids, use_cache=False, position_ids=self.positions).logits
                 loss = functional.cross_entropy(logits.flatten(0, 1), targets)
                 loss.backward()
             optimizer.step()

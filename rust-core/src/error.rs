@@ -251,7 +251,7 @@ impl Error {
 
     /// Whether the error is that a member left the job in good order; it may have done its part before.
     pub fn is_orderly_departure(&self) -> bool {
-        matches!(self, Error::PeerFailed { how, .. } if *how == Departure::Left.to_string())
+        matches!(self, Error::PeerFailed { how, .. } if how.starts_with(&Departure::Left.to_string()))
     }
 
     /// The stable code.

@@ -107,6 +107,30 @@ struct Departed {
     closed: Option<(String, Option<usize>)>,
 }
 
+impl Departed {
+    /// The first rank that departed without `shutdown()`: its number, how many departed before it, and how it did.
+    fn first_failure(&self) -> Option<(usize, usize, &Departure)> {
+        let failed = self.departed.iter().filter(|(_, (_, how, _))| *how != Departure::Left);
+        failed.min_by_key(|(_, (order, ..))| *order).map(|(rank, (order, how, _))| (*rank, *order, how))
+    }
+
+    /// Describes how `rank` departed. It may have ended because another rank had failed, with which this process shares
+    /// no operation; then that rank is named too. An error that a rank reported itself says why.
+    fn describe(&self, rank: usize, how: &Departure) -> String {
+        let order = self.departed.get(&rank).map(|(order, ..)| *order);
+        match self.first_failure() {
+            Some((first, earlier, cause))
+                if first != rank
+                    && order.is_some_and(|order| earlier < order)
+                    && !matches!(how, Departure::Failed { .. }) =>
+            {
+                format!("{how} after rank {first} {cause}")
+            }
+            _ => how.to_string(),
+        }
+    }
+}
+
 impl Monitor {
     /// The monitor of global rank `me`.
     pub fn new(me: usize) -> Self {
@@ -168,15 +192,15 @@ impl Monitor {
     /// Fails if a wait for `members` (global ranks), during the operation `during`, can never end.
     ///
     /// # Errors
-    /// [`Error::PeerFailed`] naming the member that departed first (MON-3), or after [`Monitor::close_after`] the cause;
-    /// [`Error::Closed`] after [`Monitor::close`].
+    /// [`Error::PeerFailed`] naming the member that departed first, and the rank that failed before it, if there is one
+    /// (MON-3), or after [`Monitor::close_after`] the cause; [`Error::Closed`] after [`Monitor::close`].
     pub fn check(&self, members: &[usize], during: &str) -> Result<()> {
         if self.generation() == 0 {
             return Ok(());
         }
         let seen = self.seen.lock();
         let failed = |rank: usize, how: &Departure| {
-            Err(Error::PeerFailed { rank, how: how.to_string(), me: self.me(), during: during.to_owned() })
+            Err(Error::PeerFailed { rank, how: seen.describe(rank, how), me: self.me(), during: during.to_owned() })
         };
         let departed = members.iter().filter_map(|rank| Some((*rank, seen.departed.get(rank)?)));
         if let Some((rank, (_, how, _))) = departed.min_by_key(|(_, (order, how, _))| (*how == Departure::Left, *order))
@@ -197,9 +221,7 @@ impl Monitor {
 
     /// Returns the first rank that departed without `shutdown()`, and how: the cause of later departures (MON-3).
     pub fn first_failure(&self) -> Option<(usize, Departure)> {
-        let seen = self.seen.lock();
-        let failed = seen.departed.iter().filter(|(_, (_, how, _))| *how != Departure::Left);
-        failed.min_by_key(|(_, (order, ..))| *order).map(|(rank, (_, how, _))| (*rank, how.clone()))
+        self.seen.lock().first_failure().map(|(rank, _, how)| (rank, how.clone()))
     }
 
     /// Returns when the departure of `rank` was reported, if it was.
@@ -263,6 +285,12 @@ mod tests {
         let is_orderly = |members: &[usize]| monitor.check(members, "barrier").unwrap_err().is_orderly_departure();
         assert!(is_orderly(&[0, 1]));
         assert!(!is_orderly(&[0, 1, 2]));
+        monitor.report(5, Departure::Left);
+        assert_eq!(
+            text(&[0, 5]),
+            "rank 5 left the job after rank 3 died (killed by signal 9) while rank 0 was in barrier"
+        );
+        assert!(is_orderly(&[0, 5]));
     }
 
     #[test]

@@ -1,13 +1,16 @@
-"""A plain GPT-2 (learned positions, pre-norm blocks, head tied to the token embedding), and that of transformers."""
+"""Causal language models that return their loss: a plain GPT-2 (learned positions, pre-norm blocks, head tied to the
+token embedding), and the GPT-2 and the Llama of transformers.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional
 
-#: Width, layers and heads of the published sizes.
+#: Width, layers and heads of the published sizes of GPT-2.
 SIZES = {"124M": (768, 12, 12), "350M": (1024, 24, 16), "774M": (1280, 36, 20), "1.5B": (1600, 48, 25)}
 VOCABULARY = 50_257
+LLAMA_VOCABULARY = 32_000
 CONTEXT = 1024
 
 
@@ -71,3 +74,29 @@ class HuggingFaceGPT(torch.nn.Module):
     def forward(self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
         logits = self.model(input_ids=tokens_BT, use_cache=False).logits
         return functional.cross_entropy(logits.view(-1, VOCABULARY), targets_BT.reshape(-1))
+
+
+class HuggingFaceLlama(torch.nn.Module):
+    """The Llama of transformers with 1.1 billion parameters. Returns the mean loss of predicting each next token."""
+
+    def __init__(self) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        config = LlamaConfig(
+            hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32,
+            num_key_value_heads=4, vocab_size=LLAMA_VOCABULARY,
+        )  # fmt: skip
+        self.model = LlamaForCausalLM._from_config(config)
+        self.blocks = self.model.model.layers
+
+    def forward(self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        logits = self.model(input_ids=tokens_BT, use_cache=False).logits
+        return functional.cross_entropy(logits.view(-1, LLAMA_VOCABULARY), targets_BT.reshape(-1))
+
+
+def make(name: str) -> torch.nn.Module:
+    """Makes a model: a size of GPT-2, ``hf-`` and a size for that of transformers, or ``hf-llama``."""
+    if name == "hf-llama":
+        return HuggingFaceLlama()
+    return (HuggingFaceGPT if name.startswith("hf-") else GPT)(*SIZES[name.removeprefix("hf-")])
