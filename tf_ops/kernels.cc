@@ -148,7 +148,7 @@ class AllGatherKernel final : public CollectiveKernel {
 // Divides dimension 0 into blocks, one for each rank: the sizes in `given`, or equal blocks if it is empty. Returns an
 // error text if they do not fit.
 std::string blocks(const Tensor& tensor, const Tensor& given, std::size_t ranks, std::vector<std::size_t>& rows) {
-  if (tensor.dims() == 0) return "a scalar has no rows to share out";
+  if (tensor.dims() == 0) return "a scalar has no rows to scatter";
   const std::int64_t all = tensor.dim_size(0);
   const std::int64_t members = static_cast<std::int64_t>(ranks);
   if (given.NumElements() == 0) {

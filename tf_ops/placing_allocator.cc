@@ -59,12 +59,12 @@ class PlacingAllocator final : public tsl::AllocatorWrapper {
   }
 
   void DeallocateRaw(void* data) override {
-    if (!slots_.give_back(data)) wrapped()->DeallocateRaw(data);
+    if (!slots_.release(data)) wrapped()->DeallocateRaw(data);
   }
 
   // Not marked `override`: TensorFlow 2.17 and older do not call it.
   virtual void DeallocateRaw(void* data, std::size_t alignment, std::size_t num_bytes) {
-    if (!slots_.give_back(data)) compat::deallocate(*wrapped(), data, alignment, num_bytes, compat::Preferred());
+    if (!slots_.release(data)) compat::deallocate(*wrapped(), data, alignment, num_bytes, compat::Preferred());
   }
 
   // TensorFlow's allocator does not know the slots, so it cannot report their sizes; tracking sizes is optional.

@@ -49,7 +49,7 @@ class PlacingAllocator final : public c10::Allocator {
  private:
   static void release(void* data) {
     auto& self = instance();
-    if (!self.slots_.give_back(data)) self.release_base_(data);
+    if (!self.slots_.release(data)) self.release_base_(data);
   }
 
   c10::Allocator* base_;

@@ -64,7 +64,7 @@ pub unsafe fn run_together(calls: &[ffi::Call]) -> Result<(), Report> {
         let Some(first) = calls.first() else { return Ok(()) };
         if let Some(other) = calls.iter().find(|call| call.group != first.group) {
             let (group, other) = (first.group, other.group);
-            return Err(Error::Internal(format!("operations of groups {group} and {other} were to run as one")));
+            return Err(Error::Internal(format!("a batch mixes operations of groups {group} and {other}")));
         }
         // SAFETY: the caller's promise.
         let requests = calls.iter().map(|call| unsafe { request(call, None) }).collect::<Result<Vec<_>>>()?;
@@ -469,14 +469,16 @@ unsafe fn request(call: &ffi::Call, outputs_of: Option<&Arc<Shared>>) -> Result<
 fn later(call: &ffi::Call, outputs: Option<&Arc<Shared>>) -> Result<Arc<dyn MakeOutputs>> {
     match outputs {
         Some(outputs) => Ok(outputs.clone()),
-        None => Err(Error::Internal(format!("nobody makes the outputs of `{}`", name(call.collective)))),
+        None => {
+            Err(Error::Internal(format!("`{}` needs a callback that allocates its outputs", name(call.collective))))
+        }
     }
 }
 
 fn one(call: &ffi::Call, views: Vec<TensorView>) -> Result<TensorView> {
     match views[..] {
         [view] => Ok(view),
-        _ => Err(Error::Internal(format!("`{}` came with {} tensors, not one", name(call.collective), views.len()))),
+        _ => Err(Error::Internal(format!("`{}` got {} tensors, expected one", name(call.collective), views.len()))),
     }
 }
 
@@ -612,7 +614,7 @@ mod tests {
         let report = refusal(&ffi::Call { peer: -1, ..call(ffi::Collective::Broadcast, &[], &views) });
         assert_eq!(report, "`broadcast`: rank -1 is not a rank of the group [smd:invalid_argument]");
         let report = refusal(&call(ffi::Collective::AllReduce, &[], &views));
-        assert!(report.contains("`all_reduce` came with 0 tensors, not one"), "{report}");
+        assert!(report.contains("`all_reduce` got 0 tensors, expected one"), "{report}");
         let report = refusal(&call(ffi::Collective { repr: 99 }, &[], &[]));
         assert!(report.contains("a shim asked for operation 99"), "{report}");
     }

@@ -91,7 +91,11 @@ impl GradientPlan {
     fn spec(&self, param: usize) -> Result<&ParamSpec> {
         let params = &self.spec.description.params;
         params.get(param).ok_or_else(|| {
-            Error::InvalidArgument(format!("plan {} has {} parameters, and none {param}", self.number, params.len()))
+            Error::InvalidArgument(format!(
+                "plan {} has {} parameters, so there is no parameter {param}",
+                self.number,
+                params.len()
+            ))
         })
     }
 

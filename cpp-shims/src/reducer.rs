@@ -177,7 +177,7 @@ impl Reducer {
         if param < count {
             return Ok(param);
         }
-        Err(Error::InvalidArgument(format!("the reducer has {count} parameters, and none {param}")))
+        Err(Error::InvalidArgument(format!("the reducer has {count} parameters, so there is no parameter {param}")))
     }
 
     pub fn await_step(&self) -> Result<(), Report> {
@@ -357,7 +357,7 @@ impl Reducer {
 }
 
 fn no_bucket(index: usize, count: usize) -> Error {
-    Error::InvalidArgument(format!("the plan has {count} buckets, and none {index}"))
+    Error::InvalidArgument(format!("the plan has {count} buckets, so there is no bucket {index}"))
 }
 
 impl SlotLease {
@@ -417,7 +417,7 @@ mod tests {
         let reducer = new_reducer(&[], &[param], &options).expect("it can be made");
         assert_eq!(reducer.bucket(0).expect("it is there").num_buckets, 1);
         let report = reducer.bucket(1).expect_err("it is not there").to_string();
-        assert_eq!(report, "the plan has 1 buckets, and none 1 [smd:invalid_argument]");
+        assert_eq!(report, "the plan has 1 buckets, so there is no bucket 1 [smd:invalid_argument]");
         drop(reducer);
         session::shutdown();
     }

@@ -339,7 +339,7 @@ fn checkpoint_check_tag(py: Python<'_>, tag: &str) -> PyResult<()> {
 }
 
 fn kind_named(name: &str) -> Result<CheckpointKind> {
-    CheckpointKind::named(name).ok_or_else(|| Error::InvalidArgument(format!("`{name}` is no kind of checkpoint")))
+    CheckpointKind::named(name).ok_or_else(|| Error::InvalidArgument(format!("`{name}` is not a kind of checkpoint")))
 }
 
 fn json(what: &str, text: &str) -> Result<serde_json::Value> {
@@ -348,7 +348,9 @@ fn json(what: &str, text: &str) -> Result<serde_json::Value> {
 
 fn source((name, dtype, shape, start, lengths, address, held): SourceRow) -> Result<SourceSlice> {
     let Some(dtype) = StoredDType::named(&dtype) else {
-        return Err(Error::InvalidArgument(format!("tensor `{name}`: `{dtype}` is no element type of a checkpoint")));
+        return Err(Error::InvalidArgument(format!(
+            "tensor `{name}`: `{dtype}` is not an element type of a checkpoint"
+        )));
     };
     Ok(SourceSlice { name, dtype, shape, slice: Slice { start, shape: lengths }, address: address as *const u8, held })
 }

@@ -47,7 +47,7 @@ fn operation(row: Row) -> Result<Operation> {
         "input" => OperationRole::Input,
         "hands_out" => OperationRole::HandsOut,
         "computes" => OperationRole::Computes,
-        other => return Err(Error::InvalidArgument(format!("`{other}` is no role of an operation"))),
+        other => return Err(Error::InvalidArgument(format!("`{other}` is not a role of an operation"))),
     };
     Ok(Operation {
         name: row.name,

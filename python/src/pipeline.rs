@@ -151,7 +151,7 @@ pub fn timeline_stage(
     const KINDS: [&str; 8] = ["forward", "backward", "input", "weight", "send", "receive", "wait", trace::SYNCHRONOUS];
     enter(py, || {
         let name = KINDS.into_iter().find(|name| *name == kind);
-        let name = name.ok_or_else(|| Error::InvalidArgument(format!("`{kind}` is nothing that a pipeline does")))?;
+        let name = name.ok_or_else(|| Error::InvalidArgument(format!("`{kind}` is not an action of a pipeline")))?;
         trace::complete(name, Track::Stage(stage), start, end, Some(("microbatch", microbatch)));
         for from in takes {
             // Follows its forward, with the same start: `smdrun report` treats both as one.

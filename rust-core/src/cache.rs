@@ -67,7 +67,7 @@ fn choose(configured: Option<PathBuf>, temporary: PathBuf, speaks: bool) -> Resu
 fn unusable(folder: &Path) -> Option<String> {
     let shown = folder.display();
     if let Err(error) = make(folder) {
-        return Some(format!("`{shown}` cannot be made: {error}"));
+        return Some(format!("`{shown}` cannot be created: {error}"));
     }
     if let Some(why) = untrusted(folder) {
         return Some(why);
@@ -77,7 +77,7 @@ fn unusable(folder: &Path) -> Option<String> {
             Some(format!("`{shown}` is on a file system from which no library is loaded (it is mounted `noexec`)"))
         }
         Ok(_) => None,
-        Err(error) => Some(format!("`{shown}` cannot be looked at: {error}")),
+        Err(error) => Some(format!("`{shown}` cannot be inspected: {error}")),
     }
 }
 
@@ -105,7 +105,7 @@ pub fn untrusted(path: &Path) -> Option<String> {
     let found = std::path::absolute(path).and_then(|written| Ok([written, std::fs::canonicalize(path)?]));
     let ways = match found {
         Ok(ways) => ways,
-        Err(error) => return Some(format!("`{}` cannot be looked at: {error}", path.display())),
+        Err(error) => return Some(format!("`{}` cannot be inspected: {error}", path.display())),
     };
     ways.iter().flat_map(|way| way.ancestors()).find_map(|part| trust.objection(part))
 }
@@ -138,7 +138,7 @@ impl TrustedOwners {
         let shown = part.display();
         let data = match std::fs::symlink_metadata(part) {
             Ok(data) => data,
-            Err(error) => return Some(format!("`{shown}` cannot be looked at: {error}")),
+            Err(error) => return Some(format!("`{shown}` cannot be inspected: {error}")),
         };
         let owner = data.uid();
         let is_folder = data.is_dir();
@@ -248,7 +248,7 @@ mod tests {
         assert!(untrusted(&link).is_some());
         symlink(&scratch.0, scratch.0.join("wide/back")).unwrap();
         assert!(untrusted(&scratch.0.join("wide/back/mine.so")).is_some(), "the way there counts");
-        assert!(untrusted(&scratch.0.join("missing.so")).unwrap().contains("cannot be looked at"));
+        assert!(untrusted(&scratch.0.join("missing.so")).unwrap().contains("cannot be inspected"));
     }
 
     #[test]
@@ -292,7 +292,7 @@ mod tests {
         let impossible = scratch.file("file", 0o600).join("inside");
         let chosen = choose(Some(impossible), own.clone(), true).unwrap();
         assert_eq!(chosen.path, own);
-        assert!(chosen.warning.is_some_and(|text| text.contains("file/inside` cannot be made")));
+        assert!(chosen.warning.is_some_and(|text| text.contains("file/inside` cannot be created")));
     }
 
     #[test]

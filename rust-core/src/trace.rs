@@ -72,7 +72,7 @@ impl Track {
 
 /// Name of the event that shows which stages a stage gets values from, and of its argument.
 pub const TAKES: &str = "takes";
-/// Name of the event of a call that left the pipeline: all ranks waited for one of them.
+/// Name of the event of a synchronous call in a pipeline step: all ranks waited for the rank that ran it.
 pub const SYNCHRONOUS: &str = "synchronous";
 /// See [`TAKES`].
 pub const TAKES_FROM: &str = "stage";

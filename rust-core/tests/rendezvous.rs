@@ -24,7 +24,7 @@ fn serve(size: usize) -> Server {
     let options = server::ServerOptions {
         key,
         size: Some(size),
-        patience: Duration::ZERO,
+        death_cause_timeout: Duration::ZERO,
         peer_timeout: Duration::from_secs(10),
     };
     Server::serve(listener, options).unwrap()
@@ -358,7 +358,7 @@ fn a_member_that_breaks_the_protocol_is_out_and_the_others_hear_of_it() {
             }
             _ => {
                 use smd_core::world::rendezvous::message::{ToServer, encode};
-                sealer.seal(&encode(&ToServer::Goodbye), &mut bytes);
+                sealer.seal(&encode(&ToServer::Depart), &mut bytes);
             }
         }
         stream.write_all(&bytes).unwrap();

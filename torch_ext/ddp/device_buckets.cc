@@ -21,7 +21,7 @@ at::ScalarType scalar_type_of(DType dtype) {
     case DType::BFloat16:
       return at::kBFloat16;
     default:
-      TORCH_INTERNAL_ASSERT(false, "gradients travel as what they are or as 16-bit floats");
+      TORCH_INTERNAL_ASSERT(false, "gradients are sent in their own type or as 16-bit floats");
   }
 }
 

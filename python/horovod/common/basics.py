@@ -83,16 +83,17 @@ class HorovodBasics:
         made_of_communicators = [one for one in sets if one.mpi_comm is not None]
         if made_of_communicators and not _is_communicator(comm):
             raise NotImplementedError(
-                "process sets from communicators need a world from one: `init(comm=MPI.COMM_WORLD, process_sets=...)`"
+                "process sets from communicators need a world from a communicator: `init(comm=MPI.COMM_WORLD, "
+                "process_sets=...)`"
             )
         try:
-            start, patience = time.monotonic(), float(_core.setting("SMD_ELASTIC_TIMEOUT_SECONDS"))
+            start, timeout = time.monotonic(), float(_core.setting("SMD_ELASTIC_TIMEOUT_SECONDS"))
             while True:
                 joins = not _core.is_initialized()
                 if joins and driven.is_driven():
-                    driven.join(patience)
+                    driven.join(timeout)
                 elif joins:
-                    driven.meet()
+                    driven.set_rendezvous()
                     lifecycle.init()
                     _start_mpi()
                 try:
@@ -100,7 +101,7 @@ class HorovodBasics:
                     break
                 except RuntimeError as error:
                     others = joins and driven.is_elastic() and may_pass(error)
-                    if not others or time.monotonic() - start > patience:
+                    if not others or time.monotonic() - start > timeout:
                         raise
                     # Another worker died early: this one takes part in the next session.
                     self.shutdown()
@@ -462,7 +463,7 @@ def _world_ranks(comm: Any) -> list[int] | None:
         return _communicator_ranks(comm)
     if isinstance(comm, (list, tuple, range)):
         if not all(isinstance(rank, numbers.Integral) and int(rank) >= 0 for rank in comm):
-            raise ValueError(f"Invalid type of argument comm: {comm!r} is no list of ranks")
+            raise ValueError(f"Invalid type of argument comm: {comm!r} is not a list of ranks")
         return [int(rank) for rank in comm] or None
     if hasattr(comm, "Get_rank"):
         raise ValueError("Horovod has not been built with MPI support for communicators that are not mpi4py's")

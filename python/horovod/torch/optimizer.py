@@ -73,7 +73,7 @@ class _DistributedOptimizer(_Base):
         self._groups: list[list[torch.Tensor]] = []
         self._arrived: dict[int, set[torch.Tensor]] = {}
         self._planned_reducer = PlannedReducer(
-            self._parameter_names, op, gradient_predivide_factor, compression, process_set, self._give_back
+            self._parameter_names, op, gradient_predivide_factor, compression, process_set, self._submit_declined
         )
         # `size` comes first, because it raises if `init` has not been called.
         self._active = (size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1") and process_set.included()
@@ -141,7 +141,7 @@ class _DistributedOptimizer(_Base):
                 # The hook has counted this accumulation, which is still to come in the reducer's hook.
                 current = parameter if accumulating else None
                 planned.begin(self._parameters(), lambda each: 1 if each is current else self._passes_left(each))
-            for earlier in planned.given_back(in_hook=True):
+            for earlier in planned.take_declined(in_hook=True):
                 self._start_by_name(earlier)
             if planned.take(parameter, accumulating):
                 self._handles[parameter] = None
@@ -151,9 +151,9 @@ class _DistributedOptimizer(_Base):
     def _passes_left(self, parameter: torch.Tensor) -> int:
         return self._allreduce_delay[parameter] if parameter in self._requires_update else 0
 
-    def _give_back(self) -> None:
+    def _submit_declined(self) -> None:
         with self._planned_reducer.lock, self._planned_reducer.stream():
-            for parameter in self._planned_reducer.given_back(in_hook=False):
+            for parameter in self._planned_reducer.take_declined(in_hook=False):
                 try:
                     self._start_by_name(parameter)
                 except (RuntimeError, ValueError) as error:

@@ -255,9 +255,7 @@ def cache_dir() -> Path:
     try:
         return Path(_core.setting("SMD_CACHE_DIR")).expanduser()
     except RuntimeError as error:
-        raise ShimError(
-            f"no place to keep shims: {error}; set SMD_CACHE_DIR to a folder that can be written"
-        ) from error
+        raise ShimError(f"no folder for shims: {error}; set SMD_CACHE_DIR to a writable folder") from error
 
 
 def ensure(framework: Framework) -> Path:
@@ -563,7 +561,7 @@ def _say(text: str) -> None:
 def main() -> None:
     """Build shims for the installed frameworks, to be shipped with the package."""
     parser = argparse.ArgumentParser(prog="python -m smdistributed._common.shims", description=main.__doc__)
-    parser.add_argument("frameworks", nargs="*", help=f"which ones, of {', '.join(sorted(FRAMEWORKS))}")
+    parser.add_argument("frameworks", nargs="*", help=f"frameworks to build for: {', '.join(sorted(FRAMEWORKS))}")
     parser.add_argument("--sources", action="store_true", help="print the digests of the sources, and build nothing")
     parser.add_argument("--into", type=Path, default=PREBUILT, help="folder (default: the package's own)")
     arguments = parser.parse_args()

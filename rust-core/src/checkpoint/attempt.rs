@@ -29,7 +29,7 @@ pub(super) const OLD: &str = "old";
 const ENDING: &str = ".smd-attempt";
 /// How long a rank sleeps between two polls of other ranks' files: a fraction of the time it has waited, within
 /// bounds.
-const LOOKS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(50));
+const POLL_INTERVAL_BOUNDS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(50));
 
 /// What an attempt saves, and which ranks take part. All fields except `rank` are equal on all ranks.
 #[derive(Clone, Debug)]
@@ -236,7 +236,7 @@ impl SaveAttempt {
                 }
                 // Not even the reason could be written to that rank's disk.
                 None if seen[rank] && !status::exists(&self.folder, rank) => {
-                    failure.get_or_insert_with(|| format!("rank {rank}: it gave up, and could not write why"));
+                    failure.get_or_insert_with(|| format!("rank {rank}: it stopped, and could not write the reason"));
                     true
                 }
                 None => true,
@@ -274,7 +274,7 @@ impl SaveAttempt {
             Some(Status::Committed) => Ok(true),
             Some(Status::Failed(why)) => Err(Error::io(self.setting.during(), std::io::Error::other(why))),
             None if !status::exists(&self.folder, 0) => {
-                let why = "rank 0: it gave up, and could not write why";
+                let why = "rank 0: it stopped, and could not write the reason";
                 Err(Error::io(self.setting.during(), std::io::Error::other(why)))
             }
             _ => Ok(false),
@@ -361,7 +361,7 @@ fn wait_until(
             return Err(expired(waited));
         }
         look()?;
-        std::thread::sleep((waited / 20).clamp(LOOKS.0, LOOKS.1));
+        std::thread::sleep((waited / 20).clamp(POLL_INTERVAL_BOUNDS.0, POLL_INTERVAL_BOUNDS.1));
     }
     Ok(())
 }

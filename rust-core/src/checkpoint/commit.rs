@@ -33,7 +33,7 @@ pub(super) fn commit(attempt: &SaveAttempt, mut manifest: Manifest, notes: Vec<W
                 return Err(Error::Mismatch {
                     during: format!("saving checkpoint `{tag}`"),
                     detail: format!(
-                        "tensor `{}` is {} {:?} on one and {} {:?} on another",
+                        "tensor `{}` is {} {:?} on one rank and {} {:?} on another",
                         tensor.name, last.dtype, last.shape, tensor.dtype, tensor.shape
                     ),
                 });
@@ -126,7 +126,7 @@ pub(super) fn retain(attempt: &SaveAttempt, keep: usize) -> Result<()> {
     for (_, other) in others {
         let place = directory.join(&other);
         if !is_whole_and_ours(&place, *kind)? {
-            tracing::warn!("`{}` stays: it holds more than its checkpoint", place.display());
+            tracing::warn!("`{}` is kept, because it contains more than its checkpoint", place.display());
             continue;
         }
         // Renamed to a hidden name first, so that a partly removed checkpoint is not taken for a complete one.

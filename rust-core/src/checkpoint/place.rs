@@ -25,19 +25,19 @@ pub fn check_tag(tag: &str) -> Result<()> {
     let why = if tag.is_empty() {
         "it is empty"
     } else if tag.contains('/') {
-        "it has a `/`, and a checkpoint lies in its folder itself"
+        "it has a `/`, but a checkpoint must lie directly in its folder"
     } else if tag.starts_with('.') {
         "it begins with a dot"
     } else if tag.contains('\0') {
         "it has a zero byte"
     } else if tag == NEWEST {
-        "the file that names the newest checkpoint is called so"
+        "it is the name of the file that records the newest checkpoint"
     } else if tag.len() > TAG_BYTES {
         "it has more than 200 bytes"
     } else {
         return Ok(());
     };
-    Err(Error::InvalidArgument(format!("{tag:?} is no name for a checkpoint: {why}")))
+    Err(Error::InvalidArgument(format!("{tag:?} is not a valid name for a checkpoint: {why}")))
 }
 
 /// The name of the file with the user content of a full checkpoint.
@@ -74,7 +74,7 @@ pub(super) fn check(directory: &Path, tag: &str, kind: CheckpointKind) -> Result
         return Err(foreign(&place, &format!("is a {} checkpoint", manifest.kind)));
     }
     match foreign_file(&place, &manifest)? {
-        Some(name) => Err(foreign(&place, &format!("holds `{name}`, which is no part of the checkpoint"))),
+        Some(name) => Err(foreign(&place, &format!("holds `{name}`, which is not part of the checkpoint"))),
         None => Ok(()),
     }
 }

@@ -105,7 +105,7 @@ impl Checkpoint {
             let bytes = target.slice.elems().and_then(|elems| elems.checked_mul(tensor.dtype.bytes()));
             if !target.slice.lies_in(&tensor.shape) || bytes != Some(target.bytes) {
                 return Err(Error::InvalidArgument(format!(
-                    "tensor `{}` is {} {:?} in checkpoint `{}`; {:?} in {} bytes is no slice of it",
+                    "tensor `{}` is {} {:?} in checkpoint `{}`; {:?} in {} bytes is not a slice of it",
                     target.name, tensor.dtype, tensor.shape, self.tag, target.slice, target.bytes
                 )));
             }
@@ -194,7 +194,7 @@ impl Checkpoint {
         let file = File::open(&path).map_err(failed("opening", &path))?;
         let bytes = file.metadata().map_err(failed("reading", &path))?.len();
         if bytes != entry.bytes {
-            return Err(damaged(&path, format!("it has {bytes} bytes, and was written with {}", entry.bytes)));
+            return Err(damaged(&path, format!("it has {bytes} bytes, expected {}", entry.bytes)));
         }
         Ok(file)
     }
@@ -268,7 +268,7 @@ impl Checkpoint {
             return Err(damaged(
                 &path(),
                 format!(
-                    "bytes {} to {} of it, in tensor `{}`, have the checksum {found:08x}, and were written with {written:08x}",
+                    "bytes {} to {} of it, in tensor `{}`, have the checksum {found:08x}, expected {written:08x}",
                     read.piece.offset + begin,
                     read.piece.offset + end,
                     read.tensor.name

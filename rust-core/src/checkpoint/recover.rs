@@ -14,7 +14,7 @@ use super::{MANIFEST, failed, status};
 use crate::error::{Error, Result};
 
 /// How long a folder without a status file is left alone: its rank 0 may be about to write one.
-const YOUNG: Duration = Duration::from_secs(60);
+const NEW_FOLDER_AGE: Duration = Duration::from_secs(60);
 
 /// Whether a save writes files with this name.
 fn is_known(name: &str) -> bool {
@@ -49,7 +49,7 @@ pub fn clean(directory: &Path) -> Result<()> {
         let holders = status::all(&found.folder);
         let is_young = || {
             let made = found.folder.metadata().and_then(|folder| folder.modified());
-            made.is_ok_and(|made| made.elapsed().is_ok_and(|age| age < YOUNG))
+            made.is_ok_and(|made| made.elapsed().is_ok_and(|age| age < NEW_FOLDER_AGE))
         };
         let is_free = if holders.is_empty() { !is_young() } else { status::are_free(&holders) };
         if is_free {

@@ -15,7 +15,7 @@ use super::write::{RankSave, write};
 use crate::error::{Error, Result};
 
 /// How long a caller sleeps between two polls of a running save.
-const LOOK: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Options that are common to all saves of a [`Saver`].
 #[derive(Clone, Debug)]
@@ -166,7 +166,7 @@ impl Saver {
     pub fn wait(&self, look: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         let mut busy = self.outcome.busy.lock();
         while *busy {
-            if self.outcome.done.wait_for(&mut busy, LOOK).timed_out() {
+            if self.outcome.done.wait_for(&mut busy, POLL_INTERVAL).timed_out() {
                 look()?;
             }
         }

@@ -98,7 +98,7 @@ pub(crate) fn offset_bytes(
     let offset = words_at(memory, rank, phase)[4] as usize;
     if !offset.is_multiple_of(64) || offset.checked_add(bytes).is_none_or(|end| end > window.bytes()) {
         return Err(Error::Internal(format!(
-            "member {rank} of this host gave offset {offset} for {bytes} bytes in a window of {}",
+            "member {rank} of this host passed offset {offset} for {bytes} bytes in a window of {}",
             window.bytes()
         )));
     }
@@ -250,7 +250,7 @@ fn agree_in_tree(
         calls.sort_by_key(|(member, _)| *member);
         let calls: Vec<Call> = calls.into_iter().map(|(_, call)| call).collect();
         if calls.len() != group.members.size() {
-            return Err(Error::Internal(format!("{} calls of {} members came", calls.len(), group.members.size())));
+            return Err(Error::Internal(format!("got {} calls of {} members", calls.len(), group.members.size())));
         }
         compare(&calls, &group.members.ranks)
     } else {

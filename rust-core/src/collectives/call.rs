@@ -323,7 +323,7 @@ fn is_member(name: &str, root: usize, size: usize) -> Result<()> {
     if root < size {
         return Ok(());
     }
-    Err(Error::InvalidArgument(format!("{name}: root {root} is no rank of a group of {size}")))
+    Err(Error::InvalidArgument(format!("{name}: root {root} is not a rank of a group of {size}")))
 }
 
 fn same_shape(name: &str, input: &TensorView, output: &TensorView) -> Result<()> {

@@ -14,7 +14,7 @@ use super::communicator::{Done, spoil};
 use crate::buffer::{Device, TensorView};
 use crate::error::{Error, Limit, Result};
 use crate::metrics;
-use crate::transport::{Message, NAP, Tag, Transport, Wait, wait_all};
+use crate::transport::{Message, POLL_INTERVAL, Tag, Transport, Wait, wait_all};
 use crate::world::Monitor;
 
 /// Tags of monitored barriers: of the question, and of answers and results. The number of the barrier is added to the
@@ -176,7 +176,7 @@ impl PointToPointShared {
         let size = self.transport.members().size();
         let check = |peer: Option<usize>, data: &TensorView| match (peer, data.device()) {
             (Some(peer), _) if peer >= size => Err(Error::InvalidArgument(format!(
-                "{}: rank {peer} is no rank of a group of {size}",
+                "{}: rank {peer} is not a rank of a group of {size}",
                 describe(request)
             ))),
             (_, Device::Cuda(_)) => {
@@ -297,7 +297,7 @@ impl PointToPointShared {
                 continue;
             }
             match wait.check(|| first.to_vec()) {
-                Ok(()) => transport.doze(seen, NAP),
+                Ok(()) => transport.wait_doorbell(seen, POLL_INTERVAL),
                 Err(error) => break Err(error),
             }
         };
@@ -358,7 +358,7 @@ impl PointToPointShared {
             }
             pending = waiting;
             if pending.len() == before && self.state.lock().submitted.is_empty() {
-                self.transport.doze(seen, NAP);
+                self.transport.wait_doorbell(seen, POLL_INTERVAL);
             }
         }
     }

@@ -114,7 +114,7 @@ impl Context {
         let mut raw = std::ptr::null_mut();
         // SAFETY: `raw` is valid for the write, and the device was found above.
         check(unsafe { sys::cuDevicePrimaryCtxRetain(&mut raw, handle) }, || {
-            format!("making the context of `cuda:{device}`")
+            format!("creating the context of `cuda:{device}`")
         })?;
         let properties = properties(device, handle)?;
         let context: &'static Context = Box::leak(Box::new(Context { device, handle, raw, properties }));
@@ -141,7 +141,7 @@ impl Context {
         let mut current = std::ptr::null_mut();
         // SAFETY: `current` is valid for the write.
         let asked = unsafe { sys::cuCtxGetCurrent(&mut current) };
-        check(asked, || "asking for the current CUDA context".into())?;
+        check(asked, || "querying the current CUDA context".into())?;
         if current == self.raw {
             return Ok(ContextGuard { pushed: false, guard, not_send: std::marker::PhantomData });
         }
@@ -184,7 +184,7 @@ impl Context {
         let (mut least, mut greatest) = (0, 0);
         // SAFETY: both are valid for the write.
         check(unsafe { sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest) }, || {
-            "asking for the priorities of streams".into()
+            "querying the priorities of streams".into()
         })?;
         Ok((least, greatest))
     }
@@ -227,7 +227,7 @@ pub(crate) fn relaxed<T>(action: impl FnOnce() -> T) -> T {
 }
 
 fn properties(device: u16, handle: sys::CUdevice) -> Result<Properties> {
-    let during = || format!("asking for the properties of `cuda:{device}`");
+    let during = || format!("querying the properties of `cuda:{device}`");
     let attribute = |attribute: Attribute| -> Result<u32> {
         let mut value = 0;
         // SAFETY: `value` is valid for the write; the device was found by the driver.

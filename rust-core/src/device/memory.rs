@@ -268,7 +268,7 @@ pub unsafe fn fill(to: u64, value: u8, bytes: usize, stream: &Stream) -> Result<
 pub unsafe fn copy_tensor(from: &TensorView, to: &TensorView) -> Result<()> {
     if from.bytes() != to.bytes() || from.device() != to.device() {
         return Err(Error::InvalidArgument(format!(
-            "{} bytes on {:?} were to be copied to {} bytes on {:?}",
+            "cannot copy {} bytes on {:?} to {} bytes on {:?}",
             from.bytes(),
             from.device(),
             to.bytes(),

@@ -57,7 +57,7 @@ impl Stream {
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: `raw` is valid for the write and the context is current.
         check(unsafe { sys::cuStreamCreateWithPriority(&mut raw, flags, priority) }, || {
-            format!("making a stream on `cuda:{}`", context.device())
+            format!("creating a stream on `cuda:{}`", context.device())
         })?;
         Ok(Self { raw, context, owned: true })
     }
@@ -140,7 +140,7 @@ impl Stream {
     }
 
     fn asking(&self) -> String {
-        format!("asking whether a stream of `cuda:{}` is captured", self.context.device())
+        format!("querying whether a stream of `cuda:{}` is captured", self.context.device())
     }
 
     /// Whether all queued work is done.
@@ -152,9 +152,7 @@ impl Stream {
         // SAFETY: the stream lives.
         match unsafe { sys::cuStreamQuery(self.raw) } {
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            answer => {
-                check(answer, || format!("looking at a stream of `cuda:{}`", self.context.device())).map(|()| true)
-            }
+            answer => check(answer, || format!("querying a stream of `cuda:{}`", self.context.device())).map(|()| true),
         }
     }
 

@@ -79,7 +79,7 @@ impl Distribution {
             ),
             Some(groups) => return Err(Error::Config(format!("`instance_groups` is {groups}: expected a list"))),
         }
-        this.warnings.extend(top.keys().map(|key| format!("`{key}` is no key of a distribution: ignored")));
+        this.warnings.extend(top.keys().map(|key| format!("`{key}` is not a key of a distribution: ignored")));
 
         if smdistributed.len() > 1 {
             let keys: Vec<_> = smdistributed.keys().collect();

@@ -11,7 +11,7 @@ const KEPT_LINES: usize = 200;
 const SHOWN_LINES: usize = 24;
 /// The kernel closes a dying process's files and sockets before it notifies the parent. So peers may raise exceptions
 /// this long before the death is noticed here.
-const DEATH_NEWS_TIME: Duration = Duration::from_millis(500);
+const DEATH_NOTICE_DELAY: Duration = Duration::from_millis(500);
 /// Longest line that is kept without truncation.
 const KEPT_LINE_BYTES: usize = 2048;
 
@@ -81,7 +81,7 @@ impl RankExit {
     /// When its failure began: a process that raised an exception may take long to end.
     fn began(&self, tails: &[Tail]) -> Duration {
         match self.exit {
-            Exit::Signal(_) => self.at.saturating_sub(DEATH_NEWS_TIME),
+            Exit::Signal(_) => self.at.saturating_sub(DEATH_NOTICE_DELAY),
             Exit::Code(_) => tails[self.rank].traceback_at.map_or(self.at, |traceback| traceback.min(self.at)),
         }
     }
@@ -108,8 +108,8 @@ pub(super) fn failure(first: &RankExit, ends: &[RankExit], tails: &[Tail]) -> St
     }
     let mut others: Vec<_> = ends.iter().filter(|end| end.rank != first.rank && !end.exit.success()).collect();
     others.sort_by_key(|end| end.rank);
-    const MOST: usize = 16;
-    for end in others.iter().take(MOST) {
+    const MAX_LISTED: usize = 16;
+    for end in others.iter().take(MAX_LISTED) {
         let why = match (end.asked, tails[end.rank].exception()) {
             (_, Some(exception)) => format!(": {exception}"),
             (true, None) => ", ended by smdrun".to_owned(),
@@ -117,8 +117,8 @@ pub(super) fn failure(first: &RankExit, ends: &[RankExit], tails: &[Tail]) -> St
         };
         text.push_str(&format!("\nsmdrun: then rank {}: {}{why}", end.rank, end.exit));
     }
-    if others.len() > MOST {
-        text.push_str(&format!("\nsmdrun: then {} more", others.len() - MOST));
+    if others.len() > MAX_LISTED {
+        text.push_str(&format!("\nsmdrun: then {} more", others.len() - MAX_LISTED));
     }
     text
 }

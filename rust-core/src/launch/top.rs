@@ -40,7 +40,9 @@ pub(super) fn run(args: &TopArgs) -> Result<String> {
     let mut found = find(args.pid);
     if found.is_empty() {
         return Err(Error::Config(match args.pid {
-            Some(pid) => format!("process {pid} is no rank, and started none, of a job of this user on this host"),
+            Some(pid) => {
+                format!("process {pid} is not a rank, or the launcher of a rank, of a job of this user on this host")
+            }
             None => "no job of this user runs on this host".to_owned(),
         }));
     }

@@ -57,7 +57,7 @@ pub const FALLBACKS: [&str; 4] = ["synchronous_call", "gradients_one_by_one", "t
 /// A slower path that an operation or a step took.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fallback {
-    /// A call in a `smp.step` function left the pipeline, so that all ranks waited for one.
+    /// A call in an `smp.step` function was synchronous: all ranks waited for the rank that ran it.
     SynchronousCall = 0,
     /// Gradients were reduced one by one instead of in buckets.
     GradientsOneByOne = 1,

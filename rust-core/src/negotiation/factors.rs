@@ -78,7 +78,7 @@ impl Factors {
             return Err(Error::InvalidArgument(format!("{self}: bool values cannot be scaled")));
         }
         if on_device && !self.by_caller {
-            return Err(Error::Unsupported(format!("{self}: tensors on devices are scaled by who asks")));
+            return Err(Error::Unsupported(format!("{self}: tensors on devices are scaled by the caller")));
         }
         Ok(())
     }

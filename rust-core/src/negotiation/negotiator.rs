@@ -23,7 +23,7 @@ use super::{Gradients, OtherWaits, affinity};
 use crate::buffer::Device;
 use crate::collectives::{Communicator, Done, Request, views};
 use crate::error::{Error, Result};
-use crate::transport::{Backoff, Members, NAP, Transport, cores};
+use crate::transport::{Backoff, Members, POLL_INTERVAL, Transport, cores};
 use crate::world::Monitor;
 
 /// Creates the communicator that only the negotiation uses. Collective.
@@ -52,13 +52,13 @@ pub struct NegotiatorOptions {
 /// How long [`Negotiator::close`] waits for the thread, and the thread for its last messages to be sent.
 const CLOSE_LIMIT: Duration = Duration::from_secs(3);
 /// How long the thread sleeps without the doorbell after a caller has driven.
-const ASIDE: Duration = Duration::from_millis(2);
+const CALLER_DRIVES_PAUSE: Duration = Duration::from_millis(2);
 /// How long a caller drives before it looks for signals.
 const DRIVE: Duration = Duration::from_millis(50);
 /// The sleep of a caller while another one drives.
-const TURN_NAP: Duration = Duration::from_millis(1);
+const TURN_POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// The longest sleep of the thread while no call is in flight.
-pub(super) const LONG_NAP: Duration = Duration::from_millis(500);
+pub(super) const LONG_POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Runs collectives by name in one group: each runs when all members have submitted it.
 pub struct Negotiator {
@@ -433,13 +433,13 @@ impl NamedHandle {
                 // The thread that executes the operation completes it.
                 Some(Ok((false, false))) => return self.is_over.load(Ordering::Acquire),
                 Some(Ok((false, true))) if backoff.pause(|| crowded) => {}
-                Some(Ok((false, true))) => transport.doze(seen, NAP),
+                Some(Ok((false, true))) => transport.wait_doorbell(seen, POLL_INTERVAL),
                 Some(Err(error)) => {
                     let _ = shared.failure.set(error);
                     shared.wake(shared.inbox.lock());
                     return false;
                 }
-                None => transport.doze(seen, TURN_NAP),
+                None => transport.wait_doorbell(seen, TURN_POLL_INTERVAL),
             }
             if Instant::now() >= end {
                 return true;
@@ -478,7 +478,7 @@ impl NegotiatorState {
     /// Whether a caller drives, or has driven a moment ago.
     fn is_driven(&self, inbox: &NegotiatorInbox) -> bool {
         let since = self.now().saturating_sub(Duration::from_nanos(self.driven.load(Ordering::Relaxed)));
-        let idle = inbox.calls.is_empty() && since < ASIDE && self.driven.load(Ordering::Relaxed) > 0;
+        let idle = inbox.calls.is_empty() && since < CALLER_DRIVES_PAUSE && self.driven.load(Ordering::Relaxed) > 0;
         let ends = self.closed.get().is_some() || self.failure.get().is_some();
         !ends && (self.drivers.load(Ordering::SeqCst) > 0 || idle)
     }
@@ -486,7 +486,7 @@ impl NegotiatorState {
     /// Takes the turn for the thread. A caller may be blocked in an operation; closing the group ends that.
     fn turn_of_thread(&self, communicator: &Communicator) -> MutexGuard<'_, Option<Work>> {
         loop {
-            if let Some(work) = self.work.try_lock_for(NAP) {
+            if let Some(work) = self.work.try_lock_for(POLL_INTERVAL) {
                 return work;
             }
             if let Some(reason) = self.closed.get() {
@@ -503,7 +503,7 @@ impl NegotiatorState {
                 let mut inbox = self.inbox.lock();
                 inbox.is_aside = true;
                 while self.is_driven(&inbox) {
-                    self.changed.wait_for(&mut inbox, ASIDE);
+                    self.changed.wait_for(&mut inbox, CALLER_DRIVES_PAUSE);
                 }
                 inbox.is_aside = false;
             }
@@ -522,7 +522,7 @@ impl NegotiatorState {
             if let Some(reason) = self.closed.get() {
                 return Ok(reason.clone());
             }
-            transport.doze(seen, if watches { NAP } else { LONG_NAP });
+            transport.wait_doorbell(seen, if watches { POLL_INTERVAL } else { LONG_POLL_INTERVAL });
         }
     }
 
@@ -578,12 +578,12 @@ impl NegotiatorState {
         std::thread::Builder::new()
             .name(format!("smd-names-{:x}", self.id))
             .spawn(move || drop(sender.send(connect())))
-            .map_err(|error| Error::io("starting a thread that meets the other ranks", error))?;
+            .map_err(|error| Error::io("starting a thread that connects to the other ranks", error))?;
         let communicator = loop {
             match receiver.recv_timeout(self.options.stall_warning) {
                 Ok(outcome) => break outcome?,
                 Err(mpsc::RecvTimeoutError::Disconnected) => {
-                    return Err(Error::Internal("the thread that meets the other ranks ended early".into()));
+                    return Err(Error::Internal("the thread that connects to the other ranks ended early".into()));
                 }
                 Err(mpsc::RecvTimeoutError::Timeout) => {
                     let inbox = self.inbox.lock();

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::world::monitor::interrupt_pending;
 
 /// Interval at which a wait looks for signals.
-const LOOK_FOR_SIGNALS: Duration = Duration::from_millis(50);
+const SIGNAL_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A reduction of numbers that is running or complete.
 pub struct Numbers {
@@ -81,7 +81,7 @@ impl Numbers {
             if !self.asked.drive() {
                 let mut told = self.outcome.told.lock();
                 if told.is_none() {
-                    self.outcome.decided.wait_for(&mut told, LOOK_FOR_SIGNALS);
+                    self.outcome.decided.wait_for(&mut told, SIGNAL_CHECK_INTERVAL);
                 }
             }
             if self.outcome.told.lock().is_none() && interrupt_pending() {

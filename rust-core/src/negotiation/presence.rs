@@ -14,7 +14,7 @@ use super::message::Variant;
 use crate::collectives::Kind;
 
 /// Number of gradients that an error lists.
-const SHOWN: usize = 4;
+const MAX_LISTED: usize = 4;
 
 /// The gradients of a step.
 #[derive(Clone, Copy, Debug, Default)]
@@ -75,9 +75,9 @@ pub(super) fn difference(variants: &[Variant], ranks: &[usize]) -> Option<String
         let (lacks, has) = (without.text(ranks), with.text(ranks));
         format!("{lacks} {} no gradient of `{name}`, {has} {} one", have(without), have(with))
     };
-    let mut text = differing.iter().take(SHOWN).map(tell).collect::<Vec<_>>().join("; ");
-    if differing.len() > SHOWN {
-        text += &format!("; and {} more", differing.len() - SHOWN);
+    let mut text = differing.iter().take(MAX_LISTED).map(tell).collect::<Vec<_>>().join("; ");
+    if differing.len() > MAX_LISTED {
+        text += &format!("; and {} more", differing.len() - MAX_LISTED);
     }
     Some(text)
 }

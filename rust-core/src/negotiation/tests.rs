@@ -5,7 +5,7 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use super::factors::Factors;
-use super::negotiator::{LONG_NAP, Name, NamedHandle, NamedRequest, Negotiator, NegotiatorOptions};
+use super::negotiator::{LONG_POLL_INTERVAL, Name, NamedHandle, NamedRequest, Negotiator, NegotiatorOptions};
 use crate::buffer::{DType, Device, ReduceOp, TensorView};
 use crate::collectives::{Communicator, Request};
 use crate::error::{Code, Error, Result};
@@ -235,12 +235,12 @@ fn disagreement_is_told_to_all(make: MakeGroup) {
             "`bad`: ranks disagree: Mismatched operations: One rank did an ALLREDUCE, but another rank did an BROADCAST: ranks 0, 2 ask for all_reduce(sum) of float32 [4], \
              rank 1 asks for broadcast of float32 [4] from rank 0 of the group",
             "`bad`: ranks disagree: a rank cannot take part: ranks 0, 2 ask for broadcast of float32 [4] from rank 0 of \
-             the group, rank 1 asks for an error (broadcast: root 9 is no rank of a group of 3)",
+             the group, rank 1 asks for an error (broadcast: root 9 is not a rank of a group of 3)",
         ][turn % 3];
         assert_eq!(all[0], expected);
         assert_eq!(all[2], expected);
         if turn % 3 == 2 {
-            assert_eq!(all[1], "broadcast: root 9 is no rank of a group of 3");
+            assert_eq!(all[1], "broadcast: root 9 is not a rank of a group of 3");
         } else {
             assert_eq!(all[1], expected);
         }
@@ -347,7 +347,7 @@ fn calls_that_nobody_drives_wake_the_thread(make: MakeGroup) {
         });
     }
     // Without the wake-up, each call would wait for the thread's next poll.
-    assert!(start.elapsed() < LONG_NAP * CALLS / 2, "{:?}", start.elapsed());
+    assert!(start.elapsed() < LONG_POLL_INTERVAL * CALLS / 2, "{:?}", start.elapsed());
 }
 
 fn whoever_drives_hears_of_an_end(make: MakeGroup) {

@@ -16,7 +16,7 @@ use super::message::{NegotiationLimits, NegotiationMessage};
 use super::negotiator::{NegotiatorCommand, NegotiatorOptions, NegotiatorState, told_of};
 use super::neutral::Neutral;
 use super::post::Post;
-use super::stall::{Patience, STUCK_AFTER, Waits};
+use super::stall::{STUCK_AFTER, StallTimeouts, Waits};
 use super::supply::{DeviceHints, NeutralBuffers, NeutralMemory};
 use super::timeline::{self, TracedName, Traces};
 use super::tree::Tree;
@@ -25,11 +25,11 @@ use crate::buffer::TensorView;
 use crate::collectives::{Communicator, Done, Kind, PhaseListener, Request};
 use crate::error::{Code, Error, Limit, Result};
 use crate::metrics;
-use crate::transport::{Members, NAP, Transport};
+use crate::transport::{Members, POLL_INTERVAL, Transport};
 use crate::world::monitor;
 
 /// Consecutive calls are sent in one message, which is closed when this many polls have found no new call ..
-const QUIET_LOOKS: u32 = 4;
+const QUIET_POLLS: u32 = 4;
 /// .. or after this time.
 const LINGER: Duration = Duration::from_micros(400);
 /// How long to wait for answers that are in flight although their sender, or a member that forwards them, has departed.
@@ -85,9 +85,9 @@ impl Work {
             shared.options;
         let tree = Tree::new(*me, ranks.len());
         let limits = NegotiationLimits { cache: cache_capacity, fusion_bytes };
-        let patience = Patience { warning: stall_warning, limit: stall_limit };
+        let stall_timeouts = StallTimeouts { warning: stall_warning, limit: stall_limit };
         let transport = communicator.transport().clone();
-        let mut machine = Machine::new(tree.clone(), ranks.clone(), limits, patience);
+        let mut machine = Machine::new(tree.clone(), ranks.clone(), limits, stall_timeouts);
         let tuning = tuning.as_ref().filter(|_| tree.parent.is_none());
         tuning.into_iter().for_each(|tuning| machine.tune(Tuner::new(tuning, fusion_bytes)));
         let log = tuning.and_then(|tuning| tuning.log.as_deref()).map(tune::Log::create);
@@ -142,7 +142,7 @@ impl Work {
 
     /// Whether timeouts apply: this or another member waits.
     pub(super) fn watches(&self) -> bool {
-        self.machine.is_waiting() || self.machine.has_news() || self.departed.is_some() || self.waits_for_steps
+        self.machine.is_waiting() || self.machine.must_tick() || self.departed.is_some() || self.waits_for_steps
     }
 
     /// Processes pending calls and messages; returns whether there were any. `by_caller` says that this thread waits
@@ -164,7 +164,7 @@ impl Work {
             self.machine.flush(shared.now(), &mut self.actions);
         }
         self.perform(shared, by_caller)?;
-        if self.last_tick.elapsed() >= NAP {
+        if self.last_tick.elapsed() >= POLL_INTERVAL {
             self.tick(shared, by_caller)?;
         }
         Ok(busy)
@@ -185,7 +185,7 @@ impl Work {
             }
             any |= took;
             quiet = if took { 0 } else { quiet + 1 };
-            if !any || urgent || quiet >= QUIET_LOOKS || start.elapsed() >= LINGER {
+            if !any || urgent || quiet >= QUIET_POLLS || start.elapsed() >= LINGER {
                 return any;
             }
             std::thread::yield_now();
@@ -387,9 +387,9 @@ impl Work {
         }
         let supply = match self.supply.take() {
             Some(supply) => supply,
-            None => NeutralMemory::of(
-                self.device.ok_or_else(|| Error::Internal("a rank without a device was to contribute".into()))?,
-            )?,
+            None => NeutralMemory::of(self.device.ok_or_else(|| {
+                Error::Internal("a rank without a device cannot contribute to an operation on devices".into())
+            })?)?,
         };
         self.supply.insert(supply).allocate(neutral()).map(Some)
     }
@@ -432,7 +432,7 @@ impl Work {
             Some((name, waited)) if waited >= shared.options.stall_limit + ROOT_GRACE => {
                 let missing = vec![shared.members.ranks[0]];
                 Err(Error::Timeout {
-                    during: format!("`{name}` (no word from the group's first rank)"),
+                    during: format!("`{name}` (no message from the group's first rank)"),
                     waited,
                     missing,
                     limit: Limit::Stall,
@@ -448,7 +448,7 @@ impl Work {
         while matches!(self.post.retire(), Ok(false)) && Instant::now() < deadline {
             let seen = self.transport.doorbell();
             self.transport.progress();
-            self.transport.doze(seen, Duration::from_millis(5));
+            self.transport.wait_doorbell(seen, Duration::from_millis(5));
         }
     }
 }
@@ -490,7 +490,7 @@ impl OperationEnd {
 impl Drop for OperationEnd {
     fn drop(&mut self) {
         if !self.calls.is_empty() {
-            self.tell(Err(Error::Internal("an operation by name was given up".into())));
+            self.tell(Err(Error::Internal("an operation by name was dropped".into())));
         }
     }
 }

@@ -40,7 +40,7 @@ pub fn divide_layers(
     let costs = ModuleCosts::of(operations, layers.len());
     if costs.modules.iter().all(Option::is_none) && wish.partitions > 1 {
         return Err(Error::InvalidArgument(
-            "no layer of the model has variables: there is nothing to divide".to_owned(),
+            "no layer of the model has variables: there is nothing to partition".to_owned(),
         ));
     }
     let tree = costs.tree(operations, layers)?;

@@ -78,10 +78,10 @@ impl CostTree {
         }
         for (index, module) in modules.iter().enumerate() {
             if module.parent.map_or(index != 0, |parent| parent >= index) {
-                return bad(format!("the module above `{}` does not come before it", module.path));
+                return bad(format!("the parent module of `{}` does not precede it", module.path));
             }
             if module.follows.is_some_and(|other| other >= modules.len() || modules[other].follows.is_some()) {
-                return bad(format!("`{}` follows a module that has no place of its own", module.path));
+                return bad(format!("`{}` follows a module that follows another one itself", module.path));
             }
         }
         let named = values.iter().flat_map(|value| value.to.iter().chain([&value.from]));
@@ -116,7 +116,7 @@ impl CostTree {
             tree.tasks.iter().find(|tasks| !tree.above(tasks.at).contains(&tasks.module))
         {
             let [module, at] = [module, at].map(|&index| &tree.modules[index].path);
-            return bad(format!("tasks of `{module}` are where `{at}` is, which is no part of it"));
+            return bad(format!("tasks of `{module}` are assigned to `{at}`, which is not part of it"));
         }
         Ok(tree)
     }

@@ -116,7 +116,7 @@ pub(crate) fn show(args: &ReportArgs) -> Result<String> {
         text += &grid(timeline, args.width.into());
     }
     if let Some(calls) = calls_that_left(&text_of_trace) {
-        text += &format!("{calls} calls of all steps left the pipeline, and all ranks waited for each\n");
+        text += &format!("{calls} calls of all steps were synchronous: all ranks waited for each\n");
     }
     if let Some(path) = &args.svg {
         let both = [("measured, in nanoseconds", &measured), ("simulated from mean times, in nanoseconds", &simulated)];
@@ -126,7 +126,7 @@ pub(crate) fn show(args: &ReportArgs) -> Result<String> {
     Ok(text)
 }
 
-/// A text with the number of calls that left the pipeline, if there were any. Every rank of a pipeline has an event
+/// A text with the number of synchronous calls, if there were any. Every rank of a pipeline has an event
 /// for each.
 fn calls_that_left(text: &str) -> Option<usize> {
     let mut ranks: HashMap<usize, usize> = HashMap::new();
@@ -279,7 +279,7 @@ fn simulated(ranks: &[&RecordedStep]) -> Result<Timeline> {
         };
         let Some(rank) = ranks.iter().position(|step| step.tasks.iter().any(|task| task.stage as usize == stage))
         else {
-            return Err(Error::InvalidArgument(format!("nobody ran stage {stage} in this step")));
+            return Err(Error::InvalidArgument(format!("no rank ran stage {stage} in this step")));
         };
         let back = of(&[ActionKind::Backward, ActionKind::Input]);
         // A stage without a backward passes no gradient on, so a stage with a backward cannot depend on it through
@@ -373,10 +373,7 @@ mod tests {
             }
         }
         let shown = shown(&text, "left", &["--width", "9"]).unwrap();
-        assert!(
-            shown.ends_with("\n2 calls of all steps left the pipeline, and all ranks waited for each\n"),
-            "{shown}"
-        );
+        assert!(shown.ends_with("\n2 calls of all steps were synchronous: all ranks waited for each\n"), "{shown}");
     }
 
     /// A replica with fewer batches, or one of whose ranks died, does not limit the steps of the others.

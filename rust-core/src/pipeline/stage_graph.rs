@@ -125,13 +125,13 @@ impl StageGraph {
                         continue;
                     }
                     return Err(Error::InvalidArgument(format!(
-                        "task {number} takes value {value}, which no task before it makes"
+                        "task {number} has input {value}, which no earlier task produces"
                     )));
                 };
                 let maker: &Task = &tasks[maker - first_task];
                 if task.level < maker.level + usize::from(maker.rank != task.rank) {
                     return Err(Error::InvalidArgument(format!(
-                        "task {number} on rank {} has level {}, and takes a value of level {} on rank {}",
+                        "task {number} on rank {} has level {}, and has an input of level {} on rank {}",
                         task.rank, task.level, maker.level, maker.rank
                     )));
                 }
@@ -464,10 +464,10 @@ mod tests {
     #[test]
     fn tasks_that_cannot_be_ordered_are_refused() {
         let refused = |tasks| StageGraph::new().extend(tasks, false).unwrap_err().to_string();
-        assert_eq!(refused(vec![task(0, 0, &[0], 1)]), "task 0 takes value 0, which no task before it makes");
+        assert_eq!(refused(vec![task(0, 0, &[0], 1)]), "task 0 has input 0, which no earlier task produces");
         assert_eq!(
             refused(vec![task(0, 1, &[], 1), task(1, 1, &[0], 1)]),
-            "task 1 on rank 1 has level 1, and takes a value of level 1 on rank 0"
+            "task 1 on rank 1 has level 1, and has an input of level 1 on rank 0"
         );
     }
 

@@ -491,7 +491,7 @@ impl ArrivalState {
         });
         self.phase = StepPhase::Abandoned { _leases: leases, in_flight, settled: false };
         if let Some(reducer) = &self.reducer {
-            reducer.abandon("its step ended before all gradients were there", false);
+            reducer.abandon("its step ended before all gradients had arrived", false);
         }
     }
 }
@@ -533,7 +533,7 @@ impl OpenStep {
             return Ok(());
         };
         let Device::Cuda(device) = last.data.device() else {
-            return Err(Error::Internal("a bucket in CPU memory was to be reduced on a device".to_owned()));
+            return Err(Error::Internal("a bucket in CPU memory was passed to a reduction on a device".to_owned()));
         };
         let stream = last.data.stream();
         let together = match &pieces[..] {

@@ -186,7 +186,7 @@ impl Reducer {
         };
         Ballot::cast(negotiator, group, name, what, Readiness::Ready, decided, known).inspect_err(|_| {
             self.cancel(round);
-            self.abandon("never told: there is no vote", false);
+            self.abandon("not reported: there is no vote", false);
         })
     }
 }
@@ -275,7 +275,7 @@ mod tests {
         match receiver.recv_timeout(LIMIT) {
             Ok(error) => Some(error),
             Err(RecvTimeoutError::Disconnected) => None,
-            Err(RecvTimeoutError::Timeout) => panic!("the end is never told"),
+            Err(RecvTimeoutError::Timeout) => panic!("the end is not reported"),
         }
     }
 
@@ -311,7 +311,7 @@ mod tests {
                 let (reducer, negotiator, group) = start(1);
                 let planned = reducer.begin_by_vote(&negotiator, &group, "round", "p").unwrap();
                 assert_eq!(planned.result().unwrap(), VoteResult::Planned);
-                reducer.abandon("never told: the other one does so, too", false);
+                reducer.abandon("not reported: the other member abandons it, too", false);
                 may_vote.recv().unwrap();
                 let none = |_| ();
                 let by_name = Ballot::cast(&negotiator, &group, "round", "p", Readiness::ByName, none, none).unwrap();
@@ -321,14 +321,14 @@ mod tests {
             let seen = wait_for_declined(u64::MAX, LIMIT);
             let planned = reducer.begin_by_vote(&negotiator, &group, "round", "p").unwrap();
             assert_eq!(planned.result().unwrap(), VoteResult::Planned);
-            reducer.abandon("never told: the other one does so, too", false);
+            reducer.abandon("not reported: the other member abandons it, too", false);
             let ballot = reducer.begin_by_vote(&negotiator, &group, "round", "p").unwrap();
             assert_eq!(wait_for_declined(seen, Duration::from_millis(50)), seen, "one is planned, one is open");
             vote.send(()).unwrap();
             // Nobody asks for the result.
             assert_eq!(wait_for_declined(seen, LIMIT), seen + 1);
             assert!(ballot.is_decided(), "VOTE-3");
-            reducer.abandon("never told: there is no round", false);
+            reducer.abandon("not reported: there is no round", false);
         });
     }
 

@@ -202,7 +202,7 @@ impl DeviceQueue {
         let capturing = stream.is_capturing()?;
         if capturing && keeps_values {
             return Err(Error::Unsupported(
-                "a round of gradients whose vote is open was to be captured in a CUDA graph".to_owned(),
+                "a round of gradients cannot be captured in a CUDA graph while its vote is open".to_owned(),
             ));
         }
         let packed = bucket.wire.or(bucket.flat);
@@ -224,7 +224,7 @@ impl DeviceQueue {
         }
         let targets: Vec<TensorView> = packed.into_iter().chain(bucket.apart.iter().copied()).collect();
         if targets.iter().any(|target| target.device() != Device::Cuda(context.device())) {
-            return Err(Error::Internal("gradients of several devices were to be reduced together".into()));
+            return Err(Error::Internal("gradients on several devices cannot be reduced together".into()));
         }
         let unpack = bucket.flat.zip(bucket.wire).map(|(flat, wire)| PackedGradients {
             pieces: vec![whole(&flat)],

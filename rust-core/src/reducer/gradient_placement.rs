@@ -9,7 +9,7 @@
 use std::collections::HashMap;
 
 /// Wrong predictions for a parameter after which no more are made: its backward has no stable order.
-const PATIENCE: u8 = 4;
+const MAX_WRONG_PREDICTIONS: u8 = 4;
 
 /// The predictions for the parameters of one reducer.
 #[derive(Debug, Default)]
@@ -66,14 +66,14 @@ impl GradientPlacement {
     /// Records that the gradient of `param`, of `bytes` bytes, lies at `address` and not in its slot.
     pub fn observe(&mut self, param: usize, bytes: usize, address: usize) {
         let Some(class) = self.classes.get_mut(&bytes) else { return };
-        if self.wrong[param] >= PATIENCE {
+        if self.wrong[param] >= MAX_WRONG_PREDICTIONS {
             return;
         }
         self.wrong[param] += 1;
         class.expected.retain(|_, expected| *expected != param);
         // An address may be used for several tensors, one after the other: the last one is the gradient.
         if let Some(request) = class.addresses.iter().rposition(|&placed| placed == address)
-            && self.wrong[param] < PATIENCE
+            && self.wrong[param] < MAX_WRONG_PREDICTIONS
         {
             class.expected.insert(request, param);
         }
@@ -127,7 +127,7 @@ mod tests {
     #[test]
     fn an_order_that_never_settles_is_given_up() {
         let mut placement = GradientPlacement::new([BYTES; 2].into_iter());
-        for _ in 0..PATIENCE {
+        for _ in 0..MAX_WRONG_PREDICTIONS {
             backward(&mut placement, &[Some(0), Some(1)]);
             backward(&mut placement, &[Some(1), Some(0)]);
         }

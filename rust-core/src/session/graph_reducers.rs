@@ -19,9 +19,9 @@ use crate::reducer::{ParamSpec, Reducer, SlotLease, spec};
 /// A step counts as waiting after this time without an event.
 const WAITS_AFTER: Duration = Duration::from_millis(500);
 /// A step on an idle device that has waited this long waits for other ranks, even if the processor is busy.
-const RESTS_AFTER: Duration = Duration::from_secs(8);
+const IDLE_DEVICE_WAITS_AFTER: Duration = Duration::from_secs(8);
 /// The time for a rank to tell which gradients it waits for, once ranks are known to wait for different ones.
-const TELLING: Duration = Duration::from_secs(2);
+const REPORT_TIME: Duration = Duration::from_secs(2);
 
 /// The reducers of a session, by the number of their spec.
 #[derive(Default)]
@@ -69,7 +69,9 @@ impl OtherWaits for PendingSteps {
 
     fn is_at_rest(&self) -> bool {
         let on_device = |arrivals: &ArrivalDriver| arrivals.reducer().is_some_and(|reducer| reducer.is_on_device());
-        self.of_all_ranks().iter().any(|arrivals| on_device(arrivals) && arrivals.waits(RESTS_AFTER).is_some())
+        self.of_all_ranks()
+            .iter()
+            .any(|arrivals| on_device(arrivals) && arrivals.waits(IDLE_DEVICE_WAITS_AFTER).is_some())
     }
 
     fn end(&self, end: WaitEnd) {
@@ -225,7 +227,7 @@ impl Session {
             store.set(&key(self.rank()), &postcard::to_stdvec(&spec::get(own).ok()?.description).ok()?).ok()?;
         }
         let of = |rank: usize| -> Option<ReducerDescription> {
-            postcard::from_bytes(&store.get(&key(rank), &[rank], TELLING).ok()?).ok()
+            postcard::from_bytes(&store.get(&key(rank), &[rank], REPORT_TIME).ok()?).ok()
         };
         fingerprint::difference(&of(first)?, first, &of(second)?, second)
     }

@@ -95,7 +95,7 @@ impl PendingReducer {
             CreationState::Made(made) => made,
             other => {
                 *state = other;
-                Err(Error::Internal("a reducer was taken that is not made yet".to_owned()))
+                Err(Error::Internal("a reducer was taken before it was created".to_owned()))
             }
         }
     }

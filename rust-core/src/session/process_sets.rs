@@ -291,7 +291,7 @@ fn check(list: &[usize], size: usize) -> Result<()> {
         return refuse(format!("there is no rank {rank} in a world of {size}"));
     }
     match list.windows(2).find(|pair| pair[0] == pair[1]) {
-        Some(pair) => refuse(format!("rank {} comes twice", pair[0])),
+        Some(pair) => refuse(format!("rank {} is listed twice", pair[0])),
         None => Ok(()),
     }
 }
@@ -306,7 +306,7 @@ fn describe(words: &[u64]) -> String {
         lists.push(format!("{list:?}"));
         rest = after;
     }
-    let verb = ["registers", "adds", "removes number"].get(*wish as usize).unwrap_or(&"asks for something else with");
+    let verb = ["registers", "adds", "removes number"].get(*wish as usize).unwrap_or(&"requests an unknown change of");
     format!("{verb} {}", lists.join(", "))
 }
 
@@ -335,7 +335,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_that_were_given_back_come_first() {
+    fn freed_numbers_come_first() {
         let set = |ranks: &[usize]| ProcessSet { ranks: ranks.to_vec(), group: None };
         let mut table = ProcessSetTable { world: vec![0, 1], sets: [(0, set(&[0, 1]))].into(), free: VecDeque::new() };
         assert_eq!(table.next(), 1);
@@ -353,7 +353,7 @@ mod tests {
     fn what_ranks_ask_for_reads_well() {
         assert_eq!(describe(&[0, 2, 0, 1, 1, 3]), "registers [0, 1], [3]");
         assert_eq!(describe(&[2, 1, 4]), "removes number [4]");
-        assert!(check(&[0, 0], 2).is_err_and(|error| error.text().contains("rank 0 comes twice")));
+        assert!(check(&[0, 0], 2).is_err_and(|error| error.text().contains("rank 0 is listed twice")));
         assert!(check(&[0, 2], 2).is_err_and(|error| error.text().contains("there is no rank 2 in a world of 2")));
     }
 }

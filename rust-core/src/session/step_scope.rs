@@ -3,7 +3,7 @@
 //! An operation of the step may fail on this rank alone. The step's other operations here then wait for other ranks,
 //! which wait for the result of the failed operation. A script that catches the error may never call them again.
 //!
-//! - ATT-1: a step that fails and has not ended [`PATIENCE`] later has failed on all ranks; at once, if it fails
+//! - ATT-1: a step that fails and has not ended [`FAILED_STEP_TIMEOUT`] later has failed on all ranks; at once, if it fails
 //!   because another rank did. Its waits here end, and so does this process's part in the job.
 //! - ATT-2: the code that runs the step may tell the other ranks before that, or within [`DRAIN_TIMEOUT`] of the end of
 //!   the waits, with a more specific message. Then nothing is added.
@@ -19,16 +19,16 @@ use crate::error::Result;
 use crate::metrics;
 
 /// How long a failed step is left alone. If all ranks fail alike, each raises its own error in this time.
-const PATIENCE: Duration = Duration::from_secs(1);
+const FAILED_STEP_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long the script may take to tell the other ranks after its waits have ended.
 const DRAIN_TIMEOUT: Duration = Duration::from_millis(500);
-const LOOK: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// The scope of one step. Any thread may end or fail it.
 pub struct StepScope {
     progress: Arc<ScopeProgress>,
     job: Arc<dyn JobLink>,
-    patience: Duration,
+    timeout: Duration,
 }
 
 /// The operations of a session that a step needs; replaced in tests.
@@ -65,7 +65,7 @@ impl StepScope {
     pub fn begin() -> Result<Self> {
         let session = Arc::downgrade(&super::current("step")?);
         metrics::note_pipeline_step();
-        Ok(Self { progress: Arc::default(), job: Arc::new(session), patience: PATIENCE })
+        Ok(Self { progress: Arc::default(), job: Arc::new(session), timeout: FAILED_STEP_TIMEOUT })
     }
 
     /// Ends the scope: the step's operations here are complete, or all ranks know that they will not complete.
@@ -83,8 +83,8 @@ impl StepScope {
             }
             *state = ScopeState::Failed;
         }
-        let (progress, job, patience) = (self.progress.clone(), self.job.clone(), self.patience);
-        let watch = move || progress.watch(&*job, patience);
+        let (progress, job, timeout) = (self.progress.clone(), self.job.clone(), self.timeout);
+        let watch = move || progress.watch(&*job, timeout);
         if thread::Builder::new().name("smd-step".to_owned()).spawn(watch).is_err() {
             // No thread could be started for the wait.
             self.job.give_up(OWN_FAILURE);
@@ -119,7 +119,7 @@ impl JobLink for Weak<Session> {
 }
 
 /// The error with which this process's waits end.
-const REASON: &str = "an operation of this step failed, and the others wait for what comes of it";
+const REASON: &str = "an operation of this step failed, and other ranks wait for its result";
 
 impl ScopeProgress {
     fn ends_by(&self, deadline: Instant) -> bool {
@@ -132,15 +132,15 @@ impl ScopeProgress {
         true
     }
 
-    fn watch(&self, job: &dyn JobLink, patience: Duration) {
-        let patience = if job.failure().is_some() { Duration::ZERO } else { patience };
-        if self.ends_by(Instant::now() + patience) || job.has_told() {
+    fn watch(&self, job: &dyn JobLink, timeout: Duration) {
+        let timeout = if job.failure().is_some() { Duration::ZERO } else { timeout };
+        if self.ends_by(Instant::now() + timeout) || job.has_told() {
             return;
         }
         job.end_waits();
         let deadline = Instant::now() + DRAIN_TIMEOUT;
         while Instant::now() < deadline && !job.has_told() {
-            thread::sleep(LOOK);
+            thread::sleep(POLL_INTERVAL);
         }
         job.give_up(job.failure().as_deref().unwrap_or(OWN_FAILURE));
     }
@@ -150,7 +150,7 @@ impl ScopeProgress {
 mod tests {
     use super::*;
 
-    const SOON: Duration = Duration::from_millis(50);
+    const SHORT_TIMEOUT: Duration = Duration::from_millis(50);
     const LATER: Duration = Duration::from_secs(30);
 
     /// A job whose messages to other ranks are recorded.
@@ -185,9 +185,9 @@ mod tests {
         }
     }
 
-    fn begin(patience: Duration, job: MockJob) -> (StepScope, Arc<MockJob>) {
+    fn begin(timeout: Duration, job: MockJob) -> (StepScope, Arc<MockJob>) {
         let job = Arc::new(job);
-        (StepScope { progress: Arc::default(), job: job.clone(), patience }, job)
+        (StepScope { progress: Arc::default(), job: job.clone(), timeout }, job)
     }
 
     /// Waits until no thread watches the step any more. Returns how long that took.
@@ -196,31 +196,32 @@ mod tests {
         drop(scope);
         while Arc::strong_count(job) > 1 {
             assert!(began.elapsed() < LATER, "it is watched for ever");
-            thread::sleep(LOOK);
+            thread::sleep(POLL_INTERVAL);
         }
         began.elapsed()
     }
 
     #[test]
     fn one_that_fails_is_given_up_once() {
-        let (scope, job) = begin(SOON, MockJob::default());
+        let (scope, job) = begin(SHORT_TIMEOUT, MockJob::default());
         let began = Instant::now();
         scope.fail();
         scope.fail();
         wait(scope, &job);
-        assert!(job.given_up.lock().is_some_and(|at| at >= began + SOON + DRAIN_TIMEOUT));
+        assert!(job.given_up.lock().is_some_and(|at| at >= began + SHORT_TIMEOUT + DRAIN_TIMEOUT));
         assert_eq!(*job.told.lock(), [OWN_FAILURE]);
     }
 
     #[test]
     fn the_words_of_the_script_come_first() {
-        let (scope, job) = begin(SOON, MockJob { last_message: Some("too much".to_owned()), ..MockJob::default() });
+        let (scope, job) =
+            begin(SHORT_TIMEOUT, MockJob { last_message: Some("too much".to_owned()), ..MockJob::default() });
         scope.fail();
         wait(scope, &job);
         assert!(job.given_up.lock().is_some(), "what waits on devices ends");
         assert_eq!(*job.told.lock(), ["too much"]);
 
-        let (scope, job) = begin(SOON, MockJob::default());
+        let (scope, job) = begin(SHORT_TIMEOUT, MockJob::default());
         scope.fail();
         job.told.lock().push("too much".to_owned());
         wait(scope, &job);
@@ -241,7 +242,7 @@ mod tests {
         scope.fail();
         scope.end();
         scope.fail();
-        // The thread ends with the step, long before `PATIENCE`.
+        // The thread ends with the step, long before `FAILED_STEP_TIMEOUT`.
         assert!(wait(scope, &job) < LATER);
         assert!(job.given_up.lock().is_none() && job.told.lock().is_empty());
     }

@@ -250,9 +250,9 @@ impl Link for HostsLink {
         self.rings.doorbell()
     }
 
-    fn doze(&self, seen: u32, limit: Duration) {
+    fn wait_doorbell(&self, seen: u32, limit: Duration) {
         let _busy_poll = self.remote.busy_poll();
-        self.rings.doze(seen, limit);
+        self.rings.wait_doorbell(seen, limit);
     }
 
     fn ring_own(&self) {

@@ -84,8 +84,8 @@ pub(crate) trait Link: Send + Sync {
     fn pop(&self, from: usize, take: &mut dyn FnMut(Header, *const u8)) -> bool;
     /// See [`super::Transport::doorbell`].
     fn doorbell(&self) -> u32;
-    /// See [`super::Transport::doze`].
-    fn doze(&self, seen: u32, limit: Duration);
+    /// See [`super::Transport::wait_doorbell`].
+    fn wait_doorbell(&self, seen: u32, limit: Duration);
     /// Wakes sleeping threads of this process.
     fn ring_own(&self);
 }
@@ -214,8 +214,8 @@ pub trait Messages: Send + Sync {
     fn cancel(&self, message: &Message);
     /// See [`super::Transport::doorbell`].
     fn doorbell(&self) -> u32;
-    /// See [`super::Transport::doze`].
-    fn doze(&self, seen: u32, limit: Duration);
+    /// See [`super::Transport::wait_doorbell`].
+    fn wait_doorbell(&self, seen: u32, limit: Duration);
     /// See [`super::Transport::ring`].
     fn ring(&self);
 }
@@ -364,8 +364,8 @@ impl<L: Link> Messages for Mailbox<L> {
         self.link.doorbell()
     }
 
-    fn doze(&self, seen: u32, limit: Duration) {
-        self.link.doze(seen, limit);
+    fn wait_doorbell(&self, seen: u32, limit: Duration) {
+        self.link.wait_doorbell(seen, limit);
     }
 
     fn ring(&self) {
@@ -582,7 +582,7 @@ mod tests {
         fn doorbell(&self) -> u32 {
             0
         }
-        fn doze(&self, _seen: u32, _limit: Duration) {}
+        fn wait_doorbell(&self, _seen: u32, _limit: Duration) {}
         fn ring_own(&self) {}
     }
 

@@ -397,7 +397,7 @@ fn port(parts: &[&str]) -> u16 {
 
 impl Launch {
     /// The variables of a rank in session `generation` of the elastic job whose launcher is at `address`.
-    pub fn seated(rank: usize, size: usize, generation: u64, address: &str) -> Self {
+    pub fn assigned(rank: usize, size: usize, generation: u64, address: &str) -> Self {
         let job = format!("session {generation} of the elastic job at {address}");
         let master_port = port(&[&job, "torch"]);
         Self { launcher: Launcher::Torch, rank, size, local: None, master_addr: None, master_port, job }

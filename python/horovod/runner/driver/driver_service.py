@@ -20,7 +20,7 @@ from horovod.runner.util.network import Interfaces, get_local_host_intfs
 
 #: Seconds to wait for a host, unless the settings set a time.
 _TIMEOUT_S = 30
-_LOOK_EVERY = 0.2
+_POLL_SECONDS = 0.2
 
 
 class HorovodRunDriverService(driver_service.BasicDriverService):
@@ -132,7 +132,7 @@ def _wait(
     """Wait until tasks have registered; stop early if one has ended before that."""
     while True:
         try:
-            return wait(min(_LOOK_EVERY, limit.remaining()))
+            return wait(min(_POLL_SECONDS, limit.remaining()))
         except TimeoutError:
             ended = [
                 f"{name}: {_said(task, told)}"

@@ -27,7 +27,7 @@ DISCOVER_HOSTS_FREQUENCY_SECS = 1.0
 ELASTIC_TIMEOUT_SECS = 600
 
 #: Seconds in which a worker without a place must end by itself.
-_FAREWELL_SECS = 30
+_EXIT_TIMEOUT_SECS = 30
 
 #: A worker's host and slot.
 Place = tuple[str, int]
@@ -379,7 +379,7 @@ class ElasticDriver:
 
     def _fail(self, error: BaseException) -> None:
         """End a job that cannot continue, because actions of the core were lost. The caller holds the lock."""
-        self._error = self._error or f"the job could not be driven on: {error!r}"
+        self._error = self._error or f"the driver of the job failed: {error!r}"
         for worker in self._workers.values():
             worker.stop.set()
         self._finish()
@@ -454,9 +454,9 @@ class ElasticDriver:
     def _remove(self, worker: _Worker) -> None:
         self._seats.pop(worker.place, None)
         worker.is_waiting = False
-        patience = threading.Timer(_FAREWELL_SECS, worker.stop.set)
-        patience.daemon = True
-        patience.start()
+        exit_timer = threading.Timer(_EXIT_TIMEOUT_SECS, worker.stop.set)
+        exit_timer.daemon = True
+        exit_timer.start()
 
     def _seat(self, workers: list[_Worker]) -> None:
         self._session += 1
@@ -496,7 +496,9 @@ class ElasticDriver:
             try:
                 WorkerNotificationClient(*server).notify_hosts_updated(at, kinds)
             except Exception as error:
-                self._say(f"worker {worker.place[0]}[{worker.place[1]}] did not take the news of hosts: {error}")
+                self._say(
+                    f"worker {worker.place[0]}[{worker.place[1]}] did not receive the notice of changed hosts: {error}"
+                )
 
     def _say(self, text: str) -> None:
         if self._verbose:

@@ -45,7 +45,7 @@ class HorovodRunTaskService(task_service.BasicTaskService):
             TimeoutException: The wait took longer.
         """
         if not self._found.wait(timeout.remaining()):
-            timeout.check_time_out_for("the address check of the task before")
+            timeout.check_time_out_for("the address check of the previous task")
 
 
 class HorovodRunTaskClient(task_service.BasicTaskClient):

@@ -104,4 +104,4 @@ def get_driver_ip(nics: Iterable[str] | None) -> str:
     for name in nics or [name for name in interfaces if name != "lo"] or interfaces:
         if name in interfaces:
             return interfaces[name]
-    raise RuntimeError(f"none of the interfaces {sorted(nics or [])} is here: there are {sorted(interfaces)}")
+    raise RuntimeError(f"this host has none of the interfaces {sorted(nics or [])}: it has {sorted(interfaces)}")

@@ -17,7 +17,7 @@ from horovod.runner.common.util.network import NoValidAddressesFound
 from horovod.tensorflow.data.compute_service import TfDataServiceConfig, compute_worker_fn
 
 #: Seconds between checks for a service that another process will start.
-_LOOK_EVERY = 0.2
+_POLL_SECONDS = 0.2
 
 
 def main(dispatchers: int, dispatcher_side: str, filename: str, timeout: int) -> None:
@@ -65,7 +65,7 @@ def _service_that_answers(filename: str, seconds: float) -> TfDataServiceConfig:
         except NoValidAddressesFound:
             if time.monotonic() > end:
                 raise
-            time.sleep(_LOOK_EVERY)
+            time.sleep(_POLL_SECONDS)
         else:
             return config
 

@@ -147,7 +147,7 @@ class KerasLoops:
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Configure training, as Keras' method. ``jit_compile`` is ignored: a step has several functions."""
         if kwargs.get("jit_compile") not in (None, False, "auto"):
-            warnings.warn("`jit_compile` is ignored: a step over microbatches is not one piece", stacklevel=2)
+            warnings.warn("`jit_compile` is ignored: a step over microbatches is not one function", stacklevel=2)
         if "jit_compile" in kwargs:
             kwargs["jit_compile"] = False
         super().compile(*args, **kwargs)  # type: ignore[misc]

@@ -213,7 +213,7 @@ def _update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> Itera
         ValueError: There are no gradients on any partition; raised on all ranks.
     """
     if any(isinstance(gradient, StepOutput) for gradient in gradients):
-        raise SMPUsageError("a `StepOutput` has a gradient for each microbatch: apply what its `accumulate()` gives")
+        raise SMPUsageError("a `StepOutput` has a gradient for each microbatch: apply the result of its `accumulate()`")
     if state.trace is not None and state.trace.is_current() and len(state.groups.members["pp"]) > 1:
         raise SMPUsageError(
             "an optimizer updates variables in the body of a `smp.step` function: return the gradients, and apply "

@@ -72,7 +72,7 @@ class Join:
                 break
             if not model.is_partitioned:
                 raise SMPUsageError(
-                    "a replica had no batch at all: the model is divided in the first step of all of them"
+                    "a replica had no batch at all: the model is partitioned in the first step of all replicas"
                 )
             last = active
             replicas.sync_buffers_from(model, active)

@@ -549,7 +549,7 @@ class DistributedModel(nn.Module):
         _, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         if dtype is not None:
             if self.pipeline is not None:
-                raise SMPUnsupportedError("the model is divided: change its type before the first step")
+                raise SMPUnsupportedError("the model is partitioned: change its type before the first step")
             self.module.to(dtype=dtype, non_blocking=non_blocking)
         return self
 
@@ -592,7 +592,7 @@ class DistributedModel(nn.Module):
             raise SMPUsageError("`join()` is for replicas: it needs the configuration's `ddp: true`")
         if state.cfg.shard_optimizer_state or self.sharded is not None:
             raise SMPUnsupportedError(
-                "`join()` does not go with sharded states: a replica without a batch would not update its part"
+                "`join()` cannot be combined with sharded states: a replica without a batch would not update its part"
             )
         if state.groups.tp_group is not None:
             raise SMPUnsupportedError(

@@ -331,7 +331,7 @@ impl Communicator {
     pub fn window(&self, bytes: usize) -> Result<Arc<Window>> {
         let made = Arc::new(OnceLock::new());
         self.shared.run(|| QueuedOperation::Window(bytes, made.clone()), || self.shared.window(bytes, &made))?;
-        made.get().cloned().ok_or_else(|| Error::Internal("a window was made and is not there".into()))
+        made.get().cloned().ok_or_else(|| Error::Internal("a new window is missing".into()))
     }
 
     /// Fails the group's next operation instead of taking part in it. The other members' next operation ends with

@@ -22,11 +22,11 @@ use crate::error::{Error, Result};
 /// After an event, the thread polls without sleeping for this long: most operations take less.
 const EAGER: Duration = Duration::from_micros(200);
 /// Sleep between later polls. The kernel makes it some 50 us longer.
-const NAP: Duration = Duration::from_micros(20);
+const POLL_INTERVAL: Duration = Duration::from_micros(20);
 /// Sleeps grow to this fraction of the time since the last event, up to a limit. An operation that has taken long may
 /// take a little longer, and a process that only waits should not appear to compute.
-const NAP_PART: u32 = 1000;
-const LONGEST_NAP: Duration = Duration::from_millis(2);
+const POLL_DIVISOR: u32 = 1000;
+const MAX_POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// The work that a group has queued into a stream so far.
 pub(crate) struct PendingWork {
@@ -105,7 +105,7 @@ fn work() {
             if last.elapsed() < EAGER {
                 std::thread::yield_now();
             } else {
-                std::thread::sleep((last.elapsed() / NAP_PART).clamp(NAP, LONGEST_NAP));
+                std::thread::sleep((last.elapsed() / POLL_DIVISOR).clamp(POLL_INTERVAL, MAX_POLL_INTERVAL));
             }
             continue;
         }

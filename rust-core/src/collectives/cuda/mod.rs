@@ -50,13 +50,13 @@ pub(crate) use split::Side;
 /// Up to this many members, each compares the devices of all others. Above that, NCCL's own check has to do.
 const COMPARED: usize = 64;
 /// How long to wait for the report of a rank's death after NCCL has lost a connection.
-const NEWS_TIME: Duration = Duration::from_secs(2);
+const DEATH_REPORT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time limit of the last query of the store after the deadline.
-const LAST_LOOK: Duration = Duration::from_millis(100);
+const LAST_QUERY_TIMEOUT: Duration = Duration::from_millis(100);
 /// How long a member waits for NCCL's threads to end after an abort.
 const ABORT_LIMIT: Duration = Duration::from_secs(5);
 /// Polling interval of [`Cuda::close`].
-const CLOSE_LOOK: Duration = Duration::from_millis(1);
+const CLOSE_POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// How long [`Cuda::close`] waits for the device.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 /// How long a member that has finished keeps its memory for the others. After that, the memory is freed when the
@@ -167,7 +167,7 @@ impl Cuda {
     /// Like [`Cuda::run`], but in the group's own stream, after the work that the views' stream holds now.
     pub(super) fn launch(self: &Arc<Self>, requests: &[Request], timeout: Option<Duration>) -> Result<PendingWork> {
         let Some((first, stream)) = self.accept_all(requests)? else {
-            return Err(Error::Internal("no operation was to be queued on a device".into()));
+            return Err(Error::Internal("a batch for a device has no operations".into()));
         };
         let context = stream.context();
         let part = match self.part(context) {
@@ -286,7 +286,7 @@ impl Cuda {
             split_comm.iter().for_each(Parent::abort);
             for part in &parts {
                 while own.failed.get().is_none() && !part.completed() {
-                    std::thread::sleep(CLOSE_LOOK);
+                    std::thread::sleep(CLOSE_POLL_INTERVAL);
                 }
                 own.close_comm(part);
             }
@@ -349,14 +349,15 @@ impl Cuda {
             (Ok(None), Some(split_comm)) => Ok(split_comm),
             (id, split_comm) => {
                 split_comm.iter().for_each(Parent::abort);
-                let lost = || Error::Internal("members agreed on a communicator that is not there".into());
+                let lost =
+                    || Error::Internal("members agreed to split a communicator that this member does not have".into());
                 Parent::init(context, id?.ok_or_else(lost)?, me, size)
             }
         };
         let comm = parent.and_then(|parent| self.join(parent, &wait, first));
         let comm = comm.map_err(|error| self.explain(error, first))?;
         tracing::debug!(
-            "group {} has a CUDA part on `cuda:{}` after {:.1?}",
+            "group {} has a communicator on `cuda:{}` after {:.1?}",
             self.id,
             context.device(),
             start.elapsed()
@@ -500,13 +501,15 @@ impl Cuda {
     }
 
     fn store(&self) -> Result<&Arc<dyn Store>> {
-        self.store.get().ok_or_else(|| Error::Internal(format!("group {} has no store to meet on", self.id)))
+        self.store
+            .get()
+            .ok_or_else(|| Error::Internal(format!("group {} has no store to exchange NCCL's unique id", self.id)))
     }
 
     /// Reads the value that `rank` writes to `key`.
     fn read(&self, key: &str, rank: usize, wait: &Wait<'_>) -> Result<Vec<u8>> {
         // Values that are present count even after the deadline: this member itself may have caused the delay.
-        let remaining = wait.deadline.saturating_duration_since(Instant::now()).max(LAST_LOOK);
+        let remaining = wait.deadline.saturating_duration_since(Instant::now()).max(LAST_QUERY_TIMEOUT);
         self.store()?.get(key, &[rank], remaining).map_err(|error| match error {
             Error::Timeout { missing, limit, .. } => {
                 Error::Timeout { during: (wait.during)(), waited: wait.start.elapsed(), missing, limit }
@@ -525,7 +528,7 @@ impl Cuda {
     /// Prefers that report.
     fn explain(&self, error: Error, during: &dyn Fn() -> String) -> Error {
         let Error::Device { .. } = error else { return error };
-        let deadline = Instant::now() + NEWS_TIME;
+        let deadline = Instant::now() + DEATH_REPORT_TIMEOUT;
         loop {
             let seen = self.monitor.generation();
             if let Some(error) = watch::departed(self) {
@@ -560,7 +563,7 @@ impl Cuda {
                 )))
             }
             Request::Recv { from: None, .. } => Err(Error::Unsupported(
-                "recv from any rank: NCCL has no such thing for CUDA tensors: name the rank".into(),
+                "recv from any rank: NCCL does not support it for CUDA tensors: pass the source rank".into(),
             )),
             Request::AllReduceWindow { .. } => {
                 Err(Error::Internal("a window of host memory was passed to an operation on CUDA tensors".into()))
@@ -580,9 +583,13 @@ fn discard(abort: impl FnOnce() + Send + 'static) {
         drop(ended);
     };
     match std::thread::Builder::new().name("smd-cuda-abort".into()).spawn(work) {
-        Err(error) => tracing::error!("a communicator of NCCL's cannot be aborted: no thread for it: {error}"),
+        Err(error) => {
+            tracing::error!("an NCCL communicator cannot be aborted, because no thread can be started: {error}")
+        }
         Ok(_) if end.recv_timeout(ABORT_LIMIT) == Err(mpsc::RecvTimeoutError::Timeout) => {
-            tracing::warn!("NCCL has not aborted a communicator within {ABORT_LIMIT:?}; it goes on in the background");
+            tracing::warn!(
+                "NCCL has not aborted a communicator within {ABORT_LIMIT:?}; the abort continues in the background"
+            );
         }
         Ok(_) => {}
     }

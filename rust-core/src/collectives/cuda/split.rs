@@ -19,9 +19,9 @@ use crate::device::nccl::Parent;
 use crate::error::{Error, Result};
 
 /// Polling interval while NCCL splits.
-const LOOK: Duration = Duration::from_millis(1);
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// How long members may stay inside of NCCL after one of them has failed there.
-const GRACE: Duration = Duration::from_secs(5);
+const GRACE_PERIOD: Duration = Duration::from_secs(5);
 
 /// A member's part in a split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,33 +59,33 @@ impl Cuda {
         let Some(part) = part.filter(|_| agreed) else { return Ok(None) };
         let start = Instant::now();
         let outcome = self.split_part(part, side, start);
-        let all_well = match &outcome {
+        let all_split = match &outcome {
             Ok(_) => agree(0),
-            Err(error) => self.or_end(error, || agree(-1)),
+            Err(error) => self.agree_or_abort(error, || agree(-1)),
         };
         match outcome {
-            Ok(split_comm) if matches!(all_well, Ok(true)) => {
-                tracing::debug!("group {} was divided on devices after {:.1?}", self.id, start.elapsed());
+            Ok(split_comm) if matches!(all_split, Ok(true)) => {
+                tracing::debug!("group {} was split on devices after {:.1?}", self.id, start.elapsed());
                 Ok(split_comm)
             }
             Ok(split_comm) => {
                 split_comm.iter().for_each(Parent::abort);
-                all_well.map(|_| None)
+                all_split.map(|_| None)
             }
             Err(error) => {
-                tracing::debug!("group {} was not divided on devices: {error}", self.id);
-                all_well.map(|_| None)
+                tracing::debug!("group {} was not split on devices: {error}", self.id);
+                all_split.map(|_| None)
             }
         }
     }
 
     /// Returns the result of `agree`. Members that wait inside of NCCL for this one, which failed with `error`, would
     /// wait forever; they are aborted.
-    fn or_end<T>(self: &Arc<Self>, error: &Error, agree: impl FnOnce() -> T) -> T {
+    fn agree_or_abort<T>(self: &Arc<Self>, error: &Error, agree: impl FnOnce() -> T) -> T {
         let (agreed, over) = mpsc::channel::<()>();
         let (own, error) = (self.clone(), error.clone());
         let watch = move || {
-            if over.recv_timeout(GRACE) == Err(mpsc::RecvTimeoutError::Timeout) {
+            if over.recv_timeout(GRACE_PERIOD) == Err(mpsc::RecvTimeoutError::Timeout) {
                 own.end(error);
             }
         };
@@ -102,14 +102,14 @@ impl Cuda {
         side: Side,
         start: Instant,
     ) -> Result<Option<Parent>> {
-        let during = || format!("making groups out of group {} on CUDA devices", self.id);
+        let during = || format!("splitting group {} on CUDA devices", self.id);
         let wait = self.wait(&during, start);
         // Creating the communicator allocates device memory, which may wait for the device, and its kernels may wait
         // for other members.
         while !relaxed(|| part.completed()) {
             self.check(during)?;
             wait.check(|| self.others())?;
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
         let place = match side {
             Side::In { color, key } => Some((color, key)),

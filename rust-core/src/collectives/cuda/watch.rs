@@ -17,7 +17,7 @@ use crate::collectives::Request;
 use crate::device::driver::relaxed;
 use crate::device::ending;
 use crate::error::{Error, Limit, Result};
-use crate::transport::{Members, NAP};
+use crate::transport::{Members, POLL_INTERVAL};
 use crate::world::Departure;
 
 /// How long an operation may stay in flight after one of its members has left in good order.
@@ -26,9 +26,9 @@ const LEFT_LIMIT: Duration = Duration::from_secs(5);
 /// interval at which they look.
 const ENDED_AFTER: Duration = Duration::from_millis(500);
 /// The timeout of such a look.
-const ENDED_LOOK: Duration = Duration::from_millis(5);
+const ENDED_QUERY_TIMEOUT: Duration = Duration::from_millis(5);
 /// Additional time after the timeout for the other members' records to arrive.
-const NOTES_TIME: Duration = Duration::from_secs(1);
+const RECORDS_TIMEOUT: Duration = Duration::from_secs(1);
 
 struct Watchdog {
     groups: Mutex<Vec<Weak<Cuda>>>,
@@ -48,7 +48,7 @@ pub(super) fn add(group: &Arc<Cuda>) -> Result<()> {
     drop(groups);
     let spawn = |name: &str, look: fn(&Arc<Cuda>, &mut WaitRecords)| {
         let thread = std::thread::Builder::new().name(name.into()).spawn(move || work(look));
-        thread.map(drop).map_err(|error| Error::io("starting a thread that watches over devices", error))
+        thread.map(drop).map_err(|error| Error::io("starting the thread that monitors devices", error))
     };
     // Another thread may capture a stream; queries must not invalidate that capture.
     let start = || {
@@ -83,7 +83,7 @@ fn work(look: fn(&Arc<Cuda>, &mut WaitRecords)) {
             }
         }
         drop(groups);
-        monitor.wait_change(seen, NAP);
+        monitor.wait_change(seen, POLL_INTERVAL);
     }
 }
 
@@ -124,7 +124,7 @@ pub(super) fn fail(group: &Arc<Cuda>, error: Error) {
     if group.closed.get().is_some() && group.failed.get().is_none() {
         // No later call of the group will raise the error, so it is logged.
         tracing::error!(
-            "group {} was closed with operations on devices under way, which were ended: {error}",
+            "group {} was closed while operations on devices were running, which were aborted: {error}",
             group.id
         );
     }
@@ -136,7 +136,7 @@ pub(super) fn fail(group: &Arc<Cuda>, error: Error) {
         // thread.
         let abort = std::thread::Builder::new().name("smd-cuda-abort".into());
         if let Err(error) = abort.spawn(move || part.abort()) {
-            tracing::error!("operations on a device cannot be ended: no thread for it: {error}");
+            tracing::error!("operations on a device cannot be aborted, because no thread can be started: {error}");
         }
     }
 }
@@ -161,7 +161,7 @@ fn differing(group: &Cuda, part: &DeviceCommunicator) -> Option<Error> {
     // If the store fails, the job is ending, which has its own errors.
     let theirs = group.store.get().and_then(|store| {
         let _ = store.set(&key(me), &postcard::to_stdvec(&mine).ok()?);
-        let text = store.get(&key(other), &[ranks[other]], NOTES_TIME).ok()?;
+        let text = store.get(&key(other), &[ranks[other]], RECORDS_TIMEOUT).ok()?;
         postcard::from_bytes::<Vec<String>>(&text).ok()
     });
     let theirs = theirs.unwrap_or_else(|| vec!["something else".to_owned()]);
@@ -240,7 +240,7 @@ fn ended(group: &Cuda, part: &DeviceCommunicator, notes: &mut WaitRecords) -> Op
     if !notes.is_time(&key, ENDED_AFTER) {
         return None;
     }
-    let text = group.store.get()?.get(&key, &[], ENDED_LOOK).ok()?;
+    let text = group.store.get()?.get(&key, &[], ENDED_QUERY_TIMEOUT).ok()?;
     let (member, reason) = postcard::from_bytes::<(usize, String)>(&text).ok()?;
     let Members { ranks, me } = &group.members;
     let rank = ranks.get(member).copied().filter(|_| member != *me)?;
@@ -313,7 +313,7 @@ fn stuck(group: &Cuda, part: &DeviceCommunicator, notes: &mut WaitRecords) -> Op
     if since.elapsed() < timeout {
         return None;
     }
-    let deadline = Instant::now() + NOTES_TIME;
+    let deadline = Instant::now() + RECORDS_TIMEOUT;
     let read = |rank: usize| {
         let remaining = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         let text = store.get(&key(rank), &[], remaining).ok()?;

@@ -163,7 +163,7 @@ pub fn reduction(view: &TensorView, op: ReduceOp) -> Result<(usize, ncclDataType
     let dtype = view.dtype();
     let refuse = || {
         let op = format!("{op:?}").to_lowercase();
-        Err(Error::Unsupported(format!("NCCL has no reduction `{op}` of {dtype}: move the tensor to the CPU for it")))
+        Err(Error::Unsupported(format!("NCCL has no reduction `{op}` of {dtype}: move the tensor to the CPU")))
     };
     if dtype == DType::Bool {
         // Bools have the values 0 and 1.
@@ -208,7 +208,7 @@ mod tests {
         let text = |dtype, op| reduction(&TensorView::empty(dtype), op).unwrap_err().to_string();
         assert_eq!(
             text(DType::Int32, ReduceOp::BitXor),
-            "NCCL has no reduction `bitxor` of int32: move the tensor to the CPU for it"
+            "NCCL has no reduction `bitxor` of int32: move the tensor to the CPU"
         );
         assert!(text(DType::Complex64, ReduceOp::Product).contains("`product` of complex64"));
         assert!(reduction(&TensorView::empty(DType::Bool), ReduceOp::Sum).is_ok());

@@ -82,7 +82,7 @@ impl Discovery {
             }
             Err(why) if script.has_worked => {
                 if script.last_failure != why {
-                    say(format!("the discovery of hosts failed, the last ones stay: {why}"));
+                    say(format!("the discovery of hosts failed, so the previous hosts stay in use: {why}"));
                     script.last_failure = why;
                 }
                 Ok(None)

@@ -2,7 +2,7 @@
 //! clock, so that tests can cover every order of events.
 //!
 //! ```text
-//!   starting --enters--> waiting --seated--> training --enters again--> waiting ..
+//!   starting --enters--> waiting --ranks assigned--> training --enters again--> waiting ..
 //!       \_________________\____________________\________ended
 //! ```
 //!
@@ -84,7 +84,7 @@ pub enum WorkerAction {
         worker: WorkerId,
     },
     /// Begin a session.
-    Seat {
+    AssignRanks {
         /// The workers in the order of their ranks.
         workers: Vec<WorkerId>,
     },
@@ -362,10 +362,10 @@ impl Driver {
         let removed = training.difference(&wanted).next().is_some();
         let added = wanted.difference(&training).next().is_some();
         let kinds = u8::from(removed) + 2 * u8::from(added);
-        let is_news = self.told.as_ref().is_none_or(|(told, at)| told != places || now >= *at + REPEAT);
+        let is_due = self.told.as_ref().is_none_or(|(told, at)| told != places || now >= *at + REPEAT);
         if kinds == 0 {
             self.told = None;
-        } else if is_news {
+        } else if is_due {
             self.told = Some((places.to_vec(), now));
             self.actions.push(WorkerAction::Notify { kinds });
         }
@@ -408,20 +408,20 @@ impl Driver {
         if self.sessions > 0 && with_state.is_empty() {
             return self.end(JobOutcome::Failed(self.state_lost()));
         }
-        let mut seats = Vec::new();
+        let mut assignments = Vec::new();
         for worker in &mut self.workers {
             let WorkerSlot { host, slot } = &worker.place;
             if has_place(worker) {
                 // Orders the workers by rank (DRV-2).
                 let age = places.iter().position(|place| place.host == *host);
-                seats.push(((!with_state.contains(host), age, !worker.is_old, *slot), worker.id));
+                assignments.push(((!with_state.contains(host), age, !worker.is_old, *slot), worker.id));
             } else {
                 worker.state = WorkerState::Ending;
                 self.actions.push(WorkerAction::Remove { worker: worker.id });
             }
         }
-        seats.sort_unstable();
-        for (_, id) in &seats {
+        assignments.sort_unstable();
+        for (_, id) in &assignments {
             self.enter(*id, WorkerState::Training);
         }
         for worker in self.workers.iter_mut().filter(|worker| worker.state == WorkerState::Training) {
@@ -430,7 +430,7 @@ impl Driver {
         self.sessions += 1;
         self.failure = None;
         self.told = None;
-        self.actions.push(WorkerAction::Seat { workers: seats.into_iter().map(|(_, id)| id).collect() });
+        self.actions.push(WorkerAction::AssignRanks { workers: assignments.into_iter().map(|(_, id)| id).collect() });
     }
 
     /// A worker that has not returned in time is ended (DRV-4).
@@ -438,7 +438,10 @@ impl Driver {
         let late: Vec<WorkerId> =
             self.workers.iter().filter(|worker| worker.state != WorkerState::Waiting).map(|worker| worker.id).collect();
         for id in late {
-            self.say(format!("worker {id} has not come back to the job for {:.0?}: it is ended", self.limits.timeout));
+            self.say(format!(
+                "worker {id} has not come back to the job for {:.0?}: it is terminated",
+                self.limits.timeout
+            ));
             self.stop(|worker| worker.id == id);
         }
     }

@@ -11,7 +11,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Signal;
 
 use super::super::LaunchPlan;
-use super::super::environment::{self, LocalSeat};
+use super::super::environment::{self, LocalPosition};
 use super::super::orphan_reaper::OrphanReaper;
 use super::super::output::{OutputPiece, Printer, Sink};
 use super::super::process::{self, Exit, Input, Process};
@@ -36,7 +36,7 @@ const LONGEST_SLEEP: Duration = Duration::from_millis(250);
 /// Time between SIGTERM and SIGKILL.
 const TERMINATE_TIME: Duration = Duration::from_secs(5);
 /// How long a worker without a place has to end by itself.
-const FAREWELL_TIME: Duration = Duration::from_secs(30);
+const UNASSIGNED_EXIT_TIME: Duration = Duration::from_secs(30);
 /// Why a worker that the job goes on without gets no rank.
 const GIVEN_UP: &str = "its host did not answer, or the `ssh` that started it has ended";
 
@@ -119,7 +119,7 @@ struct Running {
     rank: usize,
     /// When it gets SIGKILL.
     deadline: Option<(Instant, Signal)>,
-    /// Why it was given up, if it was.
+    /// Why the worker was abandoned, if it was.
     lost: Option<String>,
 }
 
@@ -292,10 +292,12 @@ impl ElasticSupervisor {
                 },
                 WorkerAction::Stop { worker } => self.end_at(worker, Instant::now(), Signal::TERM),
                 WorkerAction::Remove { worker } => {
-                    self.server.remove(&name(worker), "its host has no place for it any more");
-                    self.end_at(worker, Instant::now() + FAREWELL_TIME, Signal::TERM);
+                    self.server.remove(&name(worker), "its host has no slot for it any more");
+                    self.end_at(worker, Instant::now() + UNASSIGNED_EXIT_TIME, Signal::TERM);
                 }
-                WorkerAction::Seat { workers } => self.server.seat(workers.into_iter().map(name).collect()),
+                WorkerAction::AssignRanks { workers } => {
+                    self.server.assign_ranks(workers.into_iter().map(name).collect())
+                }
                 WorkerAction::Notify { kinds } => {
                     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
                     self.server.hosts_updated(HostsUpdated { at_micros: since.as_micros() as u64, kinds });
@@ -340,9 +342,13 @@ impl ElasticSupervisor {
         // The rank may change later; scripts ask the session for it.
         TORCHRUN.iter().for_each(|name| drop(variables.remove(std::ffi::OsStr::new(name))));
         variables.entry("OMP_NUM_THREADS".into()).or_insert_with(|| "1".into());
-        let seat =
-            LocalSeat { host: place.host.clone(), host_index: 0, local: (place.slot, place.slot + 1), cross: (0, 1) };
-        let own = seat.horovod_variables().into_iter().chain([
+        let position = LocalPosition {
+            host: place.host.clone(),
+            host_index: 0,
+            local: (place.slot, place.slot + 1),
+            cross: (0, 1),
+        };
+        let own = position.horovod_variables().into_iter().chain([
             // The initial rank, which scripts log.
             ("HOROVOD_RANK", rank.to_string()),
             ("HOROVOD_SIZE", size.to_string()),
@@ -380,7 +386,7 @@ fn id(name: &str) -> Option<WorkerId> {
 fn describe(worker: &Running, exit: Exit) -> String {
     let rank = worker.rank;
     if let Some(lost) = &worker.lost {
-        return format!("process {rank} was given up: {lost}");
+        return format!("process {rank} was abandoned: {lost}");
     }
     match worker.tail.exception() {
         Some(exception) => format!("process {rank} exit with status code {}: {exception}", exit.code()),

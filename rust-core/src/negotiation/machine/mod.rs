@@ -14,7 +14,7 @@ use super::bits::{BitSet, RankSet};
 use super::cache::{Cache, Evicted};
 use super::description::Description;
 use super::message::{Announcement, Down, MAX_VARIANTS, NegotiationLimits, NegotiationMessage, Up, Variant};
-use super::stall::{Patience, Stall, Waits};
+use super::stall::{Stall, StallTimeouts, Waits};
 use super::tree::Tree;
 use super::tune::{Trial, Tuner};
 use crate::error::{Error, Result};
@@ -151,7 +151,12 @@ pub(super) struct Machine {
 
 impl Machine {
     /// Creates the state of the member at `tree`. `limits` are those of the root.
-    pub(super) fn new(tree: Tree, ranks: Arc<[usize]>, limits: NegotiationLimits, patience: Patience) -> Self {
+    pub(super) fn new(
+        tree: Tree,
+        ranks: Arc<[usize]>,
+        limits: NegotiationLimits,
+        stall_timeouts: StallTimeouts,
+    ) -> Self {
         let source = |ranks| ReportSource {
             ranks,
             ready: BitSet::default(),
@@ -161,7 +166,7 @@ impl Machine {
         };
         let sources: Vec<ReportSource> =
             std::iter::once(tree.me..tree.me + 1).chain(tree.children.iter().cloned()).map(source).collect();
-        let stall = Stall::new(tree.children.len(), patience);
+        let stall = Stall::new(tree.children.len(), stall_timeouts);
         Self {
             tree,
             ranks,
@@ -283,7 +288,7 @@ impl Machine {
     }
 
     /// Whether `tick` must be called: this member is the root of a wait, or has a report that is due.
-    pub(super) fn has_news(&self) -> bool {
+    pub(super) fn must_tick(&self) -> bool {
         self.stall.has_reports()
     }
 
@@ -298,26 +303,28 @@ impl Machine {
         now: Duration,
         actions: &mut Vec<NegotiationAction>,
     ) -> Result<()> {
-        let strange = |what: &str| Err(Error::Internal(format!("rank {} sent {what}", self.ranks[from])));
+        let invalid = |what: &str| Err(Error::Internal(format!("rank {} sent {what}", self.ranks[from])));
         match message {
             NegotiationMessage::Up(up) => {
                 let child = self.tree.children.iter().position(|child| child.start == from);
-                let Some(child) = child else { return strange("news, and is no child") };
+                let Some(child) = child else {
+                    return invalid("a readiness report, but it is not a child of this rank");
+                };
                 let known = |position: usize| self.cache.slot(position).is_some();
                 if up.heard > self.number || !up.ready.iter().all(known) {
-                    return strange("a cache position that is not there");
+                    return invalid("an unknown cache position");
                 }
                 self.hear(child, up, now);
                 Ok(())
             }
             NegotiationMessage::Down(down) if self.tree.parent == Some(from) => {
                 if down.number != self.number {
-                    return strange("answers that do not follow each other");
+                    return invalid("an answer out of order");
                 }
                 self.apply(down, now, actions);
                 Ok(())
             }
-            NegotiationMessage::Down(_) => strange("an answer, and is not the parent"),
+            NegotiationMessage::Down(_) => invalid("an answer, but it is not the parent of this rank"),
         }
     }
 
@@ -332,8 +339,8 @@ impl Machine {
         }
         self.unable = self.unable.or(up.unable);
         if up.heard >= self.void_before {
-            let news = !up.ready.is_empty() || !up.named.is_empty();
-            self.stall.heard(child, up.report, news, up.heard == self.number, now);
+            let is_progress = !up.ready.is_empty() || !up.named.is_empty();
+            self.stall.heard(child, up.report, is_progress, up.heard == self.number, now);
             if let Some(log) = &mut self.log {
                 let members = &self.sources[at].ranks;
                 let known = up.ready.iter().filter_map(|position| self.cache.slot(position));
@@ -526,7 +533,7 @@ impl Machine {
         let joined = self.sources[0].joined;
         let report = self.stall.report(&self.tree, &self.pending, joined, waits, now);
         if self.tree.parent.is_some() {
-            if let Some(report) = self.stall.news(report) {
+            if let Some(report) = self.stall.changed_report(report) {
                 actions.push(NegotiationAction::Up(Up { heard: self.number, report: Some(report), ..Up::default() }));
             }
             return;

@@ -183,7 +183,7 @@ impl OperationPlacement {
             let home = *self.variables[variable].get_or_insert(partition);
             if home != partition && operations.variables()[variable].binds {
                 return Err(Error::InvalidArgument(format!(
-                    "a variable of shape {} is taken on partition {home} and by `{}` on partition {partition}: layers and \
+                    "a variable of shape {} is used on partition {home} and by `{}` on partition {partition}: layers and \
                      operations that share a variable go to one partition",
                     operations.variables()[variable].text,
                     operation.name

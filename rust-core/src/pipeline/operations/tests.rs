@@ -297,7 +297,7 @@ fn layers_are_divided_by_what_their_operations_cost() {
     let plain = Operations::new(vec![operation("x", &[])], variables(0)).unwrap();
     assert_eq!(
         divide_layers(&plain, &[], wish).unwrap_err().to_string(),
-        "no layer of the model has variables: there is nothing to divide"
+        "no layer of the model has variables: there is nothing to partition"
     );
 }
 

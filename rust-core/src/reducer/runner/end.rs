@@ -17,7 +17,7 @@ use crate::reducer::{BucketPlan, ReducerEvent};
 use crate::world::monitor::interrupt_pending;
 
 /// The interval at which waits of a step look for signals.
-pub(super) const LOOK_FOR_SIGNALS: Duration = Duration::from_millis(50);
+pub(super) const SIGNAL_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 impl Reducer {
     /// At the end of a backward: the parameters without a gradient, in the order in which the caller must mark them
@@ -76,7 +76,7 @@ impl Reducer {
             }
             // Without the lock, because looking for signals may take an interpreter's lock while other threads need
             // this one.
-            if self.changed.wait_for(state, LOOK_FOR_SIGNALS).timed_out()
+            if self.changed.wait_for(state, SIGNAL_CHECK_INTERVAL).timed_out()
                 && MutexGuard::unlocked(state, interrupt_pending)
             {
                 interrupted = true;

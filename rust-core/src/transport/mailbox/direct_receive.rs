@@ -194,7 +194,7 @@ mod tests {
         fn doorbell(&self) -> u32 {
             0
         }
-        fn doze(&self, _seen: u32, _limit: Duration) {}
+        fn wait_doorbell(&self, _seen: u32, _limit: Duration) {}
         fn ring_own(&self) {}
     }
 

@@ -61,10 +61,10 @@ pub fn provide(deadline: Instant) -> Result<PathBuf> {
 
 /// The folder for plug-ins; logs once why it is not the configured one.
 fn cache_folder() -> Result<PathBuf> {
-    static SAID: Once = Once::new();
+    static LOGGED: Once = Once::new();
     let folder = cache::folder("mpi")?;
     if let Some(warning) = &folder.warning {
-        SAID.call_once(|| tracing::warn!("{warning}"));
+        LOGGED.call_once(|| tracing::warn!("{warning}"));
     }
     Ok(folder.path)
 }

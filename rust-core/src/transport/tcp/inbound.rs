@@ -126,7 +126,7 @@ impl InboundConnection {
             let mut piece = [0; ANSWER_BYTES];
             while answer.len() < ANSWER_BYTES {
                 match self.stream.read(&mut piece[..ANSWER_BYTES - answer.len()]) {
-                    Ok(0) => return Err("went away before it proved the job's secret".to_owned()),
+                    Ok(0) => return Err("closed before it proved the job's secret".to_owned()),
                     Ok(count) => answer.extend_from_slice(&piece[..count]),
                     Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(ReadOutcome::Pause),
                     Err(error) if error.kind() == ErrorKind::Interrupted => {}

@@ -160,7 +160,10 @@ impl TcpState {
             // Stored before this question, so that the last receiver rings the bell if it leaves after the answer.
             let has_more = self.has_more.load(Ordering::SeqCst) && !self.gate.has_receivers();
             if let Err(error) = self.gate.wait(if has_more { Some(Duration::ZERO) } else { limit }) {
-                monitor.close(&format!("nothing serves other hosts any more: {}", std::io::Error::from(error)));
+                monitor.close(&format!(
+                    "connections from other hosts are not served any more: {}",
+                    std::io::Error::from(error)
+                ));
                 return;
             }
         }

@@ -157,7 +157,7 @@ impl Service {
         let mut ready = std::mem::take(&mut self.again);
         if let Err(error) = self.poll.poll(&mut self.events, Some(Duration::ZERO)) {
             if error.kind() != ErrorKind::Interrupted {
-                self.options.monitor.close(&format!("nothing serves other hosts any more: {error}"));
+                self.options.monitor.close(&format!("connections from other hosts are not served any more: {error}"));
             }
             return ready;
         }
@@ -291,7 +291,7 @@ impl Service {
             self.redials.push(Redial { at: now + RETRY_PAUSE, rank, since });
             return;
         }
-        self.lose(rank, &format!("it could not be made: {why}"), shared);
+        self.lose(rank, &format!("it could not be established: {why}"), shared);
     }
 
     fn serve_send_queue(&mut self, rank: usize, shared: &TcpState) {
@@ -376,7 +376,7 @@ impl Service {
     fn evict_oldest(&mut self) -> bool {
         match self.unauthenticated.first_key_value() {
             Some((&token, came)) if came.elapsed() >= UNAUTHENTICATED_TIME => {
-                self.dismiss(token, "made room for others before it proved the job's secret");
+                self.dismiss(token, "was closed to make room for others before it proved the job's secret");
                 true
             }
             _ => false,
@@ -401,13 +401,13 @@ impl Service {
                         && from < options.book.len() as u64 =>
                 {
                     if !introduced.insert(from as usize) {
-                        return Err(format!("is a second one of rank {from}"));
+                        return Err(format!("is a second connection of rank {from}"));
                     }
                     *rank = Some(from as usize);
                     Ok(())
                 }
                 Some(_) => Err("belongs to another session of the job".to_owned()),
-                None => Err("broke the protocol: it does not say who it is".to_owned()),
+                None => Err("broke the protocol: it does not name its rank".to_owned()),
             },
         };
         let mut begin_direct_receive =
@@ -423,11 +423,11 @@ impl Service {
             Ok(ReadOutcome::More) => {
                 self.again.push(token);
             }
-            Ok(ReadOutcome::End) => self.dismiss(token, "ended before it said who it is"),
+            Ok(ReadOutcome::End) => self.dismiss(token, "ended before it named its rank"),
             Err(why) => {
                 self.dismiss(token, &why);
                 if let Some(rank) = rank {
-                    self.lose(rank, &format!("what comes from it {why}"), shared);
+                    self.lose(rank, &format!("its connection {why}"), shared);
                 }
             }
         }

@@ -2,7 +2,7 @@
 
 use super::*;
 
-const NO_PATIENCE: Duration = Duration::ZERO;
+const NO_DEATH_CAUSE_TIMEOUT: Duration = Duration::ZERO;
 
 fn join(rank: u32, size: u32) -> ToServer {
     ToServer::Join(Join {
@@ -17,8 +17,8 @@ fn join(rank: u32, size: u32) -> ToServer {
 }
 
 /// A job whose ranks have all joined, on connections with the ranks' numbers.
-fn running(size: u32, patience: Duration) -> Job {
-    let mut job = Job::new(size as usize, patience, 1);
+fn running(size: u32, death_cause_timeout: Duration) -> Job {
+    let mut job = Job::new(size as usize, death_cause_timeout, 1);
     for rank in 0..size {
         assert_eq!(job.receive(u64::from(rank), join(rank, size)), Ok(Disposition::Keep));
     }
@@ -41,7 +41,7 @@ fn told(job: &mut Job) -> Vec<String> {
 
 #[test]
 fn a_lost_connection_is_a_death_that_all_others_hear_of() {
-    let mut job = running(3, NO_PATIENCE);
+    let mut job = running(3, NO_DEATH_CAUSE_TIMEOUT);
     job.disconnected(1, "ended without `shutdown()`", Instant::now());
     let death = "rank 1 died (process 101 on host node ended without `shutdown()`)";
     assert_eq!(told(&mut job), [format!("0: {death}"), format!("2: {death}")]);
@@ -50,7 +50,7 @@ fn a_lost_connection_is_a_death_that_all_others_hear_of() {
 
 #[test]
 fn a_silent_host_takes_all_of_its_ranks_along() {
-    let mut job = Job::new(4, NO_PATIENCE, 1);
+    let mut job = Job::new(4, NO_DEATH_CAUSE_TIMEOUT, 1);
     for rank in 0..4 {
         let ToServer::Join(mut join) = join(rank, 4) else { unreachable!() };
         join.host = format!("host {}", rank / 2);
@@ -73,20 +73,20 @@ fn a_silent_host_takes_all_of_its_ranks_along() {
 #[test]
 fn the_launcher_knows_better_why() {
     let now = Instant::now();
-    let patience = Duration::from_millis(200);
+    let death_cause_timeout = Duration::from_millis(200);
     for report_first in [false, true] {
-        let mut job = running(2, patience);
+        let mut job = running(2, death_cause_timeout);
         if report_first {
             job.report_death(1, "killed by signal 9");
         }
         job.disconnected(1, "was lost", now);
-        assert_eq!(job.next_tick(), Some(now + patience));
+        assert_eq!(job.next_tick(), Some(now + death_cause_timeout));
         if !report_first {
             assert!(told(&mut job).is_empty());
             job.report_death(1, "killed by signal 9");
             assert_eq!(job.next_tick(), None);
         }
-        job.tick(now + patience);
+        job.tick(now + death_cause_timeout);
         assert_eq!(told(&mut job), ["0: rank 1 died (killed by signal 9)"]);
     }
 }
@@ -103,9 +103,9 @@ fn patience_ends() {
 }
 
 #[test]
-fn a_goodbye_is_no_death() {
-    let mut job = running(2, NO_PATIENCE);
-    assert_eq!(job.receive(1, ToServer::Goodbye), Ok(Disposition::Close));
+fn an_announced_departure_is_no_death() {
+    let mut job = running(2, NO_DEATH_CAUSE_TIMEOUT);
+    assert_eq!(job.receive(1, ToServer::Depart), Ok(Disposition::Close));
     job.disconnected(1, "ended", Instant::now());
     job.report_death(1, "exited with code 0");
     assert_eq!(told(&mut job), ["0: rank 1 left the job"]);
@@ -113,17 +113,17 @@ fn a_goodbye_is_no_death() {
 
 #[test]
 fn the_first_word_about_a_rank_stands() {
-    let mut job = running(2, NO_PATIENCE);
+    let mut job = running(2, NO_DEATH_CAUSE_TIMEOUT);
     job.receive(1, ToServer::Fail { message: "ValueError: bad loss".to_owned() }).unwrap();
     assert_eq!(told(&mut job), ["0: rank 1 failed (ValueError: bad loss)"]);
-    job.receive(1, ToServer::Goodbye).unwrap();
+    job.receive(1, ToServer::Depart).unwrap();
     job.report_death(1, "exited with code 1");
     assert!(told(&mut job).is_empty());
 }
 
 #[test]
 fn a_death_while_others_wait_to_start_ends_their_wait() {
-    let mut job = Job::new(3, NO_PATIENCE, 1);
+    let mut job = Job::new(3, NO_DEATH_CAUSE_TIMEOUT, 1);
     job.receive(0, join(0, 3)).unwrap();
     job.receive(1, join(1, 3)).unwrap();
     job.disconnected(1, "was lost", Instant::now());
@@ -143,10 +143,10 @@ fn a_process_that_never_came_can_die_too() {
 
 #[test]
 fn who_comes_late_hears_of_the_first_death_first() {
-    let mut job = running(4, NO_PATIENCE);
+    let mut job = running(4, NO_DEATH_CAUSE_TIMEOUT);
     job.report_death(2, "killed by signal 9");
     job.report_death(0, "exit code 1");
-    job.receive(3, ToServer::Goodbye).unwrap();
+    job.receive(3, ToServer::Depart).unwrap();
     job.take_outbox();
     job.receive(13, join(3, 4)).unwrap();
     assert_eq!(told(&mut job), ["13: rank 2 died (killed by signal 9)", "13: rank 0 died (exit code 1)"]);
@@ -154,12 +154,12 @@ fn who_comes_late_hears_of_the_first_death_first() {
 
 #[test]
 fn sessions_follow_each_other() {
-    let mut job = running(2, NO_PATIENCE);
+    let mut job = running(2, NO_DEATH_CAUSE_TIMEOUT);
     let first = *job.sessions.keys().next().unwrap();
     // Rank 1 rejoins before rank 0 has left.
-    job.receive(1, ToServer::Goodbye).unwrap();
+    job.receive(1, ToServer::Depart).unwrap();
     job.receive(11, join(1, 2)).unwrap();
-    job.receive(0, ToServer::Goodbye).unwrap();
+    job.receive(0, ToServer::Depart).unwrap();
     job.take_outbox();
     job.receive(10, join(0, 2)).unwrap();
     let welcomes = job.take_outbox();
@@ -176,7 +176,7 @@ fn who_may_not_join_hears_why() {
         assert_eq!(job.receive(connection, message), Ok(Disposition::Close));
         told(job)
     };
-    let mut job = Job::new(2, NO_PATIENCE, 1);
+    let mut job = Job::new(2, NO_DEATH_CAUSE_TIMEOUT, 1);
     job.receive(0, join(0, 2)).unwrap();
     assert_eq!(
         refusal(&mut job, 5, join(0, 2)),
@@ -198,8 +198,8 @@ fn who_may_not_join_hears_why() {
 
 #[test]
 fn the_protocol_is_kept() {
-    let mut job = Job::new(2, NO_PATIENCE, 1);
-    assert!(job.receive(0, ToServer::Goodbye).is_err());
+    let mut job = Job::new(2, NO_DEATH_CAUSE_TIMEOUT, 1);
+    assert!(job.receive(0, ToServer::Depart).is_err());
     job.receive(0, join(0, 2)).unwrap();
     assert!(job.receive(0, join(0, 2)).is_err());
     let long = ToServer::Set { key: "k".to_owned(), value: vec![0; MAX_VALUE + 1] };
@@ -210,7 +210,7 @@ fn the_protocol_is_kept() {
 fn the_store_answers_now_or_later() {
     let set = |value: u8| ToServer::Set { key: "a/b".to_owned(), value: vec![value] };
     let get = |ticket| ToServer::Get { ticket, key: "a/b".to_owned() };
-    let mut job = running(2, NO_PATIENCE);
+    let mut job = running(2, NO_DEATH_CAUSE_TIMEOUT);
     job.receive(0, get(7)).unwrap();
     job.receive(0, get(8)).unwrap();
     job.receive(0, ToServer::Forget { ticket: 8 }).unwrap();
@@ -227,7 +227,7 @@ fn the_store_answers_now_or_later() {
 
 #[test]
 fn a_store_does_not_grow_without_limit() {
-    let mut job = running(1, NO_PATIENCE);
+    let mut job = running(1, NO_DEATH_CAUSE_TIMEOUT);
     let set = |key: usize| ToServer::Set { key: key.to_string(), value: vec![0; MAX_VALUE] };
     let refused = (0..).find_map(|key| job.receive(0, set(key)).err()).unwrap();
     assert!(refused.contains("268435456 bytes"), "{refused}");
@@ -237,7 +237,7 @@ fn a_store_does_not_grow_without_limit() {
 
 #[test]
 fn keys_that_all_members_release_are_removed() {
-    let mut job = running(3, NO_PATIENCE);
+    let mut job = running(3, NO_DEATH_CAUSE_TIMEOUT);
     let set = |key: &str| ToServer::Set { key: key.to_owned(), value: vec![1] };
     for key in ["cuda/1/device/0", "cuda/1/id/0", "cuda/2/id/0"] {
         job.receive(0, set(key)).unwrap();
@@ -265,7 +265,7 @@ fn keys_that_all_members_release_are_removed() {
 
 #[test]
 fn who_is_missing() {
-    let mut job = Job::new(3, NO_PATIENCE, 1);
+    let mut job = Job::new(3, NO_DEATH_CAUSE_TIMEOUT, 1);
     job.receive(1, join(1, 3)).unwrap();
     job.receive(1, ToServer::WhoIsMissing).unwrap();
     assert_eq!(told(&mut job), ["1: Missing { ranks: [0, 2] }"]);
@@ -292,7 +292,7 @@ fn places_on_hosts() {
 
 #[test]
 fn the_launcher_hears_of_workers_on_a_silent_host() {
-    let mut job = Job::elastic(NO_PATIENCE, 1);
+    let mut job = Job::elastic(NO_DEATH_CAUSE_TIMEOUT, 1);
     let workers = ["worker-0", "worker-1"].map(str::to_owned);
     for (connection, worker) in (0..).zip(&workers) {
         job.receive(connection, ToServer::Enter { worker: worker.clone() }).unwrap();
@@ -301,7 +301,7 @@ fn the_launcher_hears_of_workers_on_a_silent_host() {
     let silence = Duration::from_secs(10);
     let lost =
         |worker: &String| JobEvent::Lost { worker: worker.clone(), detail: "no sign of its host for 10s".into() };
-    job.seat(&workers);
+    job.assign_ranks(&workers);
     job.host_lost(1, silence);
     assert_eq!(job.take_events(), [lost(&workers[1])], "a worker that has a rank");
     job.receive(2, ToServer::Enter { worker: "worker-2".to_owned() }).unwrap();

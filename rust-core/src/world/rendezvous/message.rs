@@ -93,10 +93,10 @@ pub enum ToServer {
     RemovePrefix { prefix: String },
     /// Asks which ranks have not joined.
     WhoIsMissing,
-    /// The rank has failed; it may still say goodbye.
+    /// The rank has failed; it may still announce its departure.
     Fail { message: String },
     /// The rank leaves in good order.
-    Goodbye,
+    Depart,
     /// Releases the keys that start with `prefix`; they are removed when as many ranks as `members` have released
     /// them.
     Release { prefix: String, members: u32 },
@@ -181,7 +181,7 @@ mod tests {
             ".{0,40}".prop_map(|message| ToServer::Fail { message }),
             ".{0,40}".prop_map(|worker| ToServer::Enter { worker }),
             Just(ToServer::WhoIsMissing),
-            Just(ToServer::Goodbye),
+            Just(ToServer::Depart),
             (".{0,40}", any::<u32>()).prop_map(|(prefix, members)| ToServer::Release { prefix, members }),
             any::<Vec<u64>>().prop_map(|calls| ToServer::Counters(Snapshot { calls, ..Snapshot::default() })),
         ]

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   rank 0: binds an abstract Unix socket whose name follows from the user id and the job
-//!   rank n: connects, looks at the owner of the socket's process, reads the ticket
+//!   rank n: connects, looks at the owner of the socket's process, reads the credentials
 //! ```
 //!
 //! - OWN-1: the kernel tells each side the user id of the other (`SO_PEERCRED`). A process of another user gets
@@ -32,16 +32,16 @@ use crate::world::fork;
 
 /// The number of names to try in order, because another job or user may hold the first ones.
 const NUM_NAMES: usize = 8;
-/// The longest ticket, in bytes.
-const MAX_TICKET: u64 = 1 << 12;
-/// The longest wait for a ticket after a server has accepted the connection.
+/// The longest credentials, in bytes.
+const MAX_CREDENTIALS_BYTES: u64 = 1 << 12;
+/// The longest wait for credentials after a server has accepted the connection.
 const READ_TIME: Duration = Duration::from_secs(2);
 /// The pause after a failed accept, usually because descriptors ran out.
 const PAUSE: rustix::event::Timespec = rustix::event::Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 
 /// The data that a process of the same user receives: where the rendezvous is and its secret.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Ticket {
+pub struct RendezvousCredentials {
     /// The address of the rendezvous.
     pub address: SocketAddr,
     /// The secret of the rendezvous.
@@ -65,7 +65,7 @@ impl std::fmt::Display for PeerProcess {
     }
 }
 
-/// Serves tickets until it is dropped.
+/// Serves credentials until it is dropped.
 pub struct OwnerSocket {
     /// Becomes readable when the thread must end.
     stop: Arc<OwnedFd>,
@@ -73,15 +73,16 @@ pub struct OwnerSocket {
 }
 
 impl OwnerSocket {
-    /// Serves `ticket` to every process of this user that connects for `job`.
+    /// Serves `credentials` to every process of this user that connects for `job`.
     ///
     /// # Errors
     /// [`Error::Rendezvous`] naming the process that holds all names of this job; [`Error::Io`].
-    pub fn serve(job: &str, ticket: &Ticket) -> Result<Self> {
+    pub fn serve(job: &str, credentials: &RendezvousCredentials) -> Result<Self> {
         let io = |error| Error::io("making the socket that gives this user's ranks the job's secret", error);
         let listener = bind(job)?;
         listener.set_nonblocking(true).map_err(io)?;
-        let bytes = postcard::to_stdvec(ticket).map_err(|error| Error::Internal(format!("a ticket: {error}")))?;
+        let bytes =
+            postcard::to_stdvec(credentials).map_err(|error| Error::Internal(format!("credentials: {error}")))?;
         let stop = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC).map_err(|error| io(error.into()))?;
         let stop = Arc::new(stop);
         let (guard, stopped) = (fork::Guard::new(&listener), stop.clone());
@@ -140,7 +141,7 @@ fn bind(job: &str) -> Result<UnixListener> {
     )))
 }
 
-fn hand_out(listener: &UnixListener, stop: &OwnedFd, ticket: &[u8]) {
+fn hand_out(listener: &UnixListener, stop: &OwnedFd, credentials: &[u8]) {
     let mut refusals = Refusals::default();
     loop {
         let mut ready = [PollFd::new(listener, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
@@ -154,7 +155,7 @@ fn hand_out(listener: &UnixListener, stop: &OwnedFd, ticket: &[u8]) {
             return;
         }
         match listener.accept() {
-            Ok((stream, _)) => give(stream, ticket, &mut refusals),
+            Ok((stream, _)) => give(stream, credentials, &mut refusals),
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
             Err(error) => {
                 refusals.note(None, &format!("accepting a connection of this host: {error}"));
@@ -165,10 +166,10 @@ fn hand_out(listener: &UnixListener, stop: &OwnedFd, ticket: &[u8]) {
     }
 }
 
-fn give(mut stream: UnixStream, ticket: &[u8], refusals: &mut Refusals) {
+fn give(mut stream: UnixStream, credentials: &[u8], refusals: &mut Refusals) {
     match owner(&stream) {
         Ok(owner) if owner.user == user() => {
-            let _ = stream.set_nonblocking(true).and_then(|()| stream.write_all(ticket));
+            let _ = stream.set_nonblocking(true).and_then(|()| stream.write_all(credentials));
         }
         Ok(owner) => refusals.note(None, &format!("refused {owner}, which asked for the secret of this user's job")),
         Err(error) => refusals.note(None, &format!("refused a connection of an unknown user: {error}")),
@@ -178,16 +179,16 @@ fn give(mut stream: UnixStream, ticket: &[u8], refusals: &mut Refusals) {
     let _ = stream.shutdown(Shutdown::Both);
 }
 
-/// Reads the tickets of all servers of `job` by this user on this host.
+/// Reads the credentials of all servers of `job` by this user on this host.
 ///
 /// # Errors
 /// A text about a process of another user that serves under this job's name.
-pub fn look(job: &str) -> std::result::Result<Vec<Ticket>, String> {
+pub fn look(job: &str) -> std::result::Result<Vec<RendezvousCredentials>, String> {
     let mut found = Vec::new();
     let mut trouble = None;
     for attempt in 0..NUM_NAMES {
         match ask(&name(job, attempt)) {
-            Ok(ticket) => found.extend(ticket),
+            Ok(credentials) => found.extend(credentials),
             Err(error) => {
                 trouble.get_or_insert(error);
             }
@@ -199,8 +200,8 @@ pub fn look(job: &str) -> std::result::Result<Vec<Ticket>, String> {
     }
 }
 
-/// Reads the ticket of the server at `name`; none if there is no server.
-fn ask(name: &[u8]) -> std::result::Result<Option<Ticket>, String> {
+/// Reads the credentials of the server at `name`; none if there is no server.
+fn ask(name: &[u8]) -> std::result::Result<Option<RendezvousCredentials>, String> {
     let mut stream = match connect(name) {
         Ok(stream) => stream,
         Err(error) if error.kind() == ErrorKind::ConnectionRefused => return Ok(None),
@@ -218,7 +219,7 @@ fn ask(name: &[u8]) -> std::result::Result<Option<Ticket>, String> {
     stream
         .set_nonblocking(false)
         .and_then(|()| stream.set_read_timeout(Some(READ_TIME)))
-        .and_then(|()| Read::by_ref(&mut stream).take(MAX_TICKET).read_to_end(&mut bytes))
+        .and_then(|()| Read::by_ref(&mut stream).take(MAX_CREDENTIALS_BYTES).read_to_end(&mut bytes))
         .map_err(|error| format!("{owner} does not give the job's secret: {error}"))?;
     // A server that is just ending sends nothing.
     Ok(postcard::from_bytes(&bytes).ok())
@@ -257,8 +258,8 @@ fn owner(stream: &impl AsFd) -> std::io::Result<PeerProcess> {
 mod tests {
     use super::*;
 
-    fn ticket(port: u16) -> Ticket {
-        Ticket { address: SocketAddr::from(([127, 0, 0, 1], port)), secret: vec![7; 32] }
+    fn credentials(port: u16) -> RendezvousCredentials {
+        RendezvousCredentials { address: SocketAddr::from(([127, 0, 0, 1], port)), secret: vec![7; 32] }
     }
 
     fn job(name: &str) -> String {
@@ -267,13 +268,13 @@ mod tests {
 
     #[test]
     fn processes_of_this_user_get_the_ticket_until_it_ends() {
-        let job = job("tickets");
+        let job = job("credentials");
         assert_eq!(look(&job), Ok(Vec::new()));
-        let first = OwnerSocket::serve(&job, &ticket(1)).unwrap();
-        let second = OwnerSocket::serve(&job, &ticket(2)).unwrap();
-        assert_eq!(look(&job), Ok(vec![ticket(1), ticket(2)]));
+        let first = OwnerSocket::serve(&job, &credentials(1)).unwrap();
+        let second = OwnerSocket::serve(&job, &credentials(2)).unwrap();
+        assert_eq!(look(&job), Ok(vec![credentials(1), credentials(2)]));
         drop(first);
-        assert_eq!(look(&job), Ok(vec![ticket(2)]));
+        assert_eq!(look(&job), Ok(vec![credentials(2)]));
         drop(second);
         assert_eq!(look(&job), Ok(Vec::new()));
     }
@@ -281,8 +282,8 @@ mod tests {
     #[test]
     fn who_holds_all_names_is_named() {
         let job = job("squatters");
-        let held: Vec<_> = (0..NUM_NAMES).map(|_| OwnerSocket::serve(&job, &ticket(1)).unwrap()).collect();
-        let error = OwnerSocket::serve(&job, &ticket(2)).err().expect("there is no name left");
+        let held: Vec<_> = (0..NUM_NAMES).map(|_| OwnerSocket::serve(&job, &credentials(1)).unwrap()).collect();
+        let error = OwnerSocket::serve(&job, &credentials(2)).err().expect("there is no name left");
         let expected = format!("process {} of user {}", std::process::id(), user());
         assert!(error.to_string().contains(&expected), "{error}");
         drop(held);
@@ -293,9 +294,9 @@ mod tests {
         let job = job("silence");
         let address = UnixAddress::from_abstract_name(name(&job, 0)).unwrap();
         let silent = UnixListener::bind_addr(&address).unwrap();
-        let _served = OwnerSocket::serve(&job, &ticket(3)).unwrap();
+        let _served = OwnerSocket::serve(&job, &credentials(3)).unwrap();
         let start = Instant::now();
-        assert_eq!(look(&job), Ok(vec![ticket(3)]));
+        assert_eq!(look(&job), Ok(vec![credentials(3)]));
         assert!(start.elapsed() < 2 * READ_TIME);
         drop(silent);
     }

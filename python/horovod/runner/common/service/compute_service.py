@@ -9,7 +9,7 @@ from horovod.runner.common.util import network
 from horovod.runner.common.util.network import Registrations
 
 #: A request waits at most this long, in seconds. Clients repeat it, and so notice if the service has ended.
-_ONE_WAIT = 20.0
+_POLL_SECONDS = 20.0
 
 
 class _RegisterDispatcher:
@@ -206,7 +206,7 @@ class ComputeClient(network.BasicClient):
     def _wait(self, request: Any, timeout: float, what: str) -> Any:
         left = timeout
         while True:
-            seconds = min(left, _ONE_WAIT)
+            seconds = min(left, _POLL_SECONDS)
             answer = self._send(request(seconds), timeout=seconds + 60).value
             if answer is not None:
                 return answer
@@ -221,7 +221,7 @@ class ComputeClient(network.BasicClient):
     def wait_for_shutdown(self) -> None:
         """Wait until the training is done or the service is gone."""
         try:
-            while not self._send(_IsShutdown(_ONE_WAIT), timeout=_ONE_WAIT + 60).value:
+            while not self._send(_IsShutdown(_POLL_SECONDS), timeout=_POLL_SECONDS + 60).value:
                 continue
         except (OSError, EOFError):
             # The thread ends with the job that it belongs to.

@@ -36,7 +36,7 @@ _LENGTH = struct.Struct("!Q")
 #: Seconds after which a client that has not authenticated its request is disconnected.
 _GREETING_TIME = 20
 #: Seconds between checks for a shutdown while a stream has no text.
-_LOOK_AT_SHUTDOWN_S = 0.5
+_SHUTDOWN_POLL_SECONDS = 0.5
 
 #: For each interface, the addresses and ports of a service.
 Addresses = dict[str, list[tuple[str, int]]]
@@ -253,7 +253,7 @@ class BasicService:
         for number in itertools.count():
             piece = None
             while piece is None and not text.at_end() and not self._connections.closing:
-                piece = text.read(timeout=_LOOK_AT_SHUTDOWN_S)
+                piece = text.read(timeout=_SHUTDOWN_POLL_SECONDS)
             wire.write_pickled((piece or "").encode(), wfile, _piece(number))
             if not piece:
                 return
@@ -266,7 +266,7 @@ class BasicService:
         """
         if isinstance(req, PingRequest):
             return PingResponse(self._service_name, client_address[0])
-        raise NotImplementedError(f"{self._service_name} knows no {type(req).__name__}")
+        raise NotImplementedError(f"{self._service_name} does not support {type(req).__name__}")
 
     def addresses(self) -> Addresses:
         """Return the addresses for clients.

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 #: Time between SIGTERM and SIGKILL, in seconds.
 GRACEFUL_TERMINATION_TIME_S = 5
 
-_LONGEST_LOOK = 0.05
+_POLL_SECONDS = 0.05
 
 #: Program of a watcher process: waits for the end of a pipe, then ends a process group.
 _WATCH = """
 import os, signal, sys, time
-pipe, group, patience = map(int, sys.argv[1:])
+pipe, group, grace = map(int, sys.argv[1:])
 os.read(pipe, 1)
 try:
     os.killpg(group, signal.SIGTERM)
-    time.sleep(patience)
+    time.sleep(grace)
     os.killpg(group, signal.SIGKILL)
 except ProcessLookupError:
     pass
@@ -44,7 +44,7 @@ def terminate_executor_shell_and_children(pid: int) -> None:
     _signal(pid, signal.SIGTERM)
     deadline = time.monotonic() + GRACEFUL_TERMINATION_TIME_S
     while time.monotonic() < deadline and _is_there(pid):
-        time.sleep(_LONGEST_LOOK)
+        time.sleep(_POLL_SECONDS)
     _signal(pid, signal.SIGKILL)
 
 
@@ -181,7 +181,7 @@ def execute(
         while process.poll() is None:
             if any(event.is_set() for event in events):
                 _end(process)
-            time.sleep(_LONGEST_LOOK)
+            time.sleep(_POLL_SECONDS)
     finally:
         watcher.kill()
         watcher.wait()
@@ -194,7 +194,7 @@ def execute(
     for pump, target in zip(pumps, targets, strict=True):
         # A slow reader gets all output. A process that has left the group may keep the pipe open without writing.
         while pump.is_alive() and time.monotonic() < max(ended, target.last_progress) + GRACEFUL_TERMINATION_TIME_S:
-            pump.join(_LONGEST_LOOK)
+            pump.join(_POLL_SECONDS)
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 

@@ -187,7 +187,9 @@ class DistributedDataParallel(_TorchDDP):
         known = dict(self.module.named_parameters(remove_duplicate=False))
         for name, parameter in named or ():
             if known.get(name) is not parameter:
-                raise ValueError(f"`delay_all_reduce_named_params` has `{name}`, which is no parameter of the module")
+                raise ValueError(
+                    f"`delay_all_reduce_named_params` has `{name}`, which is not a parameter of the module"
+                )
         if trigger is not None and not any(parameter is trigger for parameter in known.values()):
             raise ValueError("`param_to_hook_all_reduce` is not a parameter of the module")
         return frozenset(name for name, _ in named or ())

@@ -181,4 +181,4 @@ def _difference(story: Sequence[Sequence[str]], names: Sequence[str]) -> str:
             theirs = other[place] if place < len(other) else "nothing"
             if ours != theirs:
                 return f"{names[0]} has `{ours}` where {name} has `{theirs}`"
-    return "what they have looks alike"
+    return "the reported operations are equal"

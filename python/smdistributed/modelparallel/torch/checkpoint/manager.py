@@ -116,7 +116,7 @@ class CheckpointManager:
         model = _model()
         if not model.is_partitioned:
             raise SMPUsageError(
-                "the model is divided in the first call of a `smp.step` function; before, there is nothing to save"
+                "the model is partitioned in the first call of a `smp.step` function; there is nothing to save before"
             )
         name = f"step-{step}" if tag is None else tag
         self._saver.save(name, step, lambda: self._saved(model, user_content), self.asynchronous)
@@ -428,7 +428,7 @@ class CheckpointManager:
         copies, owned, waits = {}, set(), False
         for name, tensor in tensors.items():
             if tensor.dtype not in _ELEMENTS:
-                raise SMPCheckpointError(f"`{name}` is of {tensor.dtype}, which a checkpoint does not take")
+                raise SMPCheckpointError(f"`{name}` is of {tensor.dtype}, which a checkpoint cannot store")
             if tensor.device.type == "cpu":
                 copies[name] = tensor.contiguous()
                 if copies[name] is not tensor and copies[name].data_ptr() != tensor.data_ptr():

@@ -73,7 +73,7 @@ class Pipeline:
         self.stale_storages = StaleStorages()
         #: Attributes of the modules that run in tasks.
         self.module_state = self._state_of_modules(root)
-        #: Calls that left the pipeline.
+        #: Synchronous calls.
         self.fallbacks = Fallbacks()
         self._device, self._offloader = device, offloader
         self.transfers = Transfers(groups.pp_group, groups.members["pp"], self.rank, device)
@@ -155,7 +155,8 @@ class Pipeline:
         for path, module in self.root.named_modules():
             if id(module) not in self.paths:
                 raise SMPUsageError(
-                    f"the module `{path}`, a {type(module).__name__}, was added after the model was divided: it is on "
+                    f"the module `{path}`, a {type(module).__name__}, was added after the model was "
+                    "partitioned: it is on "
                     "no partition"
                 )
         self._contents = contents

@@ -80,7 +80,7 @@ class Replicas:
         """Register the only communication hook; see ``DistributedModel.register_comm_hook``."""
         if isinstance(self._reducer, ShardReducer):
             raise SMPUnsupportedError(
-                "`register_comm_hook()` does not go with sharded states: gradients are reduced to shards"
+                "`register_comm_hook()` cannot be combined with sharded states: gradients are reduced to shards"
             )
         if self._reducer is None or not self._overlapping:
             raise SMPUsageError(

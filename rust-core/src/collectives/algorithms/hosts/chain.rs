@@ -30,7 +30,7 @@ use crate::collectives::kernels::{self, Fold, FoldStage, carry_bytes};
 use crate::error::Result;
 use crate::transport::hosts::Hosts;
 use crate::transport::ports::PAYLOAD_BYTES;
-use crate::transport::{Message, MessagePause, NAP, Tag};
+use crate::transport::{Message, MessagePause, POLL_INTERVAL, Tag};
 
 /// The smallest piece for which a second channel pays off.
 const SMALL_BYTES: usize = 16 << 10;
@@ -203,7 +203,7 @@ impl<'a> ChannelOwner<'a> {
                 continue;
             }
             self.group.wait.check(|| self.missing())?;
-            transport.doze(seen, NAP);
+            transport.wait_doorbell(seen, POLL_INTERVAL);
         }
     }
 

@@ -167,8 +167,9 @@ impl Peers {
     /// # Safety
     /// As [`Peers::queue`].
     pub unsafe fn queue_chunks(&self, requests: &[Request], overlap: Overlap, stream: &Stream) -> Result<u32> {
-        let op = operation(requests)
-            .ok_or_else(|| Error::Internal("an operation that does not go in chunks was to go in them".into()))?;
+        let op = operation(requests).ok_or_else(|| {
+            Error::Internal("an operation was passed to the chunked all-reduce that it does not support".into())
+        })?;
         let mut turn = self.turn.lock();
         let tensors: Vec<ChunkTensor> = requests.iter().filter_map(tensor).collect();
         for tensors in tensors.chunks(MAX_TENSORS) {
@@ -188,8 +189,9 @@ impl Peers {
         overlap: Overlap,
         stream: &Stream,
     ) -> Result<()> {
-        let layout = ChunkLayout::of(self.size)
-            .ok_or_else(|| Error::Internal(format!("a group of {} was to go in chunks", self.size)))?;
+        let layout = ChunkLayout::of(self.size).ok_or_else(|| {
+            Error::Internal(format!("the chunked all-reduce does not support a group of {}", self.size))
+        })?;
         let chunks = tensors.iter().map(|tensor| (tensor.elems as usize).div_ceil(layout.chunk_elems)).sum();
         let (grid, rounds) = grid(chunks, overlap);
         let lengths = tensors.iter().map(|tensor| tensor.elems);

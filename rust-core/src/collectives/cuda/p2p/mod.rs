@@ -309,7 +309,7 @@ impl Peers {
                     unsafe { self.reduce(&mut turn, input, output, *op, root as u64, stream)? };
                 }
             }
-            _ => return Err(Error::Internal("an operation that peers do not have was queued for them".into())),
+            _ => return Err(Error::Internal("an operation without a kernel for peers was queued for peers".into())),
         }
         Ok(turn.calls)
     }
