@@ -129,7 +129,7 @@ class GroupCompletion : public Completion {
 static std::string reduction(int number) {
   static const char* const kNames[] = {"average", "sum", "adasum", "min", "max", "product"};
   must(number >= 0 && number < 6,
-       absl::StrCat(number, " is no reduction: expected Average, Sum, Adasum, Min, Max or Product"));
+       absl::StrCat(number, " is not a reduction: expected Average, Sum, Adasum, Min, Max or Product"));
   return kNames[number];
 }
 

@@ -152,7 +152,7 @@ std::string blocks(const Tensor& tensor, const Tensor& given, std::size_t ranks,
   const std::int64_t all = tensor.dim_size(0);
   const std::int64_t members = static_cast<std::int64_t>(ranks);
   if (given.NumElements() == 0) {
-    if (all % members != 0) return absl::StrCat(all, " rows are no multiple of the ", members, " ranks");
+    if (all % members != 0) return absl::StrCat(all, " rows are not a multiple of the ", members, " ranks");
     rows.assign(ranks, static_cast<std::size_t>(all / members));
     return {};
   }

@@ -99,7 +99,7 @@ class Address {
     OP_REQUIRES_OK(construction, construction->GetAttr("tag", &tag));
     OP_REQUIRES(
         construction, tag >= 0 && tag <= std::numeric_limits<std::uint32_t>::max(),
-        to_status(absl::StrCat("`", construction->def().name(), "`: ", tag, " is no tag [smd:invalid_argument]")));
+        to_status(absl::StrCat("`", construction->def().name(), "`: ", tag, " is not a tag [smd:invalid_argument]")));
     tag_ = static_cast<std::uint32_t>(tag);
   }
 
@@ -150,7 +150,7 @@ class SentKernel final : public AsyncOpKernel {
     for (int i = 0; i < context->num_inputs(); ++i) {
       const auto* message = context->input(i).scalar<tensorflow::Variant>()().get<Message>();
       if (message == nullptr) {
-        wait->hear(to_status(absl::StrCat("`", name(), "`: input ", i, " is no message [smd:invalid_argument]")));
+        wait->hear(to_status(absl::StrCat("`", name(), "`: input ", i, " is not a message [smd:invalid_argument]")));
       } else {
         message->value->when_ended([wait](const absl::Status& status) { wait->hear(status); });
       }

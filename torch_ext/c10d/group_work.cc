@@ -246,7 +246,7 @@ bool GroupWork::wait(std::chrono::milliseconds timeout) {
 
 int GroupWork::sourceRank() const {
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(source_ >= 0, "`", title_, "` has no source rank: it is no receive, or not complete");
+  TORCH_CHECK(source_ >= 0, "`", title_, "` has no source rank: it is not a receive, or not complete");
   return static_cast<int>(source_);
 }
 

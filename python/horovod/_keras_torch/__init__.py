@@ -291,7 +291,7 @@ def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts t
 
     Raises:
         ValueError: The arguments are not acceptable.
-        TypeError: It is no optimizer of Keras 3.
+        TypeError: It is not an optimizer of Keras 3.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(f"{optimizer!r} is not an optimizer of Keras 3")

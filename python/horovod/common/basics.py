@@ -106,7 +106,7 @@ class HorovodBasics:
                     # Another worker died early: this one takes part in the next session.
                     self.shutdown()
         except RemovedError as error:
-            # The host was removed from the job, which is no failure of this process.
+            # The host was removed from the job, which is not a failure of this process.
             print(error, file=sys.stderr)
             sys.exit(0)
         except RuntimeError as error:

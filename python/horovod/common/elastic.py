@@ -24,16 +24,16 @@ class WorkerNotificationManager:
     def __init__(self) -> None:
         self._listeners: list[State] = []
         self._thread: threading.Thread | None = None
-        # Set by drivers that scripts bring themselves.
-        self._is_told = False
+        # Whether this worker has registered with the driver of a script.
+        self._is_registered = False
         self._stopping = threading.Event()
 
     def init(self) -> None:
         """Begin to listen to the launcher, if it sends notices; do nothing the second time."""
-        if driven.is_driven() and not self._is_told:
+        if driven.is_driven() and not self._is_registered:
             driven.listen(self)
-            # A failed notice to the driver is repeated with the next one.
-            self._is_told = True
+            # If `listen` raises, the next call of this method tries again.
+            self._is_registered = True
         if self._thread is not None or not os.environ.get("SMD_WORKER"):
             return
         self._thread = threading.Thread(target=self._listen, name="horovod-hosts", daemon=True)

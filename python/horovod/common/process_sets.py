@@ -69,7 +69,7 @@ class ProcessSet:
             The rank; ``None`` until the set is registered.
 
         Raises:
-            ValueError: This process is no member.
+            ValueError: This process is not a member.
         """
         return None if self.process_set_id is None else _core_basics()._process_set_rank(self.process_set_id)
 

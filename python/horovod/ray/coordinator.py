@@ -10,7 +10,7 @@ from horovod.runner.places import Places
 
 
 class Coordinator:
-    """Gives workers their places, and serves the store in which ranks meet.
+    """Assigns ranks to workers, and serves the store through which the ranks connect.
 
     Args:
         settings: An object with ``verbose``, ``key``, ``nics`` and ``timeout_s``, such as a :class:`RaySettings`.

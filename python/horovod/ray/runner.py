@@ -140,13 +140,13 @@ class FixedWorkers(Workers):
         order = rank_order(hosts)
         self.workers = [self.workers[worker] for worker in order]
         self._hosts = [hosts[worker] for worker in order]
-        meeting = self._places = Places(self.settings)
+        places_of_job = self._places = Places(self.settings)
         visible: dict[str, list[str]] = defaultdict(list)
         for rank, worker in enumerate(order):
-            meeting.add(hosts[worker], rank)
+            places_of_job.add(hosts[worker], rank)
             visible[nodes[worker]] += gpus[worker]
-        places = meeting.variables_by_rank()
-        common = meeting.start_store(ray.util.get_node_ip_address())
+        places = places_of_job.variables_by_rank()
+        common = places_of_job.start_store(ray.util.get_node_ip_address())
         common |= {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(self.settings.timeout_s), **extra_env_vars}
         variables = []
         for rank, worker in enumerate(order):

@@ -219,7 +219,7 @@ def _first_failure(rank: Any, code: Any) -> RuntimeError:
 def _launch_by(
     exec_command: Any, command: Sequence[str], settings: Any, nics: Any, env: dict[str, str], server_ip: str
 ) -> None:
-    """Start all processes of a job, which meet through a store in this process."""
+    """Start all processes of a job, which connect through a store in this process."""
     slots = get_host_assignments(parse_hosts(settings.hosts), settings.num_proc, settings.num_proc)
     server, over = RendezvousServer(settings.verbose, settings.key), threading.Event()
     port = server.start()

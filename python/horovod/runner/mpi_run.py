@@ -189,7 +189,7 @@ def mpi_run(
         stderr: Receives ``mpirun``'s errors.
 
     Raises:
-        Exception: ``env`` is no dictionary, or there is no MPI.
+        Exception: ``env`` is not a dictionary, or there is no MPI.
         RuntimeError: ``mpirun`` failed.
     """
     if env is not None and not isinstance(env, dict):

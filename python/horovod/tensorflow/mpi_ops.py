@@ -121,7 +121,7 @@ def _run(kind: str, call: Callable[..., Any], tensors: Sequence[Any], name: str 
 
 def _check_types(tensors: Sequence[Any], op: int) -> None:
     if op not in _REDUCTIONS:
-        raise ValueError(f"{op!r} is no reduction: expected Average, Sum, Adasum, Min, Max or Product")
+        raise ValueError(f"{op!r} is not a reduction: expected Average, Sum, Adasum, Min, Max or Product")
     for tensor in tensors:
         if tensor.dtype.base_dtype == tf.bool:
             raise ValueError(f"tensor type {tensor.dtype.name} is not supported in reductions")

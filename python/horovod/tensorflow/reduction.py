@@ -84,7 +84,7 @@ def layers_of(local_layers: Any) -> list[Any]:
         The list.
 
     Raises:
-        ValueError: An entry is no layer.
+        ValueError: An entry is not a layer.
     """
     layers = list(local_layers) if isinstance(local_layers, (list, tuple, set)) else [local_layers]
     layers = [] if local_layers is None else layers

@@ -114,7 +114,7 @@ def broadcast_optimizer_state(
         process_set: The ranks that take part.
 
     Raises:
-        ValueError: The optimizer is LBFGS, whose state is no mapping from parameters.
+        ValueError: The optimizer is LBFGS, whose state is not a mapping from parameters.
 
     Examples:
         >>> hvd.broadcast_optimizer_state(optimizer, root_rank=0)

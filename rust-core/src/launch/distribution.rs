@@ -296,7 +296,7 @@ mod tests {
     fn a_section_that_is_off_has_no_effect() {
         let text = r#"{"smdistributed": {"modelparallel": {"enabled": false}}}"#;
         assert!(Distribution::parse(text).expect("valid").model_parallel.is_none());
-        assert!(Distribution::parse("").expect("an empty file is no configuration").model_parallel.is_none());
+        assert!(Distribution::parse("").expect("an empty file is not a configuration").model_parallel.is_none());
     }
 
     #[test]

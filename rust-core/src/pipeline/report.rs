@@ -20,7 +20,7 @@ pub(crate) struct ReportArgs {
     /// The file that `SMD_TIMELINE` named
     trace: PathBuf,
 
-    /// Which step, from 0 on; by default the last one that trains
+    /// Number of the step, from 0; default: the last training step
     #[arg(long, value_name = "N")]
     step: Option<usize>,
 
@@ -28,7 +28,7 @@ pub(crate) struct ReportArgs {
     #[arg(long, value_name = "N", default_value = "100", value_parser = clap::value_parser!(u16).range(1..))]
     width: u16,
 
-    /// Writes both as an SVG picture as well
+    /// Also writes both as an SVG picture
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
 }

@@ -171,7 +171,7 @@ impl Session {
     /// Returns the communicator of a set.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there is no such set, or this rank is no member; [`Error::NotInitialized`].
+    /// [`Error::InvalidArgument`] if there is no such set, or this rank is not a member; [`Error::NotInitialized`].
     pub fn process_set(&self, id: u32, call: &'static str) -> Result<u64> {
         self.with_sets(call, |table| {
             let Some(set) = table.sets.get(&id) else {

@@ -182,7 +182,7 @@ pub struct ServerContact {
 /// Starts a server with a random secret, or keeps the last server if it serves as many ranks in the same way. On one
 /// host the owner socket gives the secret to this user's processes; on several hosts the caller distributes it.
 pub fn serve_anywhere(one_host: bool, size: usize, given: Option<Vec<u8>>) -> Result<ServerContact> {
-    let job = format!("met by a store, for the {}", if one_host { "host" } else { "hosts" });
+    let job = format!("a rendezvous through a store, for the {}", if one_host { "host" } else { "hosts" });
     let mut served = SERVED.lock();
     let same = |served: &RunningServer| served.job == job && served.size == size && served.given == given;
     if !served.as_ref().is_some_and(same) {

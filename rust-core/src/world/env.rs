@@ -174,7 +174,7 @@ pub fn detect(variables: &Variables) -> Result<Launch> {
             found[quantity] = number(variables, names)?;
         }
         if spelling.launcher == Launcher::Slurm {
-            // A batch script and an allocation have these variables too, but are no processes of a job.
+            // A batch script and an allocation have these variables too, but are not processes of a job.
             if !variables.contains_key("SLURM_STEP_ID") && !variables.contains_key("SLURM_STEPID") {
                 continue;
             }

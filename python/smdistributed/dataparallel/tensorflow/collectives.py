@@ -53,7 +53,7 @@ def allreduce(
         The reduced tensor, of the same shape and type; bitwise the same on every rank.
 
     Raises:
-        ValueError: ``param_index`` is not in ``0 .. num_params - 1``, or ``op`` is no reduction.
+        ValueError: ``param_index`` is not in ``0 .. num_params - 1``, or ``op`` is not a reduction.
     """
     if not (isinstance(param_index, Integral) and isinstance(num_params, Integral) and 0 <= param_index < num_params):
         raise ValueError(

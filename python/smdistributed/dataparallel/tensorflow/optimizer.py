@@ -63,7 +63,7 @@ def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts t
 
     Raises:
         NotImplementedError: A device is given.
-        TypeError: It is no optimizer of these families.
+        TypeError: It is not an optimizer of these families.
         ValueError: ``op`` or ``bucket_cap_mb`` is none of those, or the optimizer reduces already.
 
     Examples:
@@ -119,7 +119,7 @@ def family(optimizer: Any) -> type[Methods]:
         A subclass of :class:`Methods`.
 
     Raises:
-        TypeError: It is no optimizer of these families.
+        TypeError: It is not an optimizer of these families.
         UnsupportedError: Keras runs on another backend than TensorFlow.
     """
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):

@@ -24,7 +24,7 @@ class TapeView(tf.GradientTape):
         tape: The tape.
 
     Raises:
-        TypeError: The argument is no ``tf.GradientTape``.
+        TypeError: The argument is not a ``tf.GradientTape``.
         ValueError: The argument is a view already.
     """
 

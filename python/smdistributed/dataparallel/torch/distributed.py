@@ -205,7 +205,7 @@ def new_group(ranks: Sequence[int] | None = None) -> ProcessGroup:
         ranks: Global ranks, in the order of their ranks inside the group; ``None`` for all.
 
     Returns:
-        The group. On a rank that is no member, calls with it raise ``ValueError``.
+        The group. On a rank that is not a member, calls with it raise ``ValueError``.
 
     Raises:
         SMDDPNotInitializedError: ``init_process_group()`` was not called.
@@ -237,7 +237,7 @@ def all_reduce(
         A handle if ``async_op``, else ``None``.
 
     Raises:
-        ValueError: ``op`` is no reduction, or this rank is not a member of ``group``.
+        ValueError: ``op`` is not a reduction, or this rank is not a member of ``group``.
         MismatchError: Ranks call different operations, or with different shapes, types or reductions.
         PeerFailedError: A member has ended.
     """
@@ -264,7 +264,7 @@ def reduce(
         A handle if ``async_op``, else ``None``.
 
     Raises:
-        ValueError: ``op`` is no reduction, or this rank or ``dst`` is not a member of ``group``.
+        ValueError: ``op`` is not a reduction, or this rank or ``dst`` is not a member of ``group``.
     """
     return _run(_REDUCE, async_op, tensor, core_name(op, ReduceOp.SUM), _group_rank(group, dst, "dst"), _id(group))
 

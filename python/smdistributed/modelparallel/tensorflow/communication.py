@@ -33,7 +33,7 @@ def _gather(value: Any, name: str) -> list[Any]:
     return object_transport.gather(value, name)
 
 
-def _meet(name: str) -> None:
+def _barrier(name: str) -> None:
     _compare_activity(name, "calls `smp.barrier()`")
     group = state.groups.objects(name)
     assert group is not None, "a group of one rank has no barrier"
@@ -47,7 +47,9 @@ def gather_for(activity: str, value: Any, group: CommGroup = CommGroup.WORLD) ->
         return object_transport.gather(value, group.value)
 
 
-objects = Objects(lambda: state.groups, object_transport.send_object, object_transport.receive_object, _gather, _meet)
+objects = Objects(
+    lambda: state.groups, object_transport.send_object, object_transport.receive_object, _gather, _barrier
+)
 send, recv_from, broadcast, allgather = objects.send, objects.recv_from, objects.broadcast, objects.allgather
 barrier, mp_barrier, dp_barrier, pp_barrier = (
     objects.barrier,

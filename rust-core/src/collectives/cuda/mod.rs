@@ -343,7 +343,7 @@ impl Cuda {
         let number = self.made.fetch_add(1, Ordering::Relaxed);
         let split_comm = self.split_comm.lock().take();
         let fits = split_comm.as_ref().is_some_and(|split_comm| split_comm.context().device() == context.device());
-        let id = self.meet(number, context, fits, &wait);
+        let id = self.exchange_id(number, context, fits, &wait);
         let (me, size) = (self.members.me, self.members.size());
         let parent = match (id, split_comm) {
             (Ok(None), Some(split_comm)) => Ok(split_comm),
@@ -424,7 +424,7 @@ impl Cuda {
 
     /// Exchanges the unique id of part `number` after comparing the members' devices. Returns `None` if all members can
     /// split an existing communicator.
-    fn meet(
+    fn exchange_id(
         &self,
         number: u64,
         context: &'static Context,

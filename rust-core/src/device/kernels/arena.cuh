@@ -95,13 +95,13 @@ struct Call {
 
   // Waits until this block of every member has reached `phase` (0 or 1) of the call; their earlier writes are visible
   // afterwards. Returns false to the whole block if it must give up.
-  __device__ bool meet(int phase) {
+  __device__ bool barrier(int phase) {
     __syncthreads();
     const u64 epoch = 2 * number + phase;
     tell(epoch);
-    const bool met = wait(epoch);
+    const bool reached = wait(epoch);
     if (phase == 0) count();
-    return met;
+    return reached;
   }
 
   // Signals to this block of every other member that it has reached `epoch`, which makes its earlier writes visible.

@@ -26,7 +26,7 @@ const REPEAT: Duration = Duration::from_secs(5);
 /// The user's options.
 #[derive(Clone, Debug)]
 pub struct ElasticLimits {
-    /// Slots that the first session waits for.
+    /// Number of slots of the first session.
     pub first: usize,
     /// Smallest number of slots with which training continues.
     pub least: usize,

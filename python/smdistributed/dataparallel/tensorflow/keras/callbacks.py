@@ -139,7 +139,7 @@ class BroadcastGlobalVariablesCallback(_Callback):
 class MetricAverageCallback(_Callback):
     """Average the metrics of an epoch over the ranks, each with the same weight.
 
-    It must precede callbacks that read metrics, such as checkpoints and schedules. Entries that are no numbers stay as
+    It must precede callbacks that read metrics, such as checkpoints and schedules. Entries that are not numbers stay as
     they are.
 
     Args:

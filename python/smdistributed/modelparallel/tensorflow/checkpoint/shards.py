@@ -141,7 +141,7 @@ def _arrays(entries: Iterable[Any], rank: int) -> Iterator[tuple[str, np.ndarray
         variable = underlying(trackable)
         if piece or not isinstance(variable, tf.Variable) or variable.dtype.name not in shares.ELEMENTS:
             raise SMPCheckpointError(
-                f"`{name}`, a {type(trackable).__name__}, cannot be saved in shards: it is no variable of a dtype "
+                f"`{name}`, a {type(trackable).__name__}, cannot be saved in shards: it is not a variable of a dtype "
                 "that they can hold"
             )
         with tf.init_scope(), tf.device("/device:CPU:0"):

@@ -92,7 +92,7 @@ pub(super) fn block_bytes(bytes: usize, size: usize) -> usize {
     bytes / size / VECTOR * VECTOR
 }
 
-const _: () = assert!(MAX_RANKS <= THREADS as usize, "each peer has a thread that meets it");
+const _: () = assert!(MAX_RANKS <= THREADS as usize, "each peer has a thread that waits for it");
 
 #[cfg(test)]
 mod tests {
