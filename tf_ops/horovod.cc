@@ -57,7 +57,7 @@ absl::Status attempted(Body&& body) {
   }
 }
 
-// The collectives of one call, and what becomes of their results.
+// The collectives of one call, and the destinations of their results.
 struct Group {
   std::vector<TensorOperation> operations;
   // The shape of each tensor; ranks compare them.

@@ -89,9 +89,9 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     name = name or "allgather_object"
     pickled = torch.frombuffer(bytearray(unpickling.dumps(obj)), dtype=torch.uint8)
     lengths = allgather(torch.tensor([pickled.numel()], device="cpu"), f"{name}.sz", process_set)
-    everybodys = io.BytesIO(allgather(pickled, f"{name}.t", process_set).numpy().tobytes())
+    gathered = io.BytesIO(allgather(pickled, f"{name}.t", process_set).numpy().tobytes())
     return [
-        unpickling.loads(everybodys.read(length), f"rank {rank} of the process set")
+        unpickling.loads(gathered.read(length), f"rank {rank} of the process set")
         for rank, length in enumerate(lengths.tolist())
     ]
 

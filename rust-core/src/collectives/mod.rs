@@ -36,7 +36,7 @@ mod tests;
 pub use batch::{BatchPhase, PhaseListener};
 pub(crate) use call::{Call, Kind, views};
 pub use communicator::{Communicator, Done};
-pub(crate) use cuda::Side;
+pub(crate) use cuda::SplitColor;
 pub use rows::MakeOutputs;
 pub use window::Window;
 

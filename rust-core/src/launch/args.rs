@@ -128,13 +128,13 @@ impl LauncherArgs {
     }
 }
 
-/// Of one job.
-pub(super) const MOST_PROCESSES: usize = 4096;
+/// Maximum number of processes of one job.
+pub(super) const MAX_PROCESSES: usize = 4096;
 
 fn num_processes(text: &str) -> std::result::Result<usize, String> {
     match text.parse() {
-        Ok(n @ 1..=MOST_PROCESSES) => Ok(n),
-        _ => Err(format!("expected a number from 1 to {MOST_PROCESSES}")),
+        Ok(n @ 1..=MAX_PROCESSES) => Ok(n),
+        _ => Err(format!("expected a number from 1 to {MAX_PROCESSES}")),
     }
 }
 

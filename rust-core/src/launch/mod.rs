@@ -173,8 +173,8 @@ fn num_ranks(args: &args::LauncherArgs, distribution: &Distribution) -> Result<u
             ));
         }
     };
-    if found > args::MOST_PROCESSES {
-        return Err(Error::Config(format!("{found} processes are more than a job may have: {}", args::MOST_PROCESSES)));
+    if found > args::MAX_PROCESSES {
+        return Err(Error::Config(format!("{found} processes are more than a job may have: {}", args::MAX_PROCESSES)));
     }
     Ok(found)
 }

@@ -62,7 +62,7 @@ pub(super) struct Report {
 
 impl Report {
     /// A rank of the subtree can continue.
-    pub(super) fn loosen(&mut self) {
+    pub(super) fn clear_stuck(&mut self) {
         (self.stuck, self.held) = (false, false);
     }
 }
@@ -135,7 +135,7 @@ pub(super) enum NegotiationFailure {
         steps: Vec<usize>,
     },
     /// The ranks have different gradients in a step.
-    Apart {
+    GradientsDiffer {
         /// Which rank lacks which gradients.
         detail: String,
     },

@@ -4,7 +4,7 @@
 //! A rank submits its list under a name like a collective ([`Kind::Presence`]), but no operation runs. The error for
 //! ranks whose lists differ is made here. If all gradients of the step have been submitted, those that still wait
 //! would never be matched; they end with the same error
-//! ([`NegotiationFailure::Apart`](super::message::NegotiationFailure)).
+//! ([`NegotiationFailure::GradientsDiffer`](super::message::NegotiationFailure)).
 
 use std::collections::BTreeMap;
 

@@ -119,7 +119,7 @@ impl Stall {
             self.reports[child] = (report, now);
         }
         if is_progress || !current {
-            self.reports[child].0.loosen();
+            self.reports[child].0.clear_stuck();
         }
     }
 
@@ -127,8 +127,8 @@ impl Stall {
     pub(super) fn answered(&mut self, now: Duration) {
         self.last_change = now;
         self.all_stuck_since = None;
-        self.reports.iter_mut().for_each(|(report, _)| report.loosen());
-        self.told.loosen();
+        self.reports.iter_mut().for_each(|(report, _)| report.clear_stuck());
+        self.told.clear_stuck();
     }
 
     /// Nothing waits any more.
@@ -323,7 +323,7 @@ impl NegotiationFailure {
                 during: "collectives by name".to_owned(),
                 detail: format!("every rank waits, and no name is called by all: {detail}"),
             },
-            NegotiationFailure::Apart { detail } => {
+            NegotiationFailure::GradientsDiffer { detail } => {
                 Error::Mismatch { during: "the gradients of a step".to_owned(), detail: detail.clone() }
             }
             NegotiationFailure::Stalled { waited_ms, tensors } => {

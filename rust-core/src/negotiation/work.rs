@@ -28,9 +28,9 @@ use crate::metrics;
 use crate::transport::{Members, POLL_INTERVAL, Transport};
 use crate::world::monitor;
 
-/// Consecutive calls are sent in one message, which is closed when this many polls have found no new call ..
+/// Consecutive calls are sent in one message, which is complete after this many polls without a new call ...
 const QUIET_POLLS: u32 = 4;
-/// .. or after this time.
+/// ... or after this time.
 const LINGER: Duration = Duration::from_micros(400);
 /// How long to wait for answers that are in flight although their sender, or a member that forwards them, has departed.
 const GRACE: Duration = Duration::from_millis(200);
@@ -334,7 +334,7 @@ impl Work {
                     if let Some(traced) = open.traced {
                         let on_device = open.requests.iter().any(Description::is_on_device);
                         let places = requests.len()..requests.len() + open.requests.len();
-                        let traces = traces.get_or_insert_with(|| Traces::new(self.carrier(on_device)));
+                        let traces = traces.get_or_insert_with(|| Traces::new(self.transport_name(on_device)));
                         traces.add(traced, places, on_device, &mut open.requests);
                     }
                     for request in open.requests {
@@ -395,7 +395,7 @@ impl Work {
     }
 
     /// Names the transport of an operation, for the timeline.
-    fn carrier(&self, on_device: bool) -> &'static str {
+    fn transport_name(&self, on_device: bool) -> &'static str {
         match self.transport.name() {
             _ if on_device => "NCCL",
             "tcp" => "TCP",
@@ -529,7 +529,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_waits_for_an_operation_that_is_given_up_is_told() {
+    fn callers_of_a_dropped_operation_get_an_error() {
         let (sender, told) = std::sync::mpsc::channel();
         let mut after = OperationEnd::default();
         for _ in 0..2 {

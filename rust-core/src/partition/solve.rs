@@ -119,7 +119,7 @@ impl<'a> CutSearch<'a> {
                 let (mut best, mut best_start) = (worst, 0);
                 for start in (count - 1..end).rev() {
                     let before = *side.at(count - 1, start);
-                    if before == worst || before.0 + self.line.taken_apart(start) > best.0 {
+                    if before == worst || before.0 + self.line.num_split(start) > best.0 {
                         continue;
                     }
                     let piece = self.line.piece(start, end);
@@ -132,7 +132,7 @@ impl<'a> CutSearch<'a> {
                         continue;
                     }
                     let sum = (
-                        before.0 + self.line.taken_apart(start),
+                        before.0 + self.line.num_split(start),
                         (before.1.0 + piece.transfer, before.1.1 + cost * cost),
                     );
                     if sum <= best {

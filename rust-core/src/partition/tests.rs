@@ -97,14 +97,14 @@ fn encoder_decoder(encoders: usize, decoders: usize) -> CostTree {
     }
     let memory = tree.last.expect("the encoder ran").0;
     let decoder = tree.container(Some(root), "decoder");
-    let mut takers = Vec::new();
+    let mut consumers = Vec::new();
     for block in 0..decoders {
         let at = tree.container(Some(decoder), &format!("decoder.{block}"));
         tree.layer(at, &format!("decoder.{block}.attention"), 4 << 20, 4 * hidden, 900, hidden);
-        takers.push(tree.layer(at, &format!("decoder.{block}.cross"), 4 << 20, 4 * hidden, 1000, hidden));
+        consumers.push(tree.layer(at, &format!("decoder.{block}.cross"), 4 << 20, 4 * hidden, 1000, hidden));
         tree.layer(at, &format!("decoder.{block}.feed"), 8 << 20, 5 * hidden, 1800, hidden);
     }
-    tree.values.push(Value { from: memory, to: takers, bytes: hidden });
+    tree.values.push(Value { from: memory, to: consumers, bytes: hidden });
     let head = tree.layer(root, "head", 0, 16 * hidden, 2000, 0);
     tree.ties.push(vec![shared, head]);
     tree.tree()
@@ -388,7 +388,7 @@ fn blocks_stay_whole_where_that_is_about_as_good() {
 }
 
 #[test]
-fn what_a_module_costs_that_is_taken_apart_counts() {
+fn what_a_module_costs_that_is_num_split_counts() {
     let tree = |tasks: u64| {
         let mut tree = Builder::default();
         let root = tree.container(None, "");

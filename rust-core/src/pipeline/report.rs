@@ -285,8 +285,8 @@ fn simulated(ranks: &[&RecordedStep]) -> Result<Timeline> {
         // A stage without a backward passes no gradient on, so a stage with a backward cannot depend on it through
         // this edge.
         let hands_on = |from: &usize| *from < stage && (back.is_some() || !stages[*from].backward);
-        let takes = edges.iter().filter(|edge| edge.1 == stage as u64).map(|edge| edge.0 as usize).filter(hands_on);
-        let inputs = takes.map(|from| Edge { from, bytes: 0 }).collect();
+        let inputs = edges.iter().filter(|edge| edge.1 == stage as u64).map(|edge| edge.0 as usize).filter(hands_on);
+        let inputs = inputs.map(|from| Edge { from, bytes: 0 }).collect();
         stages.push(Stage {
             rank,
             costs: Costs {

@@ -245,11 +245,11 @@ fn any_graph() -> impl Strategy<Value = Graph> {
     (1_usize..6, 1_usize..9, prop::collection::vec(stage, 1..12), 0_u64..3, 0_u64..3).prop_map(
         |(ranks, microbatches, drawn, latency, bytes_per_tick)| {
             let mut stages: Vec<Stage> = Vec::new();
-            for (index, (rank, takes, trains, (forward, input, weight), (kept, waiting))) in
+            for (index, (rank, inputs, trains, (forward, input, weight), (kept, waiting))) in
                 drawn.into_iter().enumerate()
             {
                 let inputs: Vec<Edge> =
-                    (0..index).filter(|&from| takes[from]).map(|from| Edge { from, bytes: from as u64 }).collect();
+                    (0..index).filter(|&from| inputs[from]).map(|from| Edge { from, bytes: from as u64 }).collect();
                 let backward = trains || inputs.iter().any(|edge| stages[edge.from].backward);
                 let costs = Costs { forward, input, weight };
                 stages.push(Stage {

@@ -1,4 +1,4 @@
-//! Whether a step's reductions may begin, and what waits for that (RED-8).
+//! The gate that holds a step's reductions until the ranks have voted on them (RED-8).
 //!
 //! ```text
 //! vote open: Held(jobs) --all ranks reduce by plan--> Open: the jobs are carried out in their order, later ones at once
@@ -20,7 +20,7 @@ pub(super) enum VoteGate<Job> {
     Refused,
 }
 
-/// What becomes of a job.
+/// The gate's decision on a job.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Admission<Job> {
     /// The caller carries it out.

@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 
 use super::Session;
 use super::graph_reducers::PendingSteps;
-use crate::collectives::{Communicator, Side};
+use crate::collectives::{Communicator, SplitColor};
 use crate::config;
 use crate::error::{Code, Error, Result};
 use crate::negotiation::{self, Negotiator};
@@ -219,16 +219,16 @@ impl Session {
         timeout: Duration,
     ) -> Result<Option<Arc<Communicator>>> {
         let made = ranks.map(|ranks| self.new_group_within(ranks, timeout)).transpose();
-        let side = match (&made, ranks) {
+        let color = match (&made, ranks) {
             // The new groups are disjoint, so the first rank identifies one.
-            (Ok(Some(made)), Some(ranks)) => Side::In { color: ranks[0], key: made.members().me },
-            (Ok(_), _) => Side::Out,
-            (Err(_), _) => Side::Refuses,
+            (Ok(Some(made)), Some(ranks)) => SplitColor::Color { color: ranks[0], key: made.members().me },
+            (Ok(_), _) => SplitColor::NoColor,
+            (Err(_), _) => SplitColor::Refuse,
         };
-        let seed = parent.split_devices(side);
+        let split_comm = parent.split_devices(color);
         let made = made?;
-        match (&made, seed) {
-            (Some(made), Ok(Some(seed))) => made.adopt(seed),
+        match (&made, split_comm) {
+            (Some(made), Ok(Some(split_comm))) => made.adopt(split_comm),
             (_, Ok(_)) => {}
             (made, Err(error)) => {
                 // The first error is reported; an error of the clean-up is ignored.

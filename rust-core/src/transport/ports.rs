@@ -58,7 +58,7 @@ pub(crate) trait Carrier: Send + Sync {
     /// Waits until the network has accepted all queued frames, while it works and at most until the deadline.
     fn flush(&self, deadline: Instant);
     /// Whether the death of any process of the job stops all communication, whatever processes frames are for.
-    fn needs_everybody(&self) -> bool;
+    fn needs_all_members(&self) -> bool;
 }
 
 /// Makes progress for a group for which frames have arrived, or whose queue has space again.

@@ -24,7 +24,7 @@ from smdistributed.modelparallel.torch.state import state
 
 _T = TypeVar("_T")
 #: Tags in the group of all ranks: for a message, and for its acknowledgement.
-_CONTENT, _TAKEN = 1, 2
+_CONTENT, _ACK = 1, 2
 
 
 #: A tensor's index among the messages, its shape, type and kind of device, and whether it is a parameter that
@@ -88,8 +88,10 @@ def _send(messages: list[torch.Tensor], ranks: list[int]) -> None:
     for rank in ranks:
         works.append(dist.isend(torch.tensor([len(messages)], device="cpu"), rank, _world(), _CONTENT))
         works += [dist.isend(message, rank, _world(), _CONTENT) for message in (sizes, *messages) if message.numel()]
-    taken = [dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), rank, _world(), _TAKEN) for rank in ranks]
-    for work in (*works, *taken):
+    acks = [
+        dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), rank, _world(), _ACK) for rank in ranks
+    ]
+    for work in (*works, *acks):
         work.wait()
 
 
@@ -102,7 +104,7 @@ def _receive_value(rank: int, on_host: bool = False) -> Any:
     for message in messages:
         if message.numel():
             dist.recv(message, rank, _world(), _CONTENT)
-    dist.isend(torch.zeros(1, dtype=torch.uint8, device="cpu"), rank, _world(), _TAKEN).wait()
+    dist.isend(torch.zeros(1, dtype=torch.uint8, device="cpu"), rank, _world(), _ACK).wait()
     return _unpacked(messages, on_host, rank)
 
 

@@ -59,9 +59,9 @@ class Join:
         mine = 1 + TRAINING * self._model.training if has else 0
         if self._group is None:
             return [mine]
-        everybody = torch.empty(len(self._group.ranks or ()), dtype=torch.int64, device="cpu")
-        dist.all_gather_into_tensor(everybody, torch.tensor([mine], device="cpu"), self._group)
-        return everybody.tolist()
+        gathered = torch.empty(len(self._group.ranks or ()), dtype=torch.int64, device="cpu")
+        dist.all_gather_into_tensor(gathered, torch.tensor([mine], device="cpu"), self._group)
+        return gathered.tolist()
 
     def _shadow_others(self, group: dist.ProcessGroup) -> None:
         model, last = self._model, None

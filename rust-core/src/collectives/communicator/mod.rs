@@ -28,7 +28,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::buffer::{DType, Device, ReduceOp, TensorView};
 use crate::collectives::batch::PhaseListener;
-use crate::collectives::cuda::{self, Cuda, PendingWork, Side};
+use crate::collectives::cuda::{self, Cuda, PendingWork, SplitColor};
 use crate::collectives::point_to_point::PointToPoint;
 use crate::collectives::window::Window;
 use crate::collectives::{Overlap, Request};
@@ -278,12 +278,12 @@ impl Communicator {
         Ok(self.shared.cuda.measured_bucket_bytes())
     }
 
-    /// Splits an NCCL communicator for a new group from this group's ([`cuda::Side`]); none if that is not possible.
+    /// Splits an NCCL communicator for a new group from this group's ([`cuda::SplitColor`]); none if that is not possible.
     /// Collective.
     ///
     /// # Errors
     /// As [`Communicator::run`].
-    pub(crate) fn split_devices(&self, side: Side) -> Result<Option<Parent>> {
+    pub(crate) fn split_devices(&self, color: SplitColor) -> Result<Option<Parent>> {
         if !self.shared.cuda.was_used() {
             return Ok(None);
         }
@@ -293,7 +293,7 @@ impl Communicator {
             self.run(&Request::AllReduce { input: data, output: data, op: ReduceOp::Min })?;
             Ok(bounds[0] == -bounds[1] && bounds[0] >= 0)
         };
-        match self.shared.cuda.split(side, agree) {
+        match self.shared.cuda.split(color, agree) {
             // The operations of this group have failed, so its NCCL communicator cannot be split.
             Err(Error::Closed { .. }) => Ok(None),
             outcome => outcome,

@@ -153,7 +153,7 @@ impl GroupState {
     /// Queues operations on CUDA tensors into their stream: on this thread if the group is idle (COM-1) and connected
     /// on the device, otherwise on the worker thread.
     pub(super) fn launch(self: &Arc<Self>, requests: Vec<Request>, timeout: Option<Duration>, done: Done) {
-        let ready = self.closed.get().is_none() && self.cuda.has_part(&requests);
+        let ready = self.closed.get().is_none() && self.cuda.has_device_comm(&requests);
         let job = QueuedOperation::Launch(requests, timeout);
         let mut turns = self.turns.lock();
         if !ready || turns.busy || !turns.queue.is_empty() {

@@ -94,24 +94,24 @@ fn check_departures(group: &Arc<Cuda>) {
 }
 
 fn look_at(group: &Arc<Cuda>, notes: &mut WaitRecords) {
-    for part in group.all_parts() {
-        if let Some(error) = part.comm.async_error() {
+    for device_comm in group.all_device_comms() {
+        if let Some(error) = device_comm.comm.async_error() {
             // The connection to a member that died may be lost before its death is reported.
-            let first = part.flights.lock().first().map(|calls| calls.requests[0].clone());
+            let first = device_comm.flights.lock().first().map(|calls| calls.requests[0].clone());
             let error = match first {
                 Some(request) => group.explain(error, &|| group.describe(&request)),
                 None => error,
             };
             return fail(group, error);
         }
-        if let Some(error) = differing(group, &part) {
+        if let Some(error) = differing(group, &device_comm) {
             // Other members' kernels may wait elsewhere and must learn of it as well.
             return group.end(error);
         }
-        if part.completed() {
+        if device_comm.completed() {
             continue;
         }
-        let why = left(group, &part).or_else(|| ended(group, &part, notes)).or_else(|| stuck(group, &part, notes));
+        let why = left(group, &device_comm).or_else(|| ended(group, &device_comm, notes)).or_else(|| stuck(group, &device_comm, notes));
         if let Some(error) = why {
             return fail(group, error);
         }
@@ -129,25 +129,25 @@ pub(super) fn fail(group: &Arc<Cuda>, error: Error) {
         );
     }
     let _ = group.failed.set(error);
-    let mut parts = std::mem::take(&mut *group.parts.write());
-    parts.append(&mut group.closing.write());
-    for part in parts {
+    let mut device_comms = std::mem::take(&mut *group.device_comms.write());
+    device_comms.append(&mut group.closing.write());
+    for device_comm in device_comms {
         // An abort waits for the device, where kernels of other groups may spin that are aborted next; so each has a
         // thread.
         let abort = std::thread::Builder::new().name("smd-cuda-abort".into());
-        if let Err(error) = abort.spawn(move || part.abort()) {
+        if let Err(error) = abort.spawn(move || device_comm.abort()) {
             tracing::error!("operations on a device cannot be aborted, because no thread can be started: {error}");
         }
     }
 }
 
 /// The error if kernels of two members have found that their calls differ (PEER-2).
-fn differing(group: &Cuda, part: &DeviceCommunicator) -> Option<Error> {
-    let mismatch = part.peers.as_ref()?.mismatch()?;
+fn differing(group: &Cuda, device_comm: &DeviceCommunicator) -> Option<Error> {
+    let mismatch = device_comm.peers.as_ref()?.mismatch()?;
     let (me, other) = (group.members.me, mismatch.member);
     // The calls in question, unless calls in CUDA graphs came between.
     let mine = mismatch.call.and_then(|call| {
-        let flights = part.flights.lock();
+        let flights = device_comm.flights.lock();
         flights.queue.iter().find_map(|flight| {
             let reaches = |made: &&u32| (made.wrapping_sub(call) as i32) >= 0;
             let count = flight.peer_calls.iter().find(reaches)?;
@@ -157,7 +157,7 @@ fn differing(group: &Cuda, part: &DeviceCommunicator) -> Option<Error> {
     });
     let mine = mine.unwrap_or_else(|| vec!["an operation that is not known".to_owned()]);
     let ranks = &group.members.ranks;
-    let key = |at: usize| format!("cuda/{:x}/{}/differs/{at}", group.id, part.number);
+    let key = |at: usize| format!("cuda/{:x}/{}/differs/{at}", group.id, device_comm.number);
     // If the store fails, the job is ending, which has its own errors.
     let theirs = group.store.get().and_then(|store| {
         let _ = store.set(&key(me), &postcard::to_stdvec(&mine).ok()?);
@@ -200,8 +200,8 @@ pub(super) fn departed(group: &Cuda) -> Option<Error> {
 }
 
 /// The error if a member left in good order while this one waits for it.
-fn left(group: &Cuda, part: &DeviceCommunicator) -> Option<Error> {
-    let flights = part.flights.lock();
+fn left(group: &Cuda, device_comm: &DeviceCommunicator) -> Option<Error> {
+    let flights = device_comm.flights.lock();
     let calls = flights.first()?;
     if group.monitor.generation() == 0 || calls.since.elapsed() < LEFT_LIMIT {
         return None;
@@ -230,9 +230,9 @@ pub(super) fn say_ended(group: &Cuda, reason: &Error) {
 }
 
 /// The error if another member has ended its part.
-fn ended(group: &Cuda, part: &DeviceCommunicator, notes: &mut WaitRecords) -> Option<Error> {
+fn ended(group: &Cuda, device_comm: &DeviceCommunicator, notes: &mut WaitRecords) -> Option<Error> {
     let during = {
-        let flights = part.flights.lock();
+        let flights = device_comm.flights.lock();
         let calls = flights.first().filter(|calls| calls.since.elapsed() >= ENDED_AFTER)?;
         group.describe(&calls.requests[0])
     };
@@ -288,9 +288,9 @@ impl WaitRecords {
     }
 }
 
-fn stuck(group: &Cuda, part: &DeviceCommunicator, notes: &mut WaitRecords) -> Option<Error> {
+fn stuck(group: &Cuda, device_comm: &DeviceCommunicator, notes: &mut WaitRecords) -> Option<Error> {
     let (note, since, timeout, partners) = {
-        let flights = part.flights.lock();
+        let flights = device_comm.flights.lock();
         let calls = flights.first()?;
         if calls.since.elapsed() < calls.timeout / 2 {
             return None;
@@ -302,7 +302,7 @@ fn stuck(group: &Cuda, part: &DeviceCommunicator, notes: &mut WaitRecords) -> Op
         (note, calls.since, calls.timeout, partners)
     };
     let store = group.store.get()?;
-    let key = |rank: usize| format!("cuda/{:x}/{}/stuck/{rank}", group.id, part.number);
+    let key = |rank: usize| format!("cuda/{:x}/{}/stuck/{rank}", group.id, device_comm.number);
     let me = group.members.ranks[group.members.me];
     if notes.is_new(&key(me), since)
         && let Ok(text) = postcard::to_stdvec(&note)

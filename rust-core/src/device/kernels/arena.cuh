@@ -98,7 +98,7 @@ struct Call {
   __device__ bool barrier(int phase) {
     __syncthreads();
     const u64 epoch = 2 * number + phase;
-    tell(epoch);
+    signal(epoch);
     const bool reached = wait(epoch);
     if (phase == 0) count();
     return reached;
@@ -106,7 +106,7 @@ struct Call {
 
   // Signals to this block of every other member that it has reached `epoch`, which makes its earlier writes visible.
   // Called behind a barrier of the block.
-  __device__ void tell(u64 epoch) const {
+  __device__ void signal(u64 epoch) const {
     if (stopped || threadIdx.x >= RANKS || threadIdx.x == peers.me) return;
     store_release(&peers.arenas[threadIdx.x]->flags[blockIdx.x][peers.me], word(epoch));
   }

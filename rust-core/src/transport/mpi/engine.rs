@@ -222,7 +222,7 @@ impl Carrier for Engine {
     }
 
     /// Stops the use of MPI after a death (MPI-3).
-    fn needs_everybody(&self) -> bool {
+    fn needs_all_members(&self) -> bool {
         true
     }
 }

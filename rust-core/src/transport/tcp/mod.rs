@@ -291,7 +291,7 @@ impl Carrier for Network {
         }
     }
 
-    fn needs_everybody(&self) -> bool {
+    fn needs_all_members(&self) -> bool {
         false
     }
 }

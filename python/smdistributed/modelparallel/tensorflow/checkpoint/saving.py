@@ -323,9 +323,9 @@ def checked_entries(checkpoint: tf.train.Checkpoint, path: str) -> list[tuple[st
 
     listed, samples = zip(*raise_on_all_ranks(local_entries, path), strict=True)
     # Each rank writes its part of the first rank's list.
-    everybody = [set(each) for each in listed]
-    for rank, theirs in enumerate(everybody):
-        for one, has, other, lacks in ((0, everybody[0], rank, theirs), (rank, theirs, 0, everybody[0])):
+    gathered = [set(each) for each in listed]
+    for rank, theirs in enumerate(gathered):
+        for one, has, other, lacks in ((0, gathered[0], rank, theirs), (rank, theirs, 0, gathered[0])):
             if has - lacks:
                 raise SMPCheckpointError(
                     f"the checkpoint `{path}` could not be written: `{min(has - lacks)}` is there on rank {one} and "
@@ -404,7 +404,7 @@ def _check_whole(handles: set[int]) -> None:
 
     TensorFlow does not find layers of Keras 3 that are in a list.
     """
-    assert state.model is not None, "it was divided"
+    assert state.model is not None, "it is partitioned"
     with state.model._smp_all_variables():
         for variable in state.model.weights:
             if id(handle_of(variable)) not in handles:

@@ -122,11 +122,11 @@ class Shards:
                 )
             if home in (None, rank):
                 wanted.append((name, variable, np.empty(expected[1], variable.dtype.as_numpy_dtype)))
-        rooms = [
+        targets = [
             (name, [0] * array.ndim, list(array.shape), array.ctypes.data, array.nbytes) for name, _, array in wanted
         ]
         with errors.translated(_CLASSES):
-            reader.read(rooms, self._threads)
+            reader.read(targets, self._threads)
         for _, variable, array in wanted:
             variable.assign(array)
         return frozenset(name for name, _, _ in wanted)

@@ -139,7 +139,7 @@ def variables_of(optimizer: Any) -> list[Any]:
 def _put(slot: Any, reference: Any) -> None:
     """Place ``slot`` on the partition of ``reference``, a variable of the model."""
     model = state.model
-    assert model is not None, "it was divided"
+    assert model is not None, "it is partitioned"
     assignment = model._smp_assignment.variables
     home, handle = assignment.get(id(handle_of(reference))), id(handle_of(slot))
     if home is None or handle in assignment:
