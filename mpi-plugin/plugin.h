@@ -37,7 +37,7 @@ struct smd_mpi_done {
 struct smd_mpi_plugin {
   uint32_t abi;
   uint32_t struct_bytes;
-  /* Sees to it that MPI is initialised: MPI_Init_thread if nobody has, which waits for all processes. */
+  /* Initialises MPI by MPI_Init_thread unless that has been done; it waits for all processes. */
   int32_t (*init)(int32_t *any_thread);
   /* Joins the job: `init`, and a communicator of our own. Waits for all processes. */
   int32_t (*start)(int32_t num_slots, struct smd_mpi_world *world);

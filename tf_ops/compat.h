@@ -1,6 +1,6 @@
 // What differs between the versions of TensorFlow that this is compiled for. The other files see one TensorFlow.
 //
-// Each difference is told by the feature itself, not by a version, so that an unknown newer TensorFlow compiles too. Of
+// Each difference is detected by the feature itself, not by a version, so that an unknown newer TensorFlow compiles too. Of
 // two overloads, `Preferred` chooses the first one that compiles.
 #pragma once
 

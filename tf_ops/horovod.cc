@@ -505,7 +505,7 @@ class JoinKernel final : public AsyncOpKernel {
 };
 
 // Returns a number such as the rank or size, read when the operation runs, because an elastic job may change it.
-template <auto ask>
+template <auto query>
 class NumberKernel final : public OpKernel {
  public:
   explicit NumberKernel(OpKernelConstruction* construction) : OpKernel(construction) {
@@ -518,7 +518,7 @@ class NumberKernel final : public OpKernel {
     Tensor* output = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, TensorShape({}), &output));
     OP_REQUIRES_OK(context,
-                   attempted([&] { output->scalar<std::int32_t>()() = static_cast<std::int32_t>(ask(process_set_)); }));
+                   attempted([&] { output->scalar<std::int32_t>()() = static_cast<std::int32_t>(query(process_set_)); }));
   }
 
  private:

@@ -23,7 +23,7 @@ using tensorflow::Tensor;
 using tensorflow::TensorShape;
 
 // Returns a number that the session has for a group: this process's rank in it, or its size.
-template <auto ask>
+template <auto query>
 class GroupKernel final : public OpKernel {
  public:
   explicit GroupKernel(OpKernelConstruction* construction) : OpKernel(construction) {
@@ -35,7 +35,7 @@ class GroupKernel final : public OpKernel {
     OP_REQUIRES_OK(context, context->allocate_output(0, TensorShape({}), &output));
     OP_REQUIRES_OK(context, checked([&] {
                      output->scalar<std::int32_t>()() =
-                         static_cast<std::int32_t>(ask(static_cast<std::uint64_t>(group_)));
+                         static_cast<std::int32_t>(query(static_cast<std::uint64_t>(group_)));
                    }));
   }
 

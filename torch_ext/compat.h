@@ -1,6 +1,6 @@
 // What differs between the versions of PyTorch that this is compiled for. The other files see one PyTorch.
 //
-// Each difference is told by the feature itself, not by a version, so that an unknown newer PyTorch compiles too. Of
+// Each difference is detected by the feature itself, not by a version, so that an unknown newer PyTorch compiles too. Of
 // two overloads, `Preferred` chooses the first one that compiles.
 #pragma once
 

@@ -416,7 +416,7 @@ fn name(collective: ffi::Collective) -> &'static str {
     }
 }
 
-/// `outputs_of` makes those that are not there yet, if somebody can.
+/// `outputs_of` allocates missing outputs, if the caller can.
 ///
 /// # Safety
 /// The views' promise holds for as long as the request is in use.
@@ -632,14 +632,14 @@ mod tests {
 
     #[test]
     fn a_completion_is_called_once_whatever_happens() {
-        let heard = RefCell::new(Vec::new());
-        let pending = || Pending(Some(|error: &str, source| heard.borrow_mut().push((error.to_owned(), source))));
+        let results = RefCell::new(Vec::new());
+        let pending = || Pending(Some(|error: &str, source| results.borrow_mut().push((error.to_owned(), source))));
         pending().complete(Ok(Some(4)));
         pending().complete(Err(Error::InvalidArgument("no".into())));
         drop(pending());
-        let heard = heard.into_inner();
-        assert_eq!(heard[..2], [(String::new(), 4), ("no [smd:invalid_argument]".to_owned(), -1)]);
-        assert!(heard[2].0.contains("dropped before it completed"), "{heard:?}");
-        assert_eq!(heard.len(), 3);
+        let results = results.into_inner();
+        assert_eq!(results[..2], [(String::new(), 4), ("no [smd:invalid_argument]".to_owned(), -1)]);
+        assert!(results[2].0.contains("dropped before it completed"), "{results:?}");
+        assert_eq!(results.len(), 3);
     }
 }

@@ -62,7 +62,7 @@ impl Words {
     }
 }
 
-/// Tries every order with at most as many switches away from a thread that could go on: all orders take minutes, and mistakes
+/// Tries every order with at most as many switches away from a thread that could continue: all orders take minutes, and mistakes
 /// show with two or three switches.
 fn bounded(switches: usize) -> loom::model::Builder {
     let mut model = loom::model::Builder::new();

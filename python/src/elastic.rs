@@ -133,7 +133,7 @@ impl ElasticDriver {
             WorkerAction::Remove { worker } => plain("remove", vec![worker]),
             WorkerAction::AssignRanks { workers } => plain("seat", workers),
             WorkerAction::Notify { kinds } => ("notify", Vec::new(), None, kinds, String::new()),
-            WorkerAction::Say(text) => ("say", Vec::new(), None, 0, text),
+            WorkerAction::Log(text) => ("say", Vec::new(), None, 0, text),
         });
         rows.collect()
     }

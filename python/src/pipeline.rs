@@ -110,7 +110,9 @@ fn planned(graph: &Graph, rank: usize, schedule: &str, bounds: Bounds) -> Result
     Ok(own.iter().map(|action| (action.kind.to_string(), action.stage, action.microbatch, action.peer)).collect())
 }
 
-fn task((rank, level, inputs, follows, outputs, (forward, input, weight), (kept_bytes, waiting_bytes)): TaskRow) -> Task {
+fn task(
+    (rank, level, inputs, follows, outputs, (forward, input, weight), (kept_bytes, waiting_bytes)): TaskRow,
+) -> Task {
     let outputs = outputs.into_iter().map(produced).collect();
     Task { rank, level, inputs, follows, outputs, costs: Costs { forward, input, weight }, kept_bytes, waiting_bytes }
 }

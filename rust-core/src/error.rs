@@ -1,4 +1,4 @@
-//! Every error of the core, its stable code, and whether a job can go on after it.
+//! Every error of the core, its stable code, and whether a job can continue after it.
 //!
 //! Texts are lowercase, name values with their units and put names in backticks.
 //! A code never changes once released: it crosses the FFI (see `smd-bridge`'s guard) and picks the Python class.

@@ -150,9 +150,9 @@ class SentKernel final : public AsyncOpKernel {
     for (int i = 0; i < context->num_inputs(); ++i) {
       const auto* message = context->input(i).scalar<tensorflow::Variant>()().get<Message>();
       if (message == nullptr) {
-        wait->hear(to_status(absl::StrCat("`", name(), "`: input ", i, " is not a message [smd:invalid_argument]")));
+        wait->end_message(to_status(absl::StrCat("`", name(), "`: input ", i, " is not a message [smd:invalid_argument]")));
       } else {
-        message->value->when_ended([wait](const absl::Status& status) { wait->hear(status); });
+        message->value->when_ended([wait](const absl::Status& status) { wait->end_message(status); });
       }
     }
   }
@@ -170,8 +170,8 @@ class SentKernel final : public AsyncOpKernel {
       finish(context_, std::move(done_));
     }
 
-    // Takes the end of one message. Several threads may call it at the same time.
-    void hear(const absl::Status& status) {
+    // Records the end of one message. Several threads may call it at the same time.
+    void end_message(const absl::Status& status) {
       absl::MutexLock lock(&mutex_);
       status_.Update(status);
     }

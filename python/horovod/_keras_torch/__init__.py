@@ -52,8 +52,8 @@ class _Options:
         self.process_set, self.scale_local = process_set, scale_local
         #: The ids of variables whose gradients are not reduced.
         self.local: set[int] = set()
-        #: Id of the session whose ranks have been told which variables are trained.
-        self.told: int | None = None
+        #: Id of the session in which the variables were compared between the ranks.
+        self.checked_session: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Options:
         # Copies of an optimizer share variables and process sets.
@@ -175,9 +175,9 @@ class _Methods(keras3.Reducing):
     def _smd_compare_replicas(self, variables: Sequence[Any]) -> None:
         """Tell the other ranks the values of the variables, in the first step; the first rank warns if they differ."""
         options, session = self._smd_options, _core.session_id()
-        if options.told == session:
+        if options.checked_session == session:
             return
-        options.told = session
+        options.checked_session = session
         tensors = [variable.value.detach().reshape(-1)[: replicas.SAMPLE].cpu().contiguous() for variable in variables]
         replicas.tell(
             [(tuple(variable.shape), str(variable.dtype)) for variable in variables],

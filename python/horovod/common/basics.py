@@ -476,9 +476,9 @@ def warn_once(text: str) -> None:
     Args:
         text: The text; another text is another warning.
     """
-    if text not in _said:
-        _said.add(text)
+    if text not in _warned_texts:
+        _warned_texts.add(text)
         warnings.warn(text, stacklevel=3)
 
 
-_said: set[str] = set()
+_warned_texts: set[str] = set()

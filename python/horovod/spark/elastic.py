@@ -112,7 +112,7 @@ def run_elastic(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """Run a function as an elastic job, which goes on when executors are lost or come back.
+    """Run a function as an elastic job, which continues when executors are lost or come back.
 
     Args:
         fn: The function. It uses ``hvd.elastic.run``.
@@ -141,7 +141,7 @@ def run_elastic(
         The results of the processes of the last session by rank.
 
     Raises:
-        RuntimeError: The job could not go on, or there is no Spark context.
+        RuntimeError: The job could not continue, or there is no Spark context.
         horovod.runner.common.util.timeout.TimeoutException: There were not enough tasks in time.
         ValueError: The numbers of processes exclude each other.
     """

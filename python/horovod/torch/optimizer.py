@@ -134,7 +134,7 @@ class _DistributedOptimizer(_Base):
     def _start(self, parameter: torch.Tensor, accumulating: bool) -> None:
         """Reduce a complete gradient; if `accumulating`, it is complete only when autograd has finished."""
         if self._comparison is not None:
-            self._hear_of_comparison()
+            self._finish_comparison()
         planned = self._planned_reducer
         with planned.lock:
             if not planned.begun:
@@ -324,7 +324,7 @@ class _DistributedOptimizer(_Base):
             step, number = torch.ops.smd.named_step.default, _number(self.process_set)
             self._comparison = _submit(step, f"step.{first}", names, number, finish=_ignored)
 
-    def _hear_of_comparison(self) -> None:
+    def _finish_comparison(self) -> None:
         """Raise the error of the last step's comparison, if there was one."""
         if self._comparison is None:
             return

@@ -67,7 +67,7 @@ _STARTED = time.time()
 
 
 #: Warnings that were shown: both shims may cause the same one, which is shown once.
-_told: set[str] = set()
+_warnings: set[str] = set()
 
 
 class ShimError(ImportError):
@@ -301,9 +301,9 @@ def _ensure_cached(framework: Framework) -> Path:
 def _folder(key: str) -> Path:
     """Create a folder of the cache, if necessary, that only this user and root can write to."""
     folder, warning = _core.cache_folder(key)
-    if warning is not None and warning not in _told:
-        _told.add(warning)
-        _say(warning)
+    if warning is not None and warning not in _warnings:
+        _warnings.add(warning)
+        _log(warning)
     return folder
 
 
@@ -313,7 +313,7 @@ def _is_trusted(path: Path) -> bool:
         return False
     why = _core.untrusted(path)
     if why is not None:
-        _say(f"a shim is built anew instead of being loaded: {why}")
+        _log(f"a shim is built anew instead of being loaded: {why}")
     return why is None
 
 
@@ -367,7 +367,7 @@ def _load(framework: Framework, load: Callable[[str], Any]) -> Any:
         if PREBUILT not in path.parents:
             raise
         # The shim was built on a newer system, or this patch release of the framework broke the ABI.
-        _say(
+        _log(
             f"the prebuilt shim for {framework.title} {framework.minor} does not load with {framework.version} here, "
             f"so another one is built: {error}"
         )
@@ -407,12 +407,12 @@ def _build_once(framework: Framework, path: Path) -> None:
 def _build(framework: Framework, path: Path) -> None:
     """Compile the shim to ``path``, which appears complete or not at all."""
     compiler = _compiler(framework)
-    _say(f"building the {framework.title} {framework.version} shim, once, in {path.parent}")
+    _log(f"building the {framework.title} {framework.version} shim, once, in {path.parent}")
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as scratch:
         built = _compile(framework, compiler, Path(scratch))
         built.replace(path)
-    _say(f"built the {framework.title} shim in {time.monotonic() - start:.1f} s")
+    _log(f"built the {framework.title} shim in {time.monotonic() - start:.1f} s")
 
 
 def _compile(framework: Framework, compiler: list[str], scratch: Path) -> Path:
@@ -546,7 +546,7 @@ def _locked(framework: Framework, folder: Path) -> Iterator[None]:
                 )
             if silent and waited > _SILENT_WAIT_SECONDS:
                 silent = False
-                _say(f"waiting for {waiting_for}")
+                _log(f"waiting for {waiting_for}")
             time.sleep(0.1)
         file.truncate(0)
         file.write(str(os.getpid()))
@@ -554,7 +554,7 @@ def _locked(framework: Framework, folder: Path) -> Iterator[None]:
         yield
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"smdistributed: {text}", file=sys.stderr, flush=True)
 
 

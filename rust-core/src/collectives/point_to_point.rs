@@ -214,26 +214,26 @@ impl PointToPointShared {
         let tag = TAG_BARRIER + Tag::from(call);
         let question = call.to_le_bytes();
         let mut here = vec![0u8; members.size()];
-        let (asked, answers): (Vec<Message>, Vec<Message>) = (here.iter_mut().enumerate().skip(1))
+        let (questions, answers): (Vec<Message>, Vec<Message>) = (here.iter_mut().enumerate().skip(1))
             // SAFETY: `question` and `here` live, untouched, until `wait_all` or `cancel` has ended the messages.
             .map(|(peer, word)| unsafe {
-                let asked = transport.post_send(peer, TAG_QUESTION, question.as_ptr(), question.len());
-                (asked, transport.post_recv(Some(peer), tag, word, 1))
+                let question = transport.post_send(peer, TAG_QUESTION, question.as_ptr(), question.len());
+                (question, transport.post_recv(Some(peer), tag, word, 1))
             })
             .unzip();
         let outcome = wait_all(transport, &answers, &wait);
         // Cancels the receives. The questions themselves are small and were sent eagerly.
-        asked.iter().for_each(|message| transport.cancel(message));
+        questions.iter().for_each(|message| transport.cancel(message));
         let outcome_byte = [u8::from(outcome.is_err())];
         let came = (1..members.size()).filter(|&peer| matches!(answers[peer - 1].poll(), Some(Ok(_))));
         // SAFETY: `outcome_byte` lives until `wait_all` or `cancel` has ended the messages.
-        let told: Vec<Message> =
+        let notices: Vec<Message> =
             came.map(|peer| unsafe { transport.post_send(peer, tag, outcome_byte.as_ptr(), 1) }).collect();
         match outcome {
-            Ok(()) => wait_all(transport, &told, &wait),
+            Ok(()) => wait_all(transport, &notices, &wait),
             Err(Error::Timeout { waited, mut missing, limit, .. }) => {
                 // The first error is reported; an error while telling the others is ignored.
-                let _ = wait_all(transport, &told, &self.wait(&during, Instant::now(), Some(FAILURE_NOTICE), &[]));
+                let _ = wait_all(transport, &notices, &self.wait(&during, Instant::now(), Some(FAILURE_NOTICE), &[]));
                 missing.truncate(if all { missing.len() } else { 1 });
                 let names = missing.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
                 let ranks = if missing.len() == 1 { "Rank" } else { "Ranks" };
@@ -244,7 +244,7 @@ impl PointToPointShared {
                 Err(Error::Timeout { during, waited, missing, limit })
             }
             Err(other) => {
-                told.iter().for_each(|message| transport.cancel(message));
+                notices.iter().for_each(|message| transport.cancel(message));
                 Err(other)
             }
         }
@@ -261,10 +261,10 @@ impl PointToPointShared {
         let (mut question, mut outcome_byte, word) = ([0u8; 4], [0u8], [1u8]);
         let (question_at, outcome_at) = (question.as_mut_ptr(), outcome_byte.as_mut_ptr());
         // SAFETY: the buffers live until the messages have ended: every way out of the loop cancels them.
-        let ask = || unsafe { transport.post_recv(Some(0), TAG_QUESTION, question_at, 4) };
+        let post_question = || unsafe { transport.post_recv(Some(0), TAG_QUESTION, question_at, 4) };
         // SAFETY: called after the receive that filled it has ended.
-        let heard = || u32::from_le_bytes(unsafe { question_at.cast::<[u8; 4]>().read() });
-        let mut asked = ask();
+        let read_question = || u32::from_le_bytes(unsafe { question_at.cast::<[u8; 4]>().read() });
+        let mut question = post_question();
         let mut unanswered = self.next_question.lock().take();
         let mut answered: Vec<Message> = Vec::new();
         let outcome = loop {
@@ -276,13 +276,13 @@ impl PointToPointShared {
                 break result.map(|_| unsafe { outcome_at.read() });
             }
             if unanswered.is_none()
-                && let Some(result) = asked.poll()
+                && let Some(result) = question.poll()
             {
                 if let Err(error) = result {
                     break Err(error);
                 }
-                unanswered = Some(heard());
-                asked = ask();
+                unanswered = Some(read_question());
+                question = post_question();
             }
             if let Some(call) = unanswered.take() {
                 answered.iter().for_each(|message| transport.cancel(message));
@@ -301,9 +301,9 @@ impl PointToPointShared {
                 Err(error) => break Err(error),
             }
         };
-        answered.iter().chain([&asked]).for_each(|message| transport.cancel(message));
-        if let Some(Ok(_)) = asked.poll() {
-            *self.next_question.lock() = Some(heard());
+        answered.iter().chain([&question]).for_each(|message| transport.cancel(message));
+        if let Some(Ok(_)) = question.poll() {
+            *self.next_question.lock() = Some(read_question());
         }
         let reached = |what: &str| {
             let (me, first) = (members.ranks[members.me], first[0]);

@@ -16,15 +16,15 @@ pub(crate) fn check(answer: CUresult, doing: impl FnOnce() -> String) -> Result<
 
 /// CUDA's name and text of a result code.
 pub(crate) fn text(answer: CUresult) -> String {
-    let ask = |look: unsafe fn(CUresult, *mut *const c_char) -> CUresult| {
+    let query = |look: unsafe fn(CUresult, *mut *const c_char) -> CUresult| {
         let mut found = std::ptr::null();
         // SAFETY: `found` is valid for the write; the driver is loaded, since it gave the answer.
         let known = unsafe { look(answer, &mut found) } == CUresult::CUDA_SUCCESS && !found.is_null();
         // SAFETY: the driver's strings are static and end with a zero.
         known.then(|| unsafe { CStr::from_ptr(found) }.to_string_lossy().into_owned())
     };
-    let name = ask(sys::cuGetErrorName).unwrap_or_else(|| format!("CUresult {}", answer as u32));
-    match ask(sys::cuGetErrorString) {
+    let name = query(sys::cuGetErrorName).unwrap_or_else(|| format!("CUresult {}", answer as u32));
+    match query(sys::cuGetErrorString) {
         Some(text) => format!("{name} ({text})"),
         None => name,
     }

@@ -108,7 +108,7 @@ impl Stream {
         let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         let _entered = self.context.enter()?;
         // SAFETY: `status` is valid for the write and the stream lives.
-        check(unsafe { sys::cuStreamIsCapturing(self.raw, &mut status) }, || self.asking())?;
+        check(unsafe { sys::cuStreamIsCapturing(self.raw, &mut status) }, || self.capture_query())?;
         Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
     }
 
@@ -135,11 +135,11 @@ impl Stream {
             use std::ptr::null_mut as none;
             sys::cuStreamGetCaptureInfo_v3(self.raw, &mut status, &mut number, none(), none(), none(), none())
         };
-        check(answer, || self.asking())?;
+        check(answer, || self.capture_query())?;
         Ok(Some(Capture { number: Some(number) }))
     }
 
-    fn asking(&self) -> String {
+    fn capture_query(&self) -> String {
         format!("querying whether a stream of `cuda:{}` is captured", self.context.device())
     }
 

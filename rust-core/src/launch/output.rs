@@ -133,7 +133,7 @@ impl<O: Write, E: Write> Printer<O, E> {
     }
 
     /// Writes a message of `smdrun` itself.
-    pub fn say(&mut self, text: &str) -> io::Result<()> {
+    pub fn log(&mut self, text: &str) -> io::Result<()> {
         self.line(Sink::Stderr, format!("smdrun: {text}\n").as_bytes())
     }
 

@@ -228,11 +228,11 @@ mod tests {
         let cpus = std::thread::available_parallelism().unwrap().to_string();
         let gpus = crate::launch::training::count_gpus().to_string();
         let kind = if gpus == "0" { "local" } else { "local_gpu" };
-        let told = format!(
+        let values = format!(
             "{}|{}|{}",
             REMOTE_PLACEHOLDERS.num_cpus, REMOTE_PLACEHOLDERS.num_gpus, REMOTE_PLACEHOLDERS.instance_type
         );
-        let output = run(&["sh", "-c", "printf %s \"$TOLD\""], &[("TOLD", &told), ("OMP_NUM_THREADS", "1")]);
+        let output = run(&["sh", "-c", "printf %s \"$VALUES\""], &[("VALUES", &values), ("OMP_NUM_THREADS", "1")]);
         assert_eq!(str::from_utf8(&output.stdout).unwrap(), format!("{cpus}|{gpus}|{kind}"));
     }
 

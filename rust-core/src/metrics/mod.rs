@@ -9,7 +9,7 @@
 //!   is always on, and nothing has to be set before a job starts to look at it.
 //! - MET-2: counters lie in an anonymous segment that other processes of the same user map. It has no name, so a killed
 //!   rank leaves nothing behind.
-//! - MET-3: counters live as long as the process. A later `init()` goes on with them.
+//! - MET-3: counters live as long as the process. A later `init()` continues with them.
 
 mod exposition;
 mod publisher;
@@ -201,7 +201,7 @@ pub(crate) fn note_communication(time: Duration) {
     add(&counters().communication_ns, time.as_nanos() as u64);
 }
 
-/// Adds time in which a thread of the script could not go on because of communication.
+/// Adds time in which a thread of the script could not continue because of communication.
 pub fn note_exposed(time: Duration) {
     add(&counters().exposed_ns, time.as_nanos() as u64);
 }

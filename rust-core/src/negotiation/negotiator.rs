@@ -260,7 +260,7 @@ impl Negotiator {
         let shared = self.shared.clone();
         let mut inbox = self.shared.inbox.lock();
         if let Some(error) = &inbox.ended {
-            return Err(told_of(error.clone(), name.text()));
+            return Err(error_of_call(error.clone(), name.text()));
         }
         let unique = !matches!(name, Name::Shared(_));
         let (name, kind) = match name {
@@ -529,7 +529,7 @@ impl NegotiatorState {
     fn call(&self, call: NegotiatorCommand) {
         let mut inbox = self.inbox.lock();
         if let Some(error) = &inbox.ended {
-            let error = told_of(error.clone(), call.name());
+            let error = error_of_call(error.clone(), call.name());
             drop(inbox);
             return call.done()(Err(error));
         }
@@ -564,7 +564,7 @@ impl NegotiatorState {
         let calls = std::mem::take(&mut inbox.calls);
         drop(inbox);
         for call in calls {
-            let error = told_of(error.clone(), call.name());
+            let error = error_of_call(error.clone(), call.name());
             // A panic in a completion must not end the thread.
             let _ = catch_unwind(AssertUnwindSafe(|| call.done()(Err(error))));
         }
@@ -601,7 +601,7 @@ impl NegotiatorState {
 }
 
 /// The error of a call of `name` after the negotiation has ended.
-pub(super) fn told_of(error: Error, name: &str) -> Error {
+pub(super) fn error_of_call(error: Error, name: &str) -> Error {
     match error {
         Error::PeerFailed { rank, how, me, .. } => Error::PeerFailed { rank, how, me, during: format!("`{name}`") },
         Error::Timeout { waited, missing, limit, .. } => {

@@ -107,7 +107,7 @@ impl Drop for Post {
 impl Incoming {
     fn new(transport: &dyn Transport, from: usize) -> Self {
         let mut bytes = vec![0; HEAD_BYTES];
-        let under_way = ask(transport, from, &mut bytes);
+        let under_way = post_receive(transport, from, &mut bytes);
         Self { from, bytes, under_way }
     }
 
@@ -124,14 +124,14 @@ impl Incoming {
                     return Err(self.unreadable(&format!("it has {end} bytes")));
                 }
                 self.bytes.resize(end, 0);
-                self.under_way = ask(transport, self.from, &mut self.bytes[HEAD_BYTES..]);
+                self.under_way = post_receive(transport, self.from, &mut self.bytes[HEAD_BYTES..]);
                 continue;
             }
             let message = postcard::from_bytes(&self.bytes[LENGTH_BYTES..end]);
             let message = message.map_err(|error| self.unreadable(&error.to_string()))?;
             self.bytes.truncate(HEAD_BYTES);
             self.bytes.shrink_to(1 << 16);
-            self.under_way = ask(transport, self.from, &mut self.bytes);
+            self.under_way = post_receive(transport, self.from, &mut self.bytes);
             return Ok(Some(message));
         }
     }
@@ -141,7 +141,7 @@ impl Incoming {
     }
 }
 
-fn ask(transport: &dyn Transport, from: usize, bytes: &mut [u8]) -> transport::Message {
+fn post_receive(transport: &dyn Transport, from: usize, bytes: &mut [u8]) -> transport::Message {
     // SAFETY: the bytes are on the heap and are not accessed before the message has ended, which `Post` waits for or
     // causes by cancelling it.
     unsafe { transport.post_recv(Some(from), TAG_NEGOTIATION, bytes.as_mut_ptr(), bytes.len()) }

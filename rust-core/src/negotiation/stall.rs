@@ -55,7 +55,7 @@ pub(super) struct Stall {
     /// The children's last reports, and when they arrived.
     reports: Vec<(Report, Duration)>,
     /// The last report to the parent.
-    told: Report,
+    last_sent: Report,
     /// When this member last submitted a call or got an answer.
     last_change: Duration,
     /// Number of unanswered calls of this member, and of those that block their callers.
@@ -71,7 +71,7 @@ impl Stall {
         Self {
             timeouts,
             reports: vec![Default::default(); children],
-            told: Report::default(),
+            last_sent: Report::default(),
             last_change: Duration::ZERO,
             num_pending: 0,
             num_blocking: 0,
@@ -90,7 +90,7 @@ impl Stall {
                 || !report.joined.is_empty()
                 || !report.steps.is_empty()
         };
-        says(&self.told) || self.reports.iter().any(|(report, _)| says(report))
+        says(&self.last_sent) || self.reports.iter().any(|(report, _)| says(report))
     }
 
     pub(super) fn changed(&mut self, now: Duration) {
@@ -107,7 +107,7 @@ impl Stall {
 
     /// A message of a child arrived. `is_progress` says that one of its ranks has become ready for a name, `current` that
     /// the child had received all answers when it sent the message.
-    pub(super) fn heard(
+    pub(super) fn receive_report(
         &mut self,
         child: usize,
         report: Option<Report>,
@@ -128,13 +128,13 @@ impl Stall {
         self.last_change = now;
         self.all_stuck_since = None;
         self.reports.iter_mut().for_each(|(report, _)| report.clear_stuck());
-        self.told.clear_stuck();
+        self.last_sent.clear_stuck();
     }
 
     /// Nothing waits any more.
     pub(super) fn forget(&mut self) {
         self.late_since = None;
-        for report in self.reports.iter_mut().map(|(report, _)| report).chain([&mut self.told]) {
+        for report in self.reports.iter_mut().map(|(report, _)| report).chain([&mut self.last_sent]) {
             report.waiting.clear();
             report.steps.clear();
         }
@@ -207,14 +207,14 @@ impl Stall {
             names.sort_by(|a, b| a.0.cmp(&b.0));
             names
         };
-        let same = report.stuck == self.told.stuck
-            && report.held == self.told.held
-            && report.joined == self.told.joined
-            && report.elsewhere == self.told.elsewhere
-            && report.steps == self.told.steps
-            && names(&report) == names(&self.told);
+        let same = report.stuck == self.last_sent.stuck
+            && report.held == self.last_sent.held
+            && report.joined == self.last_sent.joined
+            && report.elsewhere == self.last_sent.elsewhere
+            && report.steps == self.last_sent.steps
+            && names(&report) == names(&self.last_sent);
         (!same).then(|| {
-            self.told = report.clone();
+            self.last_sent = report.clone();
             report
         })
     }

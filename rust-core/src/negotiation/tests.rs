@@ -114,18 +114,18 @@ impl PendingReduction {
         let done = Box::new(move |result| drop(sender.send(result)));
         let (name, factors) = (Name::Given(name.to_owned()), Factors::default());
         let request = NamedRequest { name, tensors: vec![(request, None)], factors, blocking: true };
-        let handle = rank.negotiator.request(request, || done).expect("it can be asked for");
+        let handle = rank.negotiator.request(request, || done).expect("it can be handle for");
         (Self { values, outcome }, handle)
     }
 
-    fn drive(self, asked: &NamedHandle) -> Result<Vec<f32>> {
+    fn drive(self, handle: &NamedHandle) -> Result<Vec<f32>> {
         let start = Instant::now();
         loop {
             if let Ok(outcome) = self.outcome.try_recv() {
                 return outcome.map(|_| self.values.clone());
             }
             assert!(start.elapsed() < TIMEOUT, "it ends");
-            if !asked.drive() {
+            if !handle.drive() {
                 std::thread::sleep(Duration::from_millis(1));
             }
         }
@@ -315,9 +315,9 @@ fn callers_that_wait_drive(make: MakeGroup) {
                 let elems = if step % 20 == 7 { 100_000 } else { 1 + step };
                 let beside =
                     PendingReduction::sum(rank, &format!("beside.{thread}.{step}"), vec![rank.me as f32 + 1.0], false);
-                let (pending, asked) =
+                let (pending, handle) =
                     PendingReduction::request(rank, &format!("{thread}.{step}"), vec![rank.me as f32 + 1.0; elems]);
-                assert!(pending.drive(&asked).expect("all ranks agree").iter().all(|&value| value == expected));
+                assert!(pending.drive(&handle).expect("all ranks agree").iter().all(|&value| value == expected));
                 assert_eq!(beside.wait().expect("all ranks agree"), [expected]);
                 if (step + rank.me).is_multiple_of(15) {
                     // Longer than the negotiation's own thread stays asleep.
@@ -341,8 +341,8 @@ fn calls_that_nobody_drives_wake_the_thread(make: MakeGroup) {
     let start = Instant::now();
     for _ in 0..CALLS {
         on_all(&job, |rank| {
-            let (pending, asked) = PendingReduction::request(rank, "left alone", vec![rank.me as f32 + 1.0]);
-            drop(asked);
+            let (pending, handle) = PendingReduction::request(rank, "left alone", vec![rank.me as f32 + 1.0]);
+            drop(handle);
             assert_eq!(pending.wait().expect("all ranks agree"), [3.0]);
         });
     }
@@ -354,12 +354,12 @@ fn whoever_drives_hears_of_an_end(make: MakeGroup) {
     for departs in [false, true] {
         let job = job(make, 3, OPTIONS);
         on_all(&job, |rank| {
-            let (pending, asked) = PendingReduction::request(rank, "first", vec![1.0]);
-            assert_eq!(pending.drive(&asked).expect("all ranks agree"), [3.0]);
+            let (pending, handle) = PendingReduction::request(rank, "first", vec![1.0]);
+            assert_eq!(pending.drive(&handle).expect("all ranks agree"), [3.0]);
             if rank.me == 1 {
                 return;
             }
-            let (pending, asked) = PendingReduction::request(rank, "second", vec![1.0]);
+            let (pending, handle) = PendingReduction::request(rank, "second", vec![1.0]);
             let start = Instant::now();
             std::thread::scope(|scope| {
                 scope.spawn(|| {
@@ -369,7 +369,7 @@ fn whoever_drives_hears_of_an_end(make: MakeGroup) {
                         false => rank.negotiator.close("enough"),
                     }
                 });
-                let error = pending.drive(&asked).expect_err("rank 1 does not come");
+                let error = pending.drive(&handle).expect_err("rank 1 does not come");
                 assert_eq!(error.code(), if departs { Code::PeerFailed } else { Code::Closed }, "{error}");
             });
             assert!(start.elapsed() < TIMEOUT / 2);

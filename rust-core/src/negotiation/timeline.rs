@@ -184,7 +184,7 @@ fn ready(pid: usize, ts: u64, rank: usize) -> Value {
 }
 
 /// Other members, given by their ranks in the group, are ready for a name.
-pub(super) fn heard(name: &str, members: Range<usize>, ranks: &[usize]) {
+pub(super) fn note_ready(name: &str, members: Range<usize>, ranks: &[usize]) {
     with(name, |_, pid, ts| ranks[members].iter().map(|rank| ready(pid, ts, *rank)).collect());
 }
 
@@ -322,7 +322,7 @@ mod tests {
             shape: vec![2, 3],
         };
         negotiates(&traced, 0);
-        heard("allreduce.w", 1..3, &[0, 4, 5]);
+        note_ready("allreduce.w", 1..3, &[0, 4, 5]);
         let mut traces = Traces::new("SHM");
         traces.add(traced, 0..2, false, &mut []);
         read();

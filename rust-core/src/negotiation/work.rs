@@ -13,7 +13,7 @@ use super::description::Description;
 use super::factors::{Factors, Scaled, scale};
 use super::machine::{Machine, NegotiationAction, Operand, SubmissionId};
 use super::message::{NegotiationLimits, NegotiationMessage};
-use super::negotiator::{NegotiatorCommand, NegotiatorOptions, NegotiatorState, told_of};
+use super::negotiator::{NegotiatorCommand, NegotiatorOptions, NegotiatorState, error_of_call};
 use super::neutral::Neutral;
 use super::post::Post;
 use super::stall::{STUCK_AFTER, StallTimeouts, Waits};
@@ -119,7 +119,7 @@ impl Work {
         shared.inbox.lock().ended = Some(error.clone());
         for (name, ticket) in self.machine.drain() {
             if let Some(open) = self.open.remove(&ticket) {
-                (open.done)(Err(told_of(error.clone(), &name)));
+                (open.done)(Err(error_of_call(error.clone(), &name)));
             }
         }
         // Operations that were answered but will not run any more.
@@ -127,7 +127,7 @@ impl Work {
             (open.done)(Err(error.clone()));
         }
         if let Some(done) = self.joining.take() {
-            done(Err(told_of(error.clone(), "join")));
+            done(Err(error_of_call(error.clone(), "join")));
         }
         self.flush_post();
         if error.code() == Code::Closed {
@@ -156,7 +156,7 @@ impl Work {
             self.machine.log_ready(timeline::enabled());
             self.machine.receive(from, message, now, &mut self.actions)?;
             for (name, members) in self.machine.take_log() {
-                timeline::heard(&name, members, &shared.members.ranks);
+                timeline::note_ready(&name, members, &shared.members.ranks);
             }
         }
         self.post.retire()?;
@@ -276,7 +276,7 @@ impl Work {
         }
         let mut after = OperationEnd::default();
         let on_device = parts.iter().any(|part| matches!(part, Operand::Neutral(group) if group.on_device));
-        // The other members run the operation only if they have been told of it.
+        // The other members run the operation only if they have received this decision.
         let prepared = self.prepare(parts, &mut after).and_then(|(requests, bytes)| {
             let is_small = by_caller && bytes <= INLINE_BYTES && !requests.iter().any(Description::is_on_device);
             Ok((requests, is_small && self.post.retire()?))
@@ -530,13 +530,13 @@ mod tests {
 
     #[test]
     fn callers_of_a_dropped_operation_get_an_error() {
-        let (sender, told) = std::sync::mpsc::channel();
+        let (sender, outcomes) = std::sync::mpsc::channel();
         let mut after = OperationEnd::default();
         for _ in 0..2 {
             let sender = sender.clone();
             after.calls.push(Box::new(move |result| sender.send(result.is_err()).expect("the test waits")));
         }
         drop((after, sender));
-        assert_eq!(told.iter().collect::<Vec<_>>(), [true, true]);
+        assert_eq!(outcomes.iter().collect::<Vec<_>>(), [true, true]);
     }
 }

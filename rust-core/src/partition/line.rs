@@ -164,7 +164,8 @@ fn transfers(tree: &CostTree, link: LinkCost, positions: &[Option<usize>], lengt
     for value in tree.values() {
         let Some(home) = place(&value.from) else { continue };
         let time = link.time(value.bytes) as i64;
-        let mut consumers: Vec<usize> = value.to.iter().filter_map(place).filter(|&consumer| consumer != home).collect();
+        let mut consumers: Vec<usize> =
+            value.to.iter().filter_map(place).filter(|&consumer| consumer != home).collect();
         consumers.sort_unstable();
         consumers.dedup();
         let (Some(&first), Some(&last)) = (consumers.first(), consumers.last()) else { continue };

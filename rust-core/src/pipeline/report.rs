@@ -142,7 +142,7 @@ fn calls_that_left(text: &str) -> Option<usize> {
 /// The steps of each rank. A new step begins where a rank repeats a task.
 fn steps(text: &str) -> BTreeMap<usize, Vec<RecordedStep>> {
     let mut stages: HashMap<(usize, u64), u64> = HashMap::new();
-    let mut said: BTreeMap<usize, Vec<(u64, StageRecord)>> = BTreeMap::new();
+    let mut records: BTreeMap<usize, Vec<(u64, StageRecord)>> = BTreeMap::new();
     for line in text.lines() {
         // The file of a killed rank may end with an invalid line; the first line is `[`.
         let Ok(line) = serde_json::from_str::<TraceLine>(line.trim().trim_end_matches(',')) else { continue };
@@ -156,7 +156,7 @@ fn steps(text: &str) -> BTreeMap<usize, Vec<RecordedStep>> {
         let number = |key| line.args.get(key).and_then(serde_json::Value::as_u64);
         let (start, end) = ((line.ts * 1e3) as u64, ((line.ts + line.dur) * 1e3) as u64);
         if let (TAKES, Some(from)) = (line.name.as_str(), number(TAKES_FROM)) {
-            said.entry(line.pid).or_default().push((line.tid, StageRecord::Takes { from, at: start }));
+            records.entry(line.pid).or_default().push((line.tid, StageRecord::Takes { from, at: start }));
         }
         let kind = match line.name.as_str() {
             "forward" => ActionKind::Forward,
@@ -167,18 +167,18 @@ fn steps(text: &str) -> BTreeMap<usize, Vec<RecordedStep>> {
         };
         if let ("X", Some(microbatch)) = (line.ph.as_str(), number("microbatch")) {
             let task = RecordedTask { kind, stage: 0, microbatch, start, end };
-            said.entry(line.pid).or_default().push((line.tid, StageRecord::Ran(task)));
+            records.entry(line.pid).or_default().push((line.tid, StageRecord::Ran(task)));
         }
     }
     let mut ranks = BTreeMap::new();
-    for (rank, mut list) in said {
+    for (rank, mut list) in records {
         // An event with the inputs of a forward follows it and has the same start.
-        list.sort_by_key(|(_, said)| said.start());
+        list.sort_by_key(|(_, records)| records.start());
         let mut steps = vec![RecordedStep::default()];
         let mut seen = HashSet::new();
-        for (track, said) in list {
+        for (track, records) in list {
             let Some(&stage) = stages.get(&(rank, track)) else { continue };
-            match said {
+            match records {
                 StageRecord::Ran(task) => {
                     if !seen.insert((task.kind, stage, task.microbatch)) {
                         steps.push(RecordedStep::default());

@@ -305,7 +305,9 @@ impl StageGraph {
         let mut consumers = vec![BTreeSet::new(); sections.len()];
         for (place, section) in sections.iter().enumerate() {
             let made_here = self.inputs(section).into_iter().filter(|&value| value >= first_value);
-            for producer in made_here.map(|value| home[&produced_by[value - first_value]]).filter(|&producer| producer != place) {
+            for producer in
+                made_here.map(|value| home[&produced_by[value - first_value]]).filter(|&producer| producer != place)
+            {
                 consumers[producer].insert(place);
             }
             for earlier in self.followed(section) {

@@ -14,7 +14,7 @@
 //!   round by name.
 //! - VOTE-3: a member that has a reducer holds its gradients until the result is known. If they go by name, it must
 //!   submit them even if its caller does something else: other members may wait for them before they call that. So
-//!   the process is told of each such result ([`wait_for_declined`]).
+//!   the process counts each such result ([`wait_for_declined`]).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -111,8 +111,9 @@ impl Ballot {
         }
         let result = |votes: &Result<Vec<u64>>| votes.as_ref().map_or(VoteResult::ByName, |votes| result_of(votes));
         let name = Name::Given(format!("{name}{VOTE}"));
-        let (told, known) = (move |votes: &_| decided(result(votes)), move |votes: &_| known(result(votes)));
-        Numbers::submit(negotiator, name, votes, ReduceOp::Sum, told, known).map(Self)
+        let (before_known, after_known) =
+            (move |votes: &_| decided(result(votes)), move |votes: &_| known(result(votes)));
+        Numbers::submit(negotiator, name, votes, ReduceOp::Sum, before_known, after_known).map(Self)
     }
 
     /// Waits for the result.
@@ -142,7 +143,7 @@ impl Vote {
     /// # Errors
     /// Those of [`Negotiator::request`].
     pub(super) fn request_end(&self, failed: impl FnOnce(Error) + Send + 'static) -> Result<()> {
-        let told = |result: &Result<Vec<u64>>| {
+        let check = |result: &Result<Vec<u64>>| {
             if let Err(error) = result
                 && !error.is_orderly_departure()
             {
@@ -151,7 +152,7 @@ impl Vote {
         };
         // The request of the previous round may still be in flight.
         let name = Name::Shared(format!("{}{}", self.name, VOTE_END));
-        match Numbers::submit(&self.negotiator, name, vec![0], ReduceOp::Sum, told, |_| ()) {
+        match Numbers::submit(&self.negotiator, name, vec![0], ReduceOp::Sum, check, |_| ()) {
             // The departure has already ended the negotiation.
             Err(error) if error.is_orderly_departure() => Ok(()),
             submitted => submitted.map(drop),

@@ -50,8 +50,8 @@ pub(super) struct StepState {
     pub(super) placement: GradientPlacement,
     pub(super) rebuilt: bool,
     pub(super) record: Record,
-    /// An error that the others were not told when a step was abandoned, because they waited for nothing more of it.
-    pub(super) untold: Option<(u64, String)>,
+    /// An error that was not reported to the others when a step was abandoned, because they waited for nothing more of it.
+    pub(super) unreported: Option<(u64, String)>,
 }
 
 /// Statistics of the last reduced step.
@@ -141,7 +141,7 @@ impl StepState {
             has_others,
             placement: GradientPlacement::new(params.iter().map(ParamSpec::bytes)),
             rebuilt: false,
-            untold: None,
+            unreported: None,
             record: Record::default(),
         }
     }
@@ -160,7 +160,7 @@ impl StepState {
     pub(super) fn open(&mut self, held: bool, vote: Option<Vote>) {
         self.steps += 1;
         metrics::note_reducer_step();
-        self.untold = None;
+        self.unreported = None;
         if let Some(history) = &mut self.history {
             history.start();
         }
@@ -262,7 +262,7 @@ impl StepState {
 
     /// The next action (RED-2: one operation at a time, and none after an error).
     pub(super) fn next(&mut self) -> ReducerAction {
-        let Self { active: Some(active), layout, options, untold, has_others, .. } = self else {
+        let Self { active: Some(active), layout, options, unreported, has_others, .. } = self else {
             return ReducerAction::Nothing;
         };
         if active.in_flight || !active.gate.is_open() || active.error.is_some() {
@@ -302,7 +302,7 @@ impl StepState {
                 ReducerAction::GiveUp(active.id, message)
             }
             Some(message) => {
-                *untold = Some((active.id, message));
+                *unreported = Some((active.id, message));
                 ReducerAction::Nothing
             }
             None => ReducerAction::Nothing,

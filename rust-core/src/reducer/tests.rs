@@ -84,7 +84,7 @@ fn backward(
         // SAFETY: leases and vectors live until `finish` has returned.
         if let Err(error) = unsafe { reducer.mark_ready(param, ptr, true) } {
             // The step failed during this backward; its caller ends it here.
-            reducer.abandon("never told: the step has ended", false);
+            reducer.abandon("not reported: the step has ended", false);
             return Err(error);
         }
     }
@@ -149,7 +149,7 @@ fn a_round_reduces_nothing_before_all_take_part_and_ends_when_its_caller_says_so
         mark(0, 4);
         reducer.cancel(round);
         mark(4, PARAMS);
-        reducer.abandon("never told: nobody takes part", false);
+        reducer.abandon("not reported: no member takes part", false);
         let round = reducer.begin_held(None).unwrap();
         reducer.release(round - 1);
         mark(0, 4);

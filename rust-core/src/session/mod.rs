@@ -79,7 +79,7 @@ pub struct Session {
     graph_reducers: GraphReducers,
     process_sets: ProcessSets,
     replicas: Replicas,
-    /// Whether the other ranks have been told that this rank failed.
+    /// Whether the failure of this rank has been reported to the other ranks.
     reported: AtomicBool,
 }
 
@@ -243,11 +243,11 @@ impl Session {
             session.close();
             return Err(error);
         }
-        session.say_joined(start);
+        session.log_joined(start);
         Ok(Arc::new(session))
     }
 
-    fn say_joined(&self, start: Instant) {
+    fn log_joined(&self, start: Instant) {
         tracing::info!(
             "joined a job of {} processes on {} hosts in {:.1?}",
             self.size(),

@@ -259,9 +259,9 @@ pub fn linger() {
     };
     let deadline = Instant::now() + serve_time;
     let start = Instant::now();
-    let told = std::cell::Cell::new(false);
+    let has_logged = std::cell::Cell::new(false);
     let empty = served.server.wait_until_empty(deadline, || {
-        if start.elapsed() > FAILED_SERVE_TIME && !told.replace(true) {
+        if start.elapsed() > FAILED_SERVE_TIME && !has_logged.replace(true) {
             tracing::info!("this rank has finished, and serves the rendezvous until the other ranks have left");
         }
         monitor::interrupt_pending()

@@ -35,11 +35,11 @@ pub struct StepScope {
 trait JobLink: Send + Sync {
     /// The failure of another rank, if there is one.
     fn failure(&self) -> Option<String>;
-    /// Whether the other ranks have been told that this rank failed, or cannot be told any more.
-    fn has_told(&self) -> bool;
+    /// Whether the failure of this rank has been reported to the other ranks, or cannot be reported any more.
+    fn has_reported(&self) -> bool;
     /// Ends this process's waits.
     fn end_waits(&self);
-    /// Tells the other ranks, unless they have been told, and ends this process's part in the job.
+    /// Reports the failure to the other ranks, unless that has been done, and ends this process's part in the job.
     fn give_up(&self, message: &str);
 }
 
@@ -101,7 +101,7 @@ impl JobLink for Weak<Session> {
         Some(format!("rank {rank} {how}"))
     }
 
-    fn has_told(&self) -> bool {
+    fn has_reported(&self) -> bool {
         self.upgrade().is_none_or(|session| session.has_reported())
     }
 
@@ -134,12 +134,12 @@ impl ScopeProgress {
 
     fn watch(&self, job: &dyn JobLink, timeout: Duration) {
         let timeout = if job.failure().is_some() { Duration::ZERO } else { timeout };
-        if self.ends_by(Instant::now() + timeout) || job.has_told() {
+        if self.ends_by(Instant::now() + timeout) || job.has_reported() {
             return;
         }
         job.end_waits();
         let deadline = Instant::now() + DRAIN_TIMEOUT;
-        while Instant::now() < deadline && !job.has_told() {
+        while Instant::now() < deadline && !job.has_reported() {
             thread::sleep(POLL_INTERVAL);
         }
         job.give_up(job.failure().as_deref().unwrap_or(OWN_FAILURE));
@@ -159,7 +159,7 @@ mod tests {
         failure: Option<String>,
         /// The message of the script when its waits end.
         last_message: Option<String>,
-        told: Mutex<Vec<String>>,
+        reports: Mutex<Vec<String>>,
         given_up: Mutex<Option<Instant>>,
     }
 
@@ -168,18 +168,18 @@ mod tests {
             self.failure.clone()
         }
 
-        fn has_told(&self) -> bool {
-            !self.told.lock().is_empty()
+        fn has_reported(&self) -> bool {
+            !self.reports.lock().is_empty()
         }
 
         fn end_waits(&self) {
-            self.told.lock().extend(self.last_message.clone());
+            self.reports.lock().extend(self.last_message.clone());
         }
 
         fn give_up(&self, message: &str) {
-            let mut told = self.told.lock();
-            if told.is_empty() {
-                told.push(message.to_owned());
+            let mut reports = self.reports.lock();
+            if reports.is_empty() {
+                reports.push(message.to_owned());
             }
             assert!(self.given_up.lock().replace(Instant::now()).is_none(), "it is given up once");
         }
@@ -209,7 +209,7 @@ mod tests {
         scope.fail();
         wait(scope, &job);
         assert!(job.given_up.lock().is_some_and(|at| at >= began + SHORT_TIMEOUT + DRAIN_TIMEOUT));
-        assert_eq!(*job.told.lock(), [OWN_FAILURE]);
+        assert_eq!(*job.reports.lock(), [OWN_FAILURE]);
     }
 
     #[test]
@@ -219,11 +219,11 @@ mod tests {
         scope.fail();
         wait(scope, &job);
         assert!(job.given_up.lock().is_some(), "what waits on devices ends");
-        assert_eq!(*job.told.lock(), ["too much"]);
+        assert_eq!(*job.reports.lock(), ["too much"]);
 
         let (scope, job) = begin(SHORT_TIMEOUT, MockJob::default());
         scope.fail();
-        job.told.lock().push("too much".to_owned());
+        job.reports.lock().push("too much".to_owned());
         wait(scope, &job);
         assert!(job.given_up.lock().is_none(), "the others end what waits here");
     }
@@ -233,7 +233,7 @@ mod tests {
         let (scope, job) = begin(LATER, MockJob { failure: Some("rank 0 died".to_owned()), ..MockJob::default() });
         scope.fail();
         assert!(wait(scope, &job) < LATER);
-        assert_eq!(*job.told.lock(), ["rank 0 died"]);
+        assert_eq!(*job.reports.lock(), ["rank 0 died"]);
     }
 
     #[test]
@@ -244,7 +244,7 @@ mod tests {
         scope.fail();
         // The thread ends with the step, long before `FAILED_STEP_TIMEOUT`.
         assert!(wait(scope, &job) < LATER);
-        assert!(job.given_up.lock().is_none() && job.told.lock().is_empty());
+        assert!(job.given_up.lock().is_none() && job.reports.lock().is_empty());
     }
 
     #[test]

@@ -31,7 +31,7 @@ impl Session {
         loop {
             match Self::enter(worker, variables) {
                 Ok(session) => {
-                    session.say_joined(start);
+                    session.log_joined(start);
                     return Ok(Arc::new(session));
                 }
                 Err(error)

@@ -93,8 +93,8 @@ impl Wait<'_> {
                     .filter(|rank| match self.monitor.departure(*rank) {
                         None => false,
                         Some(Departure::Left) => {
-                            let heard = self.monitor.heard(*rank).unwrap_or(now);
-                            missing.contains(rank) && now.saturating_duration_since(heard) >= self.drain_timeout
+                            let reported_at = self.monitor.departure_time(*rank).unwrap_or(now);
+                            missing.contains(rank) && now.saturating_duration_since(reported_at) >= self.drain_timeout
                         }
                         Some(_) => true,
                     })

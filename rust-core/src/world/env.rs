@@ -377,8 +377,8 @@ fn job(variables: &Variables) -> String {
         "SLURM_JOB_ID",
         "SLURM_STEP_ID",
     ];
-    let told = NAMES.iter().filter_map(|name| Some(format!("{name}={}", set(variables, name)?)));
-    told.collect::<Vec<_>>().join(" ")
+    let set_variables = NAMES.iter().filter_map(|name| Some(format!("{name}={}", set(variables, name)?)));
+    set_variables.collect::<Vec<_>>().join(" ")
 }
 
 fn digest(parts: &[&str]) -> [u8; 32] {

@@ -146,7 +146,7 @@ impl Monitor {
         self.close_by(reason, None);
     }
 
-    /// Records the departure of a rank without which the session cannot go on, and ends every wait of this process with
+    /// Records the departure of a rank without which the session cannot continue, and ends every wait of this process with
     /// [`Error::PeerFailed`] about it, whichever rank it waits for.
     pub fn close_after(&self, rank: usize, departure: Departure, reason: &str) {
         self.report(rank, departure);
@@ -203,8 +203,8 @@ impl Monitor {
     }
 
     /// Returns when the departure of `rank` was reported, if it was.
-    pub fn heard(&self, rank: usize) -> Option<Instant> {
-        self.seen.lock().departed.get(&rank).map(|(_, _, heard)| *heard)
+    pub fn departure_time(&self, rank: usize) -> Option<Instant> {
+        self.seen.lock().departed.get(&rank).map(|(_, _, time)| *time)
     }
 
     /// Blocks until the generation differs from `seen` or `timeout` has passed.

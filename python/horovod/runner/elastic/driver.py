@@ -351,7 +351,7 @@ class ElasticDriver:
                 if not has_worked:
                     self.stop(f"the discovery of hosts failed: {error}")
                     return
-                self._say(f"the discovery of hosts failed, the last ones stay: {error}")
+                self._log(f"the discovery of hosts failed, the last ones stay: {error}")
             else:
                 with self._changed:
                     if change != HostUpdateResult.no_update:
@@ -403,7 +403,7 @@ class ElasticDriver:
             elif kind == "notify":
                 self._tell(HostUpdateResult(kinds))
             else:
-                self._say(text)
+                self._log(text)
         self._host_manager.look()
         outcome = self._core.outcome()
         if outcome is not None and not self._finished.is_set():
@@ -496,10 +496,10 @@ class ElasticDriver:
             try:
                 WorkerNotificationClient(*server).notify_hosts_updated(at, kinds)
             except Exception as error:
-                self._say(
+                self._log(
                     f"worker {worker.place[0]}[{worker.place[1]}] did not receive the notice of changed hosts: {error}"
                 )
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         if self._verbose:
             print(f"horovod: {text}", file=sys.stderr, flush=True)

@@ -73,12 +73,12 @@ def raise_on_all_ranks(do: Callable[[], _T], path: str, done: str = "written") -
     Raises:
         SMPCheckpointError: ``do`` failed, here or on another rank.
     """
-    result, told, cause = None, None, None
+    result, own_failure, cause = None, None, None
     try:
         result = do()
     except Exception as error:
-        told, cause = failures.failure(state.groups.rank, error), error
-    results, answers = zip(*gather_for("saves or loads", (result, told)), strict=True)
+        own_failure, cause = failures.failure(state.groups.rank, error), error
+    results, answers = zip(*gather_for("saves or loads", (result, own_failure)), strict=True)
     failed = [each for each in answers if each]
     if failed:
         raise SMPCheckpointError(f"the checkpoint `{path}` could not be {done}: {failures.summary(failed)}") from cause
@@ -106,5 +106,5 @@ def read_on_all_ranks(read: Callable[[], Any], path: str) -> None:
     if all(answers):
         raise failed[0]
     if any(answers):
-        told = failures.summary([each for each in answers if each])
-        raise SMPCheckpointError(f"the checkpoint `{path}` could not be read: {told}") from next(iter(failed), None)
+        text = failures.summary([each for each in answers if each])
+        raise SMPCheckpointError(f"the checkpoint `{path}` could not be read: {text}") from next(iter(failed), None)

@@ -88,9 +88,7 @@ def _send(messages: list[torch.Tensor], ranks: list[int]) -> None:
     for rank in ranks:
         works.append(dist.isend(torch.tensor([len(messages)], device="cpu"), rank, _world(), _CONTENT))
         works += [dist.isend(message, rank, _world(), _CONTENT) for message in (sizes, *messages) if message.numel()]
-    acks = [
-        dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), rank, _world(), _ACK) for rank in ranks
-    ]
+    acks = [dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), rank, _world(), _ACK) for rank in ranks]
     for work in (*works, *acks):
         work.wait()
 

@@ -317,8 +317,8 @@ fn what_an_owner_holds_is_not_copied_a_second_time() {
     // SAFETY: as above.
     let copied = unsafe { Staging::default().take(&mut mixed.sources.clone(), 2) }.unwrap();
     assert!((14..=64).contains(&copied), "{copied}");
-    let (told, dropped) = std::sync::mpsc::channel();
-    mixed.owner = Some(Box::new(ForeignFolder(told)));
+    let (sender, dropped) = std::sync::mpsc::channel();
+    mixed.owner = Some(Box::new(ForeignFolder(sender)));
     let saver = Saver::new(options(&folder.0, 0, 1));
     // SAFETY: as above.
     unsafe { saver.save("a", 1, 1, "".into(), "".into(), mixed, true, &mut || Ok(())) }.unwrap();

@@ -268,10 +268,10 @@ impl Communicator {
     pub fn measure_bucket_bytes(&self, device: u16) -> Result<Option<usize>> {
         if self.members().size() > 1 && !self.shared.cuda.was_used() {
             let wanted = config::AUTOTUNE.flag()? || config::AUTOTUNE_FILE.text().is_some();
-            let mut said = [i64::from(wanted)];
-            let data = numbers(&mut said)?;
+            let mut is_wanted = [i64::from(wanted)];
+            let data = numbers(&mut is_wanted)?;
             self.run(&Request::Broadcast { data, root: 0 })?;
-            if said == [1] {
+            if is_wanted == [1] {
                 self.connect_device(device)?;
             }
         }

@@ -145,7 +145,8 @@ impl Cuda {
             None => self.create_device_comm(context, &|| self.describe(first))?,
         };
         let timeout = timeout.unwrap_or(self.timeout);
-        device_comm.queue(requests, &stream, overlap, capturing, timeout, self)
+        device_comm
+            .queue(requests, &stream, overlap, capturing, timeout, self)
             .map_err(|error| self.explain(error, &|| self.describe(first)))
     }
 
@@ -208,7 +209,9 @@ impl Cuda {
     /// Whether an operation on the device of `requests` can be queued without waiting for other members.
     pub(super) fn has_device_comm(&self, requests: &[Request]) -> bool {
         let device = place(requests).map(|(device, _)| device);
-        device.is_ok_and(|device| self.device_comms.read().iter().any(|device_comm| device_comm.comm.context().device() == device))
+        device.is_ok_and(|device| {
+            self.device_comms.read().iter().any(|device_comm| device_comm.comm.context().device() == device)
+        })
     }
 
     /// Checks all of `requests`; returns the first one and the stream of the views.
@@ -257,7 +260,7 @@ impl Cuda {
     /// note in the store.
     pub(super) fn end(self: &Arc<Self>, reason: Error) {
         if self.failed.get().is_none() {
-            watch::say_ended(self, &reason);
+            watch::report_ended(self, &reason);
         }
         watch::fail(self, reason);
     }
@@ -325,7 +328,11 @@ impl Cuda {
     }
 
     fn device_comm(&self, context: &'static Context) -> Option<Arc<DeviceCommunicator>> {
-        self.device_comms.read().iter().find(|device_comm| device_comm.comm.context().device() == context.device()).cloned()
+        self.device_comms
+            .read()
+            .iter()
+            .find(|device_comm| device_comm.comm.context().device() == context.device())
+            .cloned()
     }
 
     fn create_device_comm(

@@ -111,7 +111,9 @@ fn look_at(group: &Arc<Cuda>, notes: &mut WaitRecords) {
         if device_comm.completed() {
             continue;
         }
-        let why = left(group, &device_comm).or_else(|| ended(group, &device_comm, notes)).or_else(|| stuck(group, &device_comm, notes));
+        let why = left(group, &device_comm)
+            .or_else(|| ended(group, &device_comm, notes))
+            .or_else(|| stuck(group, &device_comm, notes));
         if let Some(error) = why {
             return fail(group, error);
         }
@@ -178,12 +180,12 @@ fn difference(mine: &[String], theirs: &[String]) -> (String, String) {
     let common = mine.iter().zip(theirs).position(|(mine, theirs)| mine != theirs);
     // The difference may be one that the texts do not show.
     let at = common.or((mine.len() != theirs.len()).then_some(mine.len().min(theirs.len()))).unwrap_or(0);
-    let say = |calls: &[String]| match (calls.get(at), calls.len()) {
+    let describe = |calls: &[String]| match (calls.get(at), calls.len()) {
         (Some(call), 1) => call.clone(),
         (Some(call), count) => format!("{call} as number {} of {count} at once", at + 1),
         (None, count) => format!("{} as the last of {count} at once", calls.last().map_or("nothing", String::as_str)),
     };
-    (say(mine), say(theirs))
+    (describe(mine), describe(theirs))
 }
 
 /// The error if a member of the group died or failed.
@@ -220,7 +222,7 @@ fn ended_key(group: &Cuda) -> String {
 }
 
 /// Tells the other members that this one takes no part in further operations.
-pub(super) fn say_ended(group: &Cuda, reason: &Error) {
+pub(super) fn report_ended(group: &Cuda, reason: &Error) {
     if let Some(store) = group.store.get()
         && let Ok(text) = postcard::to_stdvec(&(group.members.me, reason.to_string()))
     {
@@ -344,12 +346,12 @@ fn compare(me: usize, mine: &WaitRecord, waited: Duration, others: &[(usize, Opt
     };
     let other = others.iter().find_map(|(rank, note)| Some((*rank, note.as_ref().filter(|note| differs(note))?)));
     if let Some((rank, theirs)) = other {
-        let say =
+        let describe =
             |rank, note: &WaitRecord| format!("rank {rank} waits in {} after {} others", note.text, note.position);
         let (low, high) = if me < rank { ((me, mine), (rank, theirs)) } else { ((rank, theirs), (me, mine)) };
         return Error::Mismatch {
             during: format!("{} on CUDA tensors, stuck for {waited:.1?}", mine.text),
-            detail: format!("{}, {}", say(low.0, low.1), say(high.0, high.1)),
+            detail: format!("{}, {}", describe(low.0, low.1), describe(high.0, high.1)),
         };
     }
     let missing: Vec<usize> = others.iter().filter(|(_, note)| note.is_none()).map(|(rank, _)| *rank).collect();

@@ -37,7 +37,7 @@ pub(super) fn mismatches_are_told_to_all(make: MakeTransports) {
                 communicator.run(&request).unwrap_err().code()
             });
             assert_eq!(codes, vec![Code::Mismatch; size]);
-            // The group goes on.
+            // The group continues.
             on_all(&job, |_, communicator| communicator.run(&Request::Barrier).unwrap());
         }
     }

@@ -94,7 +94,7 @@ pub enum WorkerAction {
         kinds: u8,
     },
     /// Log a text for the user.
-    Say(String),
+    Log(String),
 }
 
 /// The outcome of the job.
@@ -123,7 +123,7 @@ pub struct Driver {
     /// When the first worker began to wait for a session.
     waiting_since: Option<Instant>,
     /// The places of which the running session was notified, and when.
-    told: Option<(Vec<WorkerSlot>, Instant)>,
+    last_notice: Option<(Vec<WorkerSlot>, Instant)>,
     outcome: Option<JobOutcome>,
     actions: Vec<WorkerAction>,
 }
@@ -141,7 +141,7 @@ impl Driver {
             failure: None,
             short_since: None,
             waiting_since: None,
-            told: None,
+            last_notice: None,
             outcome: None,
             actions: Vec::new(),
         }
@@ -185,7 +185,7 @@ impl Driver {
             _ if worker.state == WorkerState::Ending => {}
             None => self.succeeded = true,
             Some(failure) => {
-                self.say(format!(
+                self.log(format!(
                     "worker {id} on {} failed ({failure}); its host is not used any more",
                     worker.place.host
                 ));
@@ -223,7 +223,7 @@ impl Driver {
         self.hosts.refresh(now);
         self.settle(now);
         let limit = |since: Option<Instant>| since.map(|since| since + self.limits.timeout);
-        let repeat = self.told.as_ref().map(|(_, at)| *at + REPEAT);
+        let repeat = self.last_notice.as_ref().map(|(_, at)| *at + REPEAT);
         [self.hosts.next_end(now), limit(self.short_since), limit(self.waiting_since), repeat]
             .into_iter()
             .flatten()
@@ -242,8 +242,8 @@ impl Driver {
         }
     }
 
-    fn say(&mut self, text: String) {
-        self.actions.push(WorkerAction::Say(text));
+    fn log(&mut self, text: String) {
+        self.actions.push(WorkerAction::Log(text));
     }
 
     fn stop(&mut self, which: impl Fn(&Worker) -> bool) {
@@ -314,7 +314,7 @@ impl Driver {
             let since = *self.short_since.get_or_insert(now);
             if since == now && self.sessions > 0 {
                 let text = format!("{} of at least {needed} slots are left: the job waits for more", places.len());
-                self.say(text);
+                self.log(text);
             }
             if now >= since + self.limits.timeout {
                 return Some(format!(
@@ -355,18 +355,18 @@ impl Driver {
             || self.workers.iter().any(|worker| worker.state == WorkerState::Waiting && worker.is_old)
         {
             // No worker to notify, or the session has ended already.
-            self.told = None;
+            self.last_notice = None;
             return;
         }
         let wanted: HashSet<&WorkerSlot> = places.iter().collect();
         let removed = training.difference(&wanted).next().is_some();
         let added = wanted.difference(&training).next().is_some();
         let kinds = u8::from(removed) + 2 * u8::from(added);
-        let is_due = self.told.as_ref().is_none_or(|(told, at)| told != places || now >= *at + REPEAT);
+        let is_due = self.last_notice.as_ref().is_none_or(|(notified, at)| notified != places || now >= *at + REPEAT);
         if kinds == 0 {
-            self.told = None;
+            self.last_notice = None;
         } else if is_due {
-            self.told = Some((places.to_vec(), now));
+            self.last_notice = Some((places.to_vec(), now));
             self.actions.push(WorkerAction::Notify { kinds });
         }
     }
@@ -429,7 +429,7 @@ impl Driver {
         }
         self.sessions += 1;
         self.failure = None;
-        self.told = None;
+        self.last_notice = None;
         self.actions.push(WorkerAction::AssignRanks { workers: assignments.into_iter().map(|(_, id)| id).collect() });
     }
 
@@ -438,7 +438,7 @@ impl Driver {
         let late: Vec<WorkerId> =
             self.workers.iter().filter(|worker| worker.state != WorkerState::Waiting).map(|worker| worker.id).collect();
         for id in late {
-            self.say(format!(
+            self.log(format!(
                 "worker {id} has not come back to the job for {:.0?}: it is terminated",
                 self.limits.timeout
             ));

@@ -25,7 +25,7 @@ impl TestJob {
 
     fn fail(&mut self, id: WorkerId) -> Vec<WorkerAction> {
         self.driver.ended(id, Some("killed".to_owned()), 0.0, self.now);
-        self.driver.take_actions().into_iter().filter(|action| !matches!(action, WorkerAction::Say(_))).collect()
+        self.driver.take_actions().into_iter().filter(|action| !matches!(action, WorkerAction::Log(_))).collect()
     }
 
     fn end(&mut self, id: WorkerId) -> Vec<WorkerAction> {
@@ -78,7 +78,7 @@ fn new_places_are_told_and_taken_when_all_have_come() {
         job.hosts("a:3\nb:1"),
         [start(1, "a", 0, 1, 3), start(2, "a", 1, 2, 3), WorkerAction::Notify { kinds: 2 }]
     );
-    assert_eq!(job.hosts("a:3\nb:1"), [], "the same news is told once");
+    assert_eq!(job.hosts("a:3\nb:1"), [], "the same change is reported once");
     assert_eq!(job.wait(6), [WorkerAction::Notify { kinds: 2 }], "or again after a while");
     assert_eq!(job.enter(&[1, 0]), []);
     assert_eq!(job.enter(&[2]), [assign_ranks(&[0, 1, 2])], "the old one stays rank 0");
@@ -117,7 +117,7 @@ fn too_few_survivors_wait_for_others_or_end() {
     job.enter(&[0, 1]);
     job.fail(1);
     let waits = "1 of at least 2 slots are left: the job waits for more".to_owned();
-    assert_eq!(job.enter(&[0]), [WorkerAction::Say(waits)]);
+    assert_eq!(job.enter(&[0]), [WorkerAction::Log(waits)]);
     assert_eq!(job.hosts("a:1\nb:1\nc:1"), [start(2, "c", 0, 1, 2)]);
     assert_eq!(job.enter(&[2]), [assign_ranks(&[0, 2])]);
     job.fail(2);
@@ -249,7 +249,7 @@ fn every_order_of_events_keeps_the_invariants() {
                         );
                         session = workers;
                     }
-                    WorkerAction::Notify { .. } | WorkerAction::Say(_) => {}
+                    WorkerAction::Notify { .. } | WorkerAction::Log(_) => {}
                 }
             }
             if job.driver.outcome().is_some() {

@@ -37,7 +37,7 @@ const LONGEST_SLEEP: Duration = Duration::from_millis(250);
 const TERMINATE_TIME: Duration = Duration::from_secs(5);
 /// How long a worker without a place has to end by itself.
 const UNASSIGNED_EXIT_TIME: Duration = Duration::from_secs(30);
-/// Why a worker that the job goes on without gets no rank.
+/// Why a worker that the job continues without gets no rank.
 const GIVEN_UP: &str = "its host did not answer, or the `ssh` that started it has ended";
 
 /// Runs the job to its end and returns the exit code.
@@ -160,9 +160,9 @@ impl ElasticSupervisor {
             self.take_events();
             self.notice_ends()?;
             self.keep_deadlines();
-            let mut said = Vec::new();
-            let found = self.discovery.poll(Instant::now(), &mut |text| said.push(text));
-            said.iter().for_each(|text| self.say(text));
+            let mut messages = Vec::new();
+            let found = self.discovery.poll(Instant::now(), &mut |text| messages.push(text));
+            messages.iter().for_each(|text| self.log(text));
             match found {
                 Ok(Some(hosts)) => self.driver.discovered(hosts, Instant::now()),
                 Ok(None) => {}
@@ -278,8 +278,8 @@ impl ElasticSupervisor {
         }
     }
 
-    fn say(&mut self, text: &str) {
-        let _ = self.printer.say(text);
+    fn log(&mut self, text: &str) {
+        let _ = self.printer.log(text);
     }
 
     fn act(&mut self) {
@@ -302,7 +302,7 @@ impl ElasticSupervisor {
                     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
                     self.server.hosts_updated(HostsUpdated { at_micros: since.as_micros() as u64, kinds });
                 }
-                WorkerAction::Say(text) => self.say(&text),
+                WorkerAction::Log(text) => self.log(&text),
             }
         }
     }

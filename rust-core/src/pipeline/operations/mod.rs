@@ -182,7 +182,8 @@ impl Operations {
             found[number] = !operation.inside
                 && operation.role != OperationRole::Input
                 && self.consumers[number].iter().any(|&consumer| {
-                    found[consumer] || self.operations[consumer].inside && self.operations[consumer].created < operation.created
+                    found[consumer]
+                        || self.operations[consumer].inside && self.operations[consumer].created < operation.created
                 });
         }
         found

@@ -365,7 +365,8 @@ impl<'a> Segments<'a> {
             for output in self.outputs(operation) {
                 let consumers: Vec<usize> = self.consumers_of(output).filter(|&consumer| self.live[consumer]).collect();
                 let receives = |rank: &usize| {
-                    self.wanted[*rank].contains(&output) || consumers.iter().any(|&consumer| self.needed[*rank][consumer])
+                    self.wanted[*rank].contains(&output)
+                        || consumers.iter().any(|&consumer| self.needed[*rank][consumer])
                 };
                 let to: Vec<usize> = (0..self.ranks()).filter(|&rank| rank != from).filter(receives).collect();
                 let Some(first) = to.first() else { continue };
@@ -408,21 +409,21 @@ impl<'a> Segments<'a> {
     }
 
     fn find_signals(&mut self) {
-        let mut told: BTreeMap<(usize, usize), BTreeSet<usize>> = BTreeMap::new();
+        let mut signalled: BTreeMap<(usize, usize), BTreeSet<usize>> = BTreeMap::new();
         for segment in 0..self.segments.len() {
             for rank in 0..self.ranks() {
                 for other in self.waits_of(segment, &self.on(segment, rank)) {
                     if let OperationPlace::On(from) = self.segments[other].place
                         && from != rank
                     {
-                        told.entry((other, from)).or_default().insert(rank);
+                        signalled.entry((other, from)).or_default().insert(rank);
                     }
                 }
             }
         }
         let signal =
             |((segment, from), to): (_, BTreeSet<usize>)| Signal { segment, from, to: to.into_iter().collect() };
-        self.signals = told.into_iter().map(signal).collect();
+        self.signals = signalled.into_iter().map(signal).collect();
     }
 
     /// Divides anchored backwards into the gradients that other ranks wait for, and the gradients of variables.

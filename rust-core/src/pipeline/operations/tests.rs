@@ -570,10 +570,10 @@ proptest! {
                 for segment in 0..segments.all().len() {
                     for other in segments.after(segment, rank).into_iter().filter(|after| after.back == 0) {
                         let from = segments.all()[other.segment].place.partition();
-                        let told = segments.signals().iter().any(|signal| {
+                        let is_signalled = segments.signals().iter().any(|signal| {
                             signal.segment == other.segment && Some(signal.from) == from && signal.to.contains(&rank)
                         });
-                        prop_assert!(told == from.is_some_and(|from| from != rank));
+                        prop_assert!(is_signalled == from.is_some_and(|from| from != rank));
                     }
                 }
             }

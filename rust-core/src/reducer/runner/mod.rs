@@ -301,9 +301,9 @@ impl Reducer {
             ReducerAction::Nothing => {}
             ReducerAction::GiveUp(id, message) => {
                 let reducer = Arc::clone(self);
-                let told = Error::InvalidArgument(message.clone());
-                // Whatever the result, the others have been told or are gone; this rank reports its own error.
-                self.communicator.fail_next(message, Box::new(move |_| reducer.answered(id, None, Err(told))));
+                let own_error = Error::InvalidArgument(message.clone());
+                // Whatever the result, the others have received the error or have died; this rank reports its own error.
+                self.communicator.fail_next(message, Box::new(move |_| reducer.answered(id, None, Err(own_error))));
             }
             ReducerAction::Reduce(id, bucket, layout, offset_bytes, (dtype, op)) => {
                 let planned = &layout.plan.buckets()[bucket];

@@ -74,7 +74,7 @@ pub enum JobEvent {
     Entered(String),
     /// Its request is withdrawn: its connection has ended.
     Withdrew(String),
-    /// Nothing is heard of its host any more: its process may run on, but the job goes on without it.
+    /// Its host does not answer any more: its process may still run, but the job continues without it.
     Lost {
         /// The worker.
         worker: String,
@@ -572,10 +572,10 @@ fn places(joins: &[&Join]) -> (Vec<String>, Vec<RankLocation>) {
     }
     let mut places = vec![RankLocation { host: 0, local_rank: 0, local_size: 1, pid: 0 }; joins.len()];
     for (host, ranks) in on_host.iter().enumerate() {
-        let told = ranks.iter().all(|&rank| joins[rank].local.is_some());
+        let all_known = ranks.iter().all(|&rank| joins[rank].local.is_some());
         for (position, &rank) in ranks.iter().enumerate() {
             let counted = (position as u32, ranks.len() as u32);
-            let (local_rank, local_size) = joins[rank].local.filter(|_| told).unwrap_or(counted);
+            let (local_rank, local_size) = joins[rank].local.filter(|_| all_known).unwrap_or(counted);
             places[rank] = RankLocation { host: host as u32, local_rank, local_size, pid: joins[rank].pid };
         }
     }

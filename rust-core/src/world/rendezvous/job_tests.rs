@@ -29,7 +29,7 @@ fn running(size: u32, death_cause_timeout: Duration) -> Job {
 }
 
 /// The notices in the messages, as short texts: receiver, rank, departure.
-fn told(job: &mut Job) -> Vec<String> {
+fn take_sent(job: &mut Job) -> Vec<String> {
     job.take_outbox()
         .into_iter()
         .map(|(to, message)| match message {
@@ -44,7 +44,7 @@ fn a_lost_connection_is_a_death_that_all_others_hear_of() {
     let mut job = running(3, NO_DEATH_CAUSE_TIMEOUT);
     job.disconnected(1, "ended without `shutdown()`", Instant::now());
     let death = "rank 1 died (process 101 on host node ended without `shutdown()`)";
-    assert_eq!(told(&mut job), [format!("0: {death}"), format!("2: {death}")]);
+    assert_eq!(take_sent(&mut job), [format!("0: {death}"), format!("2: {death}")]);
     assert_eq!(job.connected(), 2);
 }
 
@@ -60,14 +60,14 @@ fn a_silent_host_takes_all_of_its_ranks_along() {
     job.take_outbox();
     job.host_lost(3, Duration::from_secs(10));
     let death = "died (no sign of host node-1, where ranks [2, 3] ran, for 10s)";
-    let events: Vec<String> = told(&mut job).into_iter().filter(|told| told.starts_with(['0', '1'])).collect();
+    let events: Vec<String> = take_sent(&mut job).into_iter().filter(|text| text.starts_with(['0', '1'])).collect();
     let expected = |to: usize| [2, 3].map(|rank| format!("{to}: rank {rank} {death}"));
     assert_eq!(
         events,
         [expected(0)[0].clone(), expected(1)[0].clone(), expected(0)[1].clone(), expected(1)[1].clone()]
     );
     job.host_lost(2, Duration::from_secs(10));
-    assert!(told(&mut job).is_empty());
+    assert!(take_sent(&mut job).is_empty());
 }
 
 #[test]
@@ -82,12 +82,12 @@ fn the_launcher_knows_better_why() {
         job.disconnected(1, "was lost", now);
         assert_eq!(job.next_tick(), Some(now + death_cause_timeout));
         if !report_first {
-            assert!(told(&mut job).is_empty());
+            assert!(take_sent(&mut job).is_empty());
             job.report_death(1, "killed by signal 9");
             assert_eq!(job.next_tick(), None);
         }
         job.tick(now + death_cause_timeout);
-        assert_eq!(told(&mut job), ["0: rank 1 died (killed by signal 9)"]);
+        assert_eq!(take_sent(&mut job), ["0: rank 1 died (killed by signal 9)"]);
     }
 }
 
@@ -97,9 +97,9 @@ fn patience_ends() {
     let mut job = running(2, Duration::from_millis(200));
     job.disconnected(1, "was lost", now);
     job.tick(now + Duration::from_millis(199));
-    assert!(told(&mut job).is_empty());
+    assert!(take_sent(&mut job).is_empty());
     job.tick(now + Duration::from_millis(200));
-    assert_eq!(told(&mut job), ["0: rank 1 died (process 101 on host node was lost)"]);
+    assert_eq!(take_sent(&mut job), ["0: rank 1 died (process 101 on host node was lost)"]);
 }
 
 #[test]
@@ -108,17 +108,17 @@ fn an_announced_departure_is_no_death() {
     assert_eq!(job.receive(1, ToServer::Depart), Ok(Disposition::Close));
     job.disconnected(1, "ended", Instant::now());
     job.report_death(1, "exited with code 0");
-    assert_eq!(told(&mut job), ["0: rank 1 left the job"]);
+    assert_eq!(take_sent(&mut job), ["0: rank 1 left the job"]);
 }
 
 #[test]
 fn the_first_word_about_a_rank_stands() {
     let mut job = running(2, NO_DEATH_CAUSE_TIMEOUT);
     job.receive(1, ToServer::Fail { message: "ValueError: bad loss".to_owned() }).unwrap();
-    assert_eq!(told(&mut job), ["0: rank 1 failed (ValueError: bad loss)"]);
+    assert_eq!(take_sent(&mut job), ["0: rank 1 failed (ValueError: bad loss)"]);
     job.receive(1, ToServer::Depart).unwrap();
     job.report_death(1, "exited with code 1");
-    assert!(told(&mut job).is_empty());
+    assert!(take_sent(&mut job).is_empty());
 }
 
 #[test]
@@ -127,10 +127,10 @@ fn a_death_while_others_wait_to_start_ends_their_wait() {
     job.receive(0, join(0, 3)).unwrap();
     job.receive(1, join(1, 3)).unwrap();
     job.disconnected(1, "was lost", Instant::now());
-    assert_eq!(told(&mut job), ["0: rank 1 died (process 101 on host node was lost)"]);
+    assert_eq!(take_sent(&mut job), ["0: rank 1 died (process 101 on host node was lost)"]);
     // No rank can join the failed session; later ranks are told at once.
     job.receive(2, join(2, 3)).unwrap();
-    assert_eq!(told(&mut job), ["2: rank 1 died (process 101 on host node was lost)"]);
+    assert_eq!(take_sent(&mut job), ["2: rank 1 died (process 101 on host node was lost)"]);
 }
 
 #[test]
@@ -138,7 +138,7 @@ fn a_process_that_never_came_can_die_too() {
     let mut job = Job::new(2, Duration::from_millis(200), 1);
     job.receive(0, join(0, 2)).unwrap();
     job.report_death(1, "killed by signal 11");
-    assert_eq!(told(&mut job), ["0: rank 1 died (killed by signal 11)"]);
+    assert_eq!(take_sent(&mut job), ["0: rank 1 died (killed by signal 11)"]);
 }
 
 #[test]
@@ -149,7 +149,7 @@ fn who_comes_late_hears_of_the_first_death_first() {
     job.receive(3, ToServer::Depart).unwrap();
     job.take_outbox();
     job.receive(13, join(3, 4)).unwrap();
-    assert_eq!(told(&mut job), ["13: rank 2 died (killed by signal 9)", "13: rank 0 died (exit code 1)"]);
+    assert_eq!(take_sent(&mut job), ["13: rank 2 died (killed by signal 9)", "13: rank 0 died (exit code 1)"]);
 }
 
 #[test]
@@ -174,7 +174,7 @@ fn sessions_follow_each_other() {
 fn who_may_not_join_hears_why() {
     let refusal = |job: &mut Job, connection, message| {
         assert_eq!(job.receive(connection, message), Ok(Disposition::Close));
-        told(job)
+        take_sent(job)
     };
     let mut job = Job::new(2, NO_DEATH_CAUSE_TIMEOUT, 1);
     job.receive(0, join(0, 2)).unwrap();
@@ -214,15 +214,15 @@ fn the_store_answers_now_or_later() {
     job.receive(0, get(7)).unwrap();
     job.receive(0, get(8)).unwrap();
     job.receive(0, ToServer::Forget { ticket: 8 }).unwrap();
-    assert_eq!(told(&mut job), ["0: NotYet { ticket: 7 }", "0: NotYet { ticket: 8 }"]);
+    assert_eq!(take_sent(&mut job), ["0: NotYet { ticket: 7 }", "0: NotYet { ticket: 8 }"]);
     job.receive(1, set(1)).unwrap();
-    assert_eq!(told(&mut job), ["0: Value { ticket: 7, value: [1] }"]);
+    assert_eq!(take_sent(&mut job), ["0: Value { ticket: 7, value: [1] }"]);
     job.receive(1, set(2)).unwrap();
     job.receive(0, get(9)).unwrap();
-    assert_eq!(told(&mut job), ["0: Value { ticket: 9, value: [2] }"]);
+    assert_eq!(take_sent(&mut job), ["0: Value { ticket: 9, value: [2] }"]);
     job.receive(0, ToServer::RemovePrefix { prefix: "a/".to_owned() }).unwrap();
     job.receive(0, get(10)).unwrap();
-    assert_eq!(told(&mut job), ["0: NotYet { ticket: 10 }"]);
+    assert_eq!(take_sent(&mut job), ["0: NotYet { ticket: 10 }"]);
 }
 
 #[test]
@@ -243,7 +243,7 @@ fn keys_that_all_members_release_are_removed() {
         job.receive(0, set(key)).unwrap();
     }
     let release = || ToServer::Release { prefix: "cuda/1/".to_owned(), members: 2 };
-    let ask = |job: &mut Job, from: u64, message: Option<ToServer>| {
+    let send = |job: &mut Job, from: u64, message: Option<ToServer>| {
         if let Some(message) = message {
             job.receive(from, message).unwrap();
         }
@@ -255,12 +255,12 @@ fn keys_that_all_members_release_are_removed() {
         job.receive(2, ToServer::Forget { ticket: 1 }).unwrap();
         there
     };
-    assert_eq!(ask(&mut job, 0, Some(release())), 2);
-    assert_eq!(ask(&mut job, 0, Some(release())), 2, "a member counts once");
-    assert_eq!(ask(&mut job, 1, Some(release())), 1);
+    assert_eq!(send(&mut job, 0, Some(release())), 2);
+    assert_eq!(send(&mut job, 0, Some(release())), 2, "a member counts once");
+    assert_eq!(send(&mut job, 1, Some(release())), 1);
     // The next group of that name starts with an empty count.
     job.receive(0, set("cuda/1/device/0")).unwrap();
-    assert_eq!(ask(&mut job, 0, Some(release())), 2);
+    assert_eq!(send(&mut job, 0, Some(release())), 2);
 }
 
 #[test]
@@ -268,7 +268,7 @@ fn who_is_missing() {
     let mut job = Job::new(3, NO_DEATH_CAUSE_TIMEOUT, 1);
     job.receive(1, join(1, 3)).unwrap();
     job.receive(1, ToServer::WhoIsMissing).unwrap();
-    assert_eq!(told(&mut job), ["1: Missing { ranks: [0, 2] }"]);
+    assert_eq!(take_sent(&mut job), ["1: Missing { ranks: [0, 2] }"]);
 }
 
 #[test]

@@ -187,7 +187,7 @@ pub fn look(job: &str) -> std::result::Result<Vec<RendezvousCredentials>, String
     let mut found = Vec::new();
     let mut trouble = None;
     for attempt in 0..NUM_NAMES {
-        match ask(&name(job, attempt)) {
+        match read_credentials(&name(job, attempt)) {
             Ok(credentials) => found.extend(credentials),
             Err(error) => {
                 trouble.get_or_insert(error);
@@ -201,7 +201,7 @@ pub fn look(job: &str) -> std::result::Result<Vec<RendezvousCredentials>, String
 }
 
 /// Reads the credentials of the server at `name`; none if there is no server.
-fn ask(name: &[u8]) -> std::result::Result<Option<RendezvousCredentials>, String> {
+fn read_credentials(name: &[u8]) -> std::result::Result<Option<RendezvousCredentials>, String> {
     let mut stream = match connect(name) {
         Ok(stream) => stream,
         Err(error) if error.kind() == ErrorKind::ConnectionRefused => return Ok(None),

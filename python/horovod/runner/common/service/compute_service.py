@@ -118,18 +118,18 @@ class ComputeService(network.BasicService):
         return super()._handle(req, client_address)
 
     def _wake(self) -> None:
-        for told in (self._dispatchers, *self._workers):
-            told.close()
+        for registrations in (self._dispatchers, *self._workers):
+            registrations.close()
         with self._changed:
             self._changed.notify_all()
 
     @staticmethod
-    def _within(told: Registrations, numbers: Any, seconds: float) -> Any:
+    def _within(registrations: Registrations, numbers: Any, seconds: float) -> Any:
         try:
-            told.wait(numbers, seconds, "registrations")
+            registrations.wait(numbers, seconds, "registrations")
         except TimeoutError:
             return None
-        return [told[number] for number in numbers]
+        return [registrations[number] for number in numbers]
 
 
 class ComputeClient(network.BasicClient):

@@ -351,7 +351,7 @@ class BasicClient:
             The address.
         """
         address = next(iter(self._addresses.values()))[0]
-        return str(self._ask(address, PingRequest(), self._probe_timeout).source_address)
+        return str(self._send_request(address, PingRequest(), self._probe_timeout).source_address)
 
     def _probe(self, addresses: Addresses) -> Addresses:
         # The loopback comes last: addresses that other hosts can reach are preferred, and determine `local_address`.
@@ -367,7 +367,7 @@ class BasicClient:
     def _answers(self, name: str, address: tuple[str, int]) -> bool:
         for _ in range(self._attempts):
             try:
-                answer = self._ask(address, PingRequest(), self._probe_timeout)
+                answer = self._send_request(address, PingRequest(), self._probe_timeout)
             except (OSError, EOFError, RuntimeError):
                 continue
             if not isinstance(answer, PingResponse) or answer.service_name != self._service_name:
@@ -375,7 +375,9 @@ class BasicClient:
             return not self._match_intf or get_local_host_intfs().get(name) == answer.source_address
         return False
 
-    def _ask(self, address: tuple[str, int], request: Any, timeout: float | None, stream: TextIO | None = None) -> Any:
+    def _send_request(
+        self, address: tuple[str, int], request: Any, timeout: float | None, stream: TextIO | None = None
+    ) -> Any:
         with socket.create_connection(address, timeout=self._probe_timeout) as connection:
             # The answer may take long, but the connection must notice a host that has failed.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -404,7 +406,7 @@ class BasicClient:
             OSError, EOFError: It is gone.
         """
         address = next(iter(self._addresses.values()))[0]
-        answer = self._ask(address, req, timeout, stream)
+        answer = self._send_request(address, req, timeout, stream)
         if isinstance(answer, _Failure):
             raise RuntimeError(f"{self._service_name}: {answer.text}")
         return answer
@@ -415,16 +417,16 @@ class Registrations:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._told: dict[Any, Any] = {}
+        self._values: dict[Any, Any] = {}
         self._closed = False
 
     def __getitem__(self, number: Any) -> Any:
         with self._changed:
-            return self._told[number]
+            return self._values[number]
 
     def __len__(self) -> int:
         with self._changed:
-            return len(self._told)
+            return len(self._values)
 
     def items(self) -> list[tuple[Any, Any]]:
         """Return all registrations.
@@ -433,17 +435,17 @@ class Registrations:
             Pairs of a number and what was registered, in order.
         """
         with self._changed:
-            return sorted(self._told.items())
+            return sorted(self._values.items())
 
-    def put(self, number: Any, told: Any) -> None:
+    def put(self, number: Any, value: Any) -> None:
         """Register a member.
 
         Args:
             number: Number of the member.
-            told: What is registered.
+            value: The registered value.
         """
         with self._changed:
-            self._told[number] = told
+            self._values[number] = value
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -465,8 +467,8 @@ class Registrations:
         """
         wanted = set(numbers)
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or wanted <= set(self._told), seconds)
-            missing = sorted(wanted - set(self._told))
+            self._changed.wait_for(lambda: self._closed or wanted <= set(self._values), seconds)
+            missing = sorted(wanted - set(self._values))
             if missing:
                 ended = "the service was shut down while" if self._closed else f"timed out after {seconds:.0f} s"
                 raise TimeoutError(f"{ended} waiting for {what}: {missing} are missing")

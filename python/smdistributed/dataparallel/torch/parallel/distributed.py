@@ -535,10 +535,10 @@ class DistributedDataParallel(_TorchDDP):
         Returns:
             On ranks with inputs, how many ranks have some; on the others, whether a backward is reduced.
         """
-        said = torch.tensor([float(present), float(sync), float(with_buffers)], device="cpu")
+        counts = torch.tensor([float(present), float(sync), float(with_buffers)], device="cpu")
         with errors.translated(CLASSES):
-            dist.all_reduce(said, op=ReduceOp.SUM, group=self._own_group)
-            ranks, syncing, with_buffers_anywhere = said.tolist()
+            dist.all_reduce(counts, op=ReduceOp.SUM, group=self._own_group)
+            ranks, syncing, with_buffers_anywhere = counts.tolist()
             if with_buffers_anywhere:
                 self._reducer.broadcast(self._buffers_of_module(), self._last_rank(bool(present)))
         return ranks if present else syncing

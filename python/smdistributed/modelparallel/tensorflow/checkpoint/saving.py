@@ -150,7 +150,7 @@ class DeferredRestore:
 
     def __init__(self, read: Callable[[], Any]) -> None:
         self._read, self._status = read, None
-        self._asked: list[str] = []
+        self._requested: list[str] = []
 
     def read(self, rest: tf.train.Checkpoint | None = None) -> None:
         """Read the checkpoint, except ``rest``, which has been read."""
@@ -159,31 +159,31 @@ class DeferredRestore:
             self._status = self._read()
         finally:
             _have_been_read.clear()
-        for name in self._asked:
+        for name in self._requested:
             getattr(self._status, name)()
 
-    def _ask(self, name: str) -> DeferredRestore:
+    def _request(self, name: str) -> DeferredRestore:
         if self._status is None:
-            self._asked.append(name)
+            self._requested.append(name)
         else:
             getattr(self._status, name)()
         return self
 
     def assert_consumed(self) -> DeferredRestore:
         """Check that every value was restored, as TensorFlow's method does."""
-        return self._ask("assert_consumed")
+        return self._request("assert_consumed")
 
     def assert_existing_objects_matched(self) -> DeferredRestore:
         """Check that every existing object was restored, as TensorFlow's method does."""
-        return self._ask("assert_existing_objects_matched")
+        return self._request("assert_existing_objects_matched")
 
     def assert_nontrivial_match(self) -> DeferredRestore:
         """Check that any value was restored, as TensorFlow's method does."""
-        return self._ask("assert_nontrivial_match")
+        return self._request("assert_nontrivial_match")
 
     def expect_partial(self) -> DeferredRestore:
         """Silence warnings about values that were not restored, as TensorFlow's method does."""
-        return self._ask("expect_partial")
+        return self._request("expect_partial")
 
     def run_restore_ops(self, session: Any = None) -> None:
         """Do nothing, as TensorFlow's method in eager mode."""

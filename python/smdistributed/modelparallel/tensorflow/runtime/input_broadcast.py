@@ -80,8 +80,8 @@ def next_batch(activity: str, take: Callable[[], Any]) -> Any:
         failure, report = error, f"could not be made: {type(error).__name__}: {error}"
     leaves, is_first = tf.nest.flatten(batch), groups.rank_in("pp") == 0
     # Values that the core cannot send are compared as part of the text.
-    told = [_shape_or_value(leaf) if is_first else None for leaf in leaves]
-    all_reports = communication.gather_for(_DOES, (activity, report, told), CommGroup.PP_GROUP)
+    leaf_texts = [_shape_or_value(leaf) if is_first else None for leaf in leaves]
+    all_reports = communication.gather_for(_DOES, (activity, report, leaf_texts), CommGroup.PP_GROUP)
     if failure is not None and report != _END:
         vars(failure)["_smp_is_known"] = True
         raise failure

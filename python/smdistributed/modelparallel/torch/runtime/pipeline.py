@@ -213,13 +213,13 @@ class Pipeline:
             spec = dataclasses.replace(self._unknown[0], draws=drawn)
         active.recording = None
         try:
-            told = communication.allgather(spec, CommGroup.PP_GROUP)[task.rank]
+            owner_spec = communication.allgather(spec, CommGroup.PP_GROUP)[task.rank]
         finally:
             active.recording = recording
         # The device's index may differ on this rank.
         own = self._device
-        metas = [meta._replace(device=own) if meta.device.type == own.type else meta for meta in told.metas]
-        return dataclasses.replace(told, metas=tuple(metas))
+        metas = [meta._replace(device=own) if meta.device.type == own.type else meta for meta in owner_spec.metas]
+        return dataclasses.replace(owner_spec, metas=tuple(metas))
 
     def adopt(self, recording: Recording, task: Task) -> None:
         """Add the outputs of such a task to the recording as values."""

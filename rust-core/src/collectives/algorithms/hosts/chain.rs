@@ -365,7 +365,7 @@ impl<'a> ChannelOwner<'a> {
         self.send_on(number);
     }
 
-    /// Where the result of a piece goes on this host: first where it arrives.
+    /// The destinations of a piece's result on this host; the first one is where it arrives.
     fn places(&self, piece: &ChainPiece) -> Vec<*mut u8> {
         let first = self.chain.place(piece, self.channel);
         let parts = self.chain.parts.iter().map(|part| part.wrapping_add(piece.start));
