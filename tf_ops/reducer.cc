@@ -78,7 +78,7 @@ void GradientCall::give(std::size_t position, std::size_t param) {
     Tensor* output = nullptr;
     auto status = context_->forward_input_or_allocate_output({index}, index, input.shape(), &output);
     if (status.ok() && output->data() != input.data()) {
-      if (!whole_) plan_.placed_in_vain(param);
+      if (!whole_) plan_.placement_was_unused(param);
       gradient = describe(*output, place_);
       status = checked([&] { copy(describe(input, place_), gradient); });
     }

@@ -574,7 +574,7 @@ mod ffi {
         /// it may get the slot the next time.
         unsafe fn take_slot(self: &GradientPlan, param: usize, ptr: *const u8, learn: bool) -> Box<SlotLease>;
         /// Reports that a gradient was allocated in its slot but must not be changed there, so the prediction was useless.
-        fn placed_in_vain(self: &GradientPlan, param: usize);
+        fn placement_was_unused(self: &GradientPlan, param: usize);
         /// Submits a complete gradient, in the slot if `lease` holds it. `owner` is called when it is reduced, unless
         /// this throws.
         ///

@@ -113,10 +113,10 @@ impl GradientPlan {
         })
     }
 
-    pub fn placed_in_vain(&self, param: usize) {
+    pub fn placement_was_unused(&self, param: usize) {
         guard_or((), || {
             if let (Ok(session), Ok(spec)) = (session::current("the reduction of gradients"), self.spec(param)) {
-                session.placed_in_vain(self.gradient(param), spec.bytes());
+                session.placement_was_unused(self.gradient(param), spec.bytes());
             }
         });
     }

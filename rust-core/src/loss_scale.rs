@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn a_restored_scale_goes_on_as_the_saved_one() {
+    fn a_restored_scale_continues_like_the_saved_one() {
         let dynamics = Dynamics { delayed_shift: 2, window: 3, ..Dynamics::default() };
         let mut saved = dynamic(64.0, dynamics);
         history(&mut saved, "x..");

@@ -151,7 +151,7 @@ fn a_departure_reaches_all_in_time() {
 }
 
 #[test]
-fn a_wait_that_does_not_need_the_departed_goes_on() {
+fn a_wait_without_the_departed_rank_continues() {
     let server = serve(3);
     let ranks = join_all(server.address(), 3);
     ranks[2].client.leave();
@@ -205,7 +205,7 @@ fn a_death_ends_the_start_of_the_others() {
 }
 
 #[test]
-fn who_waits_in_vain_hears_who_is_missing() {
+fn a_timed_out_wait_names_the_missing_ranks() {
     let server = serve(3);
     let address = [server.address().to_string()];
     let limit = Duration::from_millis(200);
@@ -231,7 +231,7 @@ fn an_interruption_ends_the_wait_for_the_others() {
 }
 
 #[test]
-fn the_end_of_the_rendezvous_is_told_as_the_end_of_rank_0() {
+fn the_end_of_the_rendezvous_is_reported_as_the_end_of_rank_0() {
     let server = serve(2);
     let ranks = join_all(server.address(), 2);
     drop(server);
@@ -244,7 +244,7 @@ fn the_end_of_the_rendezvous_is_told_as_the_end_of_rank_0() {
 }
 
 #[test]
-fn a_wrong_secret_is_refused_and_harms_nobody() {
+fn a_wrong_secret_is_refused_without_effect_on_the_job() {
     let server = serve(2);
     let address = [server.address().to_string()];
     let stranger =

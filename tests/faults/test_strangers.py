@@ -111,7 +111,7 @@ def test_another_user_of_the_host_does_not_get_the_secret(launcher, tmp_path):
         variables = _environment(job.pid(1))
         output = _try_to_join(variables, str(NOBODY_USER))
         assert "joined" not in output, output
-        assert "this user on this host (nobody listens) timed out" in output, output
+        assert "this user on this host (no server listens) timed out" in output, output
         names = _eventually(lambda: _sockets(job.pid(0)))
         assert names, "rank 0 serves no socket"
         # An intruder that reads /proc/net/unix finds the socket, and asks there as another user.

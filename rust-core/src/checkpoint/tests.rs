@@ -331,7 +331,7 @@ fn a_broken_attempt_leaves_what_was_there() {
 }
 
 #[test]
-fn what_somebody_writes_is_no_leftover() {
+fn a_running_attempt_is_not_removed() {
     let folder = TestFolder::new();
     let tensors = model();
     let hidden = folder.0.join(format!(".one.{:016x}.smd-attempt", 5));
@@ -358,7 +358,7 @@ fn what_somebody_writes_is_no_leftover() {
 }
 
 #[test]
-fn a_first_rank_that_cannot_say_what_is_newest_tells_the_others() {
+fn an_error_of_rank_0_about_the_newest_checkpoint_reaches_all_ranks() {
     let folder = TestFolder::new();
     let tensors = model();
     let parts = [whole(&tensors[..1]), whole(&tensors[1..])];

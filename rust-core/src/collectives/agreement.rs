@@ -51,7 +51,7 @@ pub(crate) fn publish(memory: &SharedMemory, call: &Call) {
         call.received.len() as u64,
         message.len() as u64,
     ];
-    // SAFETY: the places lie in this member's part of the segment, which nobody reads before the next arrival
+    // SAFETY: the places lie in this member's part of the segment, which no member reads before the next arrival
     // (SHM-2); validation made each row empty or `size` long; the message was cut to its place.
     unsafe {
         memory.call(memory.me(), phase).write(words);
@@ -210,7 +210,7 @@ const NOTE_BYTES: usize = ARENA_BYTES / 2;
 fn put(memory: &SharedMemory, note: usize, bytes: &[u8]) {
     let length = bytes.len().min(NOTE_BYTES - 8);
     let place = memory.results(memory.me(), note);
-    // SAFETY: the place has NOTE_BYTES bytes, aligned; nobody reads it now.
+    // SAFETY: the place has NOTE_BYTES bytes, aligned; no code reads it now.
     unsafe {
         place.cast::<u64>().write(length as u64);
         std::ptr::copy_nonoverlapping(bytes.as_ptr(), place.add(8), length);

@@ -38,7 +38,7 @@ pub fn available() -> Result<()> {
     static ANSWER: OnceLock<Result<()>> = OnceLock::new();
     ANSWER
         .get_or_init(|| {
-            // SAFETY: loading the driver runs its initialisers, which is what everybody who uses CUDA does.
+            // SAFETY: loading the driver runs its initialisers, as every program that uses CUDA does.
             if !unsafe { sys::is_culib_present() } {
                 return Err(Error::Unsupported("CUDA is not available: `libcuda.so.1` was not found".into()));
             }

@@ -174,7 +174,7 @@ impl Drop for Stream {
         if self.owned
             && let Ok(_entered) = self.context.enter()
         {
-            // SAFETY: the stream is ours and nobody uses it any more; queued work is completed by the driver. An error
+            // SAFETY: the stream is ours and no code uses it any more; queued work is completed by the driver. An error
             // means that the driver is shutting down.
             let _ = unsafe { sys::cuStreamDestroy_v2(self.raw) };
         }

@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn the_command_line_tells_no_values() {
+    fn the_command_line_contains_no_values() {
         let ssh = Ssh { port: Some(2222), identity: Some("/id".into()) };
         let variables = BTreeMap::from([("SMD_SECRET".into(), "very".into())]);
         let (words, script) = ssh.wrap("node-1", &["train".into()], &variables);

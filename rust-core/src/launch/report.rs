@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_killed_rank_comes_before_its_victims() {
+    fn a_killed_rank_is_reported_before_the_ranks_that_failed_after_it() {
         let tails = [tail(VICTIM, 900), tail(&["hello"], 10)];
         let ends = [end(0, Exit::Code(1), 950), end(1, Exit::Signal(9), 1000)];
         let first = first_failure(&ends, &tails).expect("both failed");

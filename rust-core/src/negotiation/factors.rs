@@ -156,7 +156,7 @@ pub(super) fn scale(view: &TensorView, factor: f64) {
         ($type:ty, $scaled:expr) => {{
             let scaled = $scaled;
             if view.elems() > 0 {
-                // SAFETY: the view's promise: as many elements of this type, aligned, that nobody else touches.
+                // SAFETY: the view's promise: as many elements of this type, aligned, that no other code touches.
                 let values = unsafe { std::slice::from_raw_parts_mut(view.ptr().cast::<$type>(), view.elems()) };
                 values.iter_mut().for_each(|value| *value = scaled(*value));
             }

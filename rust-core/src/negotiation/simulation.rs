@@ -437,7 +437,7 @@ fn steps_of_different_gradients_are_told_to_all_and_those_of_the_same_are_waited
 }
 
 #[test]
-fn what_ranks_disagree_in_is_told_to_all() {
+fn a_disagreement_is_reported_to_all_ranks() {
     let mut random = SimulationRandom(3);
     let differences: [(Description, &str); 5] = [
         (

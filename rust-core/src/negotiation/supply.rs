@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_was_named_in_vain_is_told() {
+    fn an_unused_device_argument_is_reported() {
         let signs = DeviceHints { used: Some(1), named: Some(0), ..DeviceHints::default() };
         let expected =
             "`join()` was called with device 0: this rank takes part on `cuda:1`, on which it has called collectives";

@@ -264,7 +264,7 @@ mod tests {
         if when == Departs::Known {
             let other = Name::Given("other".to_owned());
             let asked = Numbers::submit(&negotiator, other, vec![0], ReduceOp::Sum, |_| (), |_| ());
-            asked.and_then(|asked| asked.wait("the test")).expect_err("nobody answers");
+            asked.and_then(|asked| asked.wait("the test")).expect_err("no member answers");
         }
         let vote = Vote { negotiator, name: "round".to_owned() };
         let (sender, receiver) = channel();
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_told_of_gradients_that_it_holds_and_that_go_by_name() {
+    fn declined_rounds_with_held_gradients_are_counted() {
         let net = MockTransport::net(2, MockOptions { seed: 1, max_delay: Duration::ZERO });
         let start = |me: usize| {
             let monitor = Arc::new(Monitor::new(me));

@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_that_somebody_has_does_not_make_the_guess_wrong() {
+    fn a_taken_slot_does_not_count_as_a_wrong_prediction() {
         let mut placement = OpPlacement::default();
         placement.expect([BYTES].into_iter());
         step(&mut placement, &[(70, Some(0))]);

@@ -141,7 +141,7 @@ impl Session {
     }
 
     /// Reports that a gradient was allocated in its slot but must not be changed there, because others hold it.
-    pub fn placed_in_vain(&self, gradient: Gradient, bytes: usize) {
+    pub fn placement_was_unused(&self, gradient: Gradient, bytes: usize) {
         self.graph_reducers.op_placement.lock().reject(gradient, bytes);
     }
 

@@ -160,7 +160,7 @@ mod tests {
         /// The message of the script when its waits end.
         last_message: Option<String>,
         reports: Mutex<Vec<String>>,
-        given_up: Mutex<Option<Instant>>,
+        ended_at: Mutex<Option<Instant>>,
     }
 
     impl JobLink for MockJob {
@@ -181,7 +181,7 @@ mod tests {
             if reports.is_empty() {
                 reports.push(message.to_owned());
             }
-            assert!(self.given_up.lock().replace(Instant::now()).is_none(), "it is given up once");
+            assert!(self.ended_at.lock().replace(Instant::now()).is_none(), "it is given up once");
         }
     }
 
@@ -202,13 +202,13 @@ mod tests {
     }
 
     #[test]
-    fn one_that_fails_is_given_up_once() {
+    fn one_that_fails_is_ended_at_once() {
         let (scope, job) = begin(SHORT_TIMEOUT, MockJob::default());
         let began = Instant::now();
         scope.fail();
         scope.fail();
         wait(scope, &job);
-        assert!(job.given_up.lock().is_some_and(|at| at >= began + SHORT_TIMEOUT + DRAIN_TIMEOUT));
+        assert!(job.ended_at.lock().is_some_and(|at| at >= began + SHORT_TIMEOUT + DRAIN_TIMEOUT));
         assert_eq!(*job.reports.lock(), [OWN_FAILURE]);
     }
 
@@ -218,18 +218,18 @@ mod tests {
             begin(SHORT_TIMEOUT, MockJob { last_message: Some("too much".to_owned()), ..MockJob::default() });
         scope.fail();
         wait(scope, &job);
-        assert!(job.given_up.lock().is_some(), "what waits on devices ends");
+        assert!(job.ended_at.lock().is_some(), "what waits on devices ends");
         assert_eq!(*job.reports.lock(), ["too much"]);
 
         let (scope, job) = begin(SHORT_TIMEOUT, MockJob::default());
         scope.fail();
         job.reports.lock().push("too much".to_owned());
         wait(scope, &job);
-        assert!(job.given_up.lock().is_none(), "the others end what waits here");
+        assert!(job.ended_at.lock().is_none(), "the others end what waits here");
     }
 
     #[test]
-    fn one_that_fails_with_another_rank_is_told_at_once() {
+    fn a_step_that_fails_because_of_another_rank_is_reported_at_once() {
         let (scope, job) = begin(LATER, MockJob { failure: Some("rank 0 died".to_owned()), ..MockJob::default() });
         scope.fail();
         assert!(wait(scope, &job) < LATER);
@@ -244,18 +244,18 @@ mod tests {
         scope.fail();
         // The thread ends with the step, long before `FAILED_STEP_TIMEOUT`.
         assert!(wait(scope, &job) < LATER);
-        assert!(job.given_up.lock().is_none() && job.reports.lock().is_empty());
+        assert!(job.ended_at.lock().is_none() && job.reports.lock().is_empty());
     }
 
     #[test]
-    fn one_that_nobody_says_anything_of_is_not() {
+    fn a_step_without_a_failure_does_not_end_the_job() {
         let (scope, job) = begin(Duration::ZERO, MockJob::default());
         wait(scope, &job);
-        assert!(job.given_up.lock().is_none());
+        assert!(job.ended_at.lock().is_none());
     }
 
     #[test]
-    fn there_is_none_without_a_session() {
+    fn a_step_needs_a_session() {
         assert_eq!(StepScope::begin().err().map(|error| error.code()), Some(crate::error::Code::NotInitialized));
     }
 }

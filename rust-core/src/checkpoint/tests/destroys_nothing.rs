@@ -260,7 +260,7 @@ fn only_names_that_saves_give_are_removed() {
 }
 
 #[test]
-fn a_rank_that_fails_makes_room_and_tells_the_others_at_once() {
+fn a_failing_rank_removes_its_files_and_reports_at_once() {
     let folder = TestFolder::new();
     let tensors = model();
     save(&folder.0, "one", 1, &[whole(&tensors)]).unwrap();

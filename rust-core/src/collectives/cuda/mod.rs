@@ -676,7 +676,7 @@ mod tests {
     use crate::buffer::{DType, ReduceOp, TensorView};
 
     fn view(device: Device) -> TensorView {
-        // SAFETY: nobody reads or writes through it.
+        // SAFETY: no code reads or writes through it.
         unsafe { TensorView::new(64 as *mut u8, 3, DType::Float32, device, 7) }.unwrap()
     }
 

@@ -148,7 +148,7 @@ mod tests {
     use crate::buffer::{DType, Device};
 
     fn view(start: usize, elems: usize) -> TensorView {
-        // SAFETY: nobody reads or writes through it.
+        // SAFETY: no code reads or writes through it.
         unsafe { TensorView::new(start as *mut u8, elems, DType::Float32, Device::Cuda(0), 0) }.unwrap()
     }
 

@@ -158,7 +158,7 @@ fn rank_0_has_the_state_whatever_became_of_the_hosts() {
     job.end(0);
     assert_eq!(job.enter(&[3]), [assign_ranks(&[1, 3, 2])]);
 
-    // As before, but nobody else on that host has it.
+    // As before, but no other worker on that host has it.
     let mut job = TestJob::new(2, 1, 9);
     job.hosts("a:1\nb:1");
     job.enter(&[0, 1]);

@@ -123,7 +123,7 @@ fn the_state_of_a_generator_is_in_one_place_for_layers_in_two() {
 }
 
 #[test]
-fn what_comes_out_differently_on_each_rank_is_on_one() {
+fn random_numbers_and_effects_of_layers_run_on_one_rank() {
     let mut rows = chain();
     // Noise that a layer adds to the model's input, and a message that the model prints.
     rows.push(Operation { has_effect: true, ..in_layer("noise", &[], 3, 3, &[]) });
@@ -230,7 +230,7 @@ fn a_variable_is_read_when_the_microbatch_before_has_changed_it() {
 }
 
 #[test]
-fn a_halved_backward_has_first_what_others_wait_for() {
+fn the_first_half_of_a_backward_computes_what_other_ranks_need() {
     let operations = Operations::new(chain(), variables(2)).unwrap();
     let placement = OperationPlacement::new(&operations, &halves()).unwrap();
     let mut segments = Segments::cut(&operations, &placement, &wanted(), true).unwrap();
@@ -253,7 +253,7 @@ fn an_evaluation_has_forwards_only_and_a_step_without_the_model_no_order() {
 }
 
 #[test]
-fn what_cannot_pass_between_ranks_is_told() {
+fn values_that_cannot_pass_between_ranks_are_reported() {
     let mut rows = chain();
     rows[2].outputs[0].stays = Some("of type string".to_owned());
     let operations = Operations::new(rows, variables(2)).unwrap();

@@ -241,7 +241,7 @@ fn unauthenticated_connections_cost_nothing() {
 }
 
 #[test]
-fn a_connection_that_is_not_as_it_should_be_ends_and_nobody_waits_for_it_for_ever() {
+fn an_invalid_connection_is_closed_within_the_timeout() {
     // A frame that is too long, one that was changed, and an incomplete one.
     let spoil: [fn(&mut Vec<u8>); 3] = [
         |frame| frame[..4].copy_from_slice(&(FRAME_BYTES as u32 + 1).to_le_bytes()),

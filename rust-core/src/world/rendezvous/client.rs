@@ -520,7 +520,7 @@ type Connected = (TcpStream, SessionKeys, String, JobKey);
 fn connect(options: &ClientOptions, monitor: &Monitor, start: Instant) -> Result<Connected> {
     let mut pause = FIRST_PAUSE;
     let mut connect_time = FIRST_CONNECT_TIME;
-    let mut trouble = String::from("nobody listens");
+    let mut trouble = String::from("no server listens");
     // The first error says more than the following ones.
     let mut refusal = None;
     loop {

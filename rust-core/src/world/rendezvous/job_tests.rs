@@ -142,7 +142,7 @@ fn a_process_that_never_came_can_die_too() {
 }
 
 #[test]
-fn who_comes_late_hears_of_the_first_death_first() {
+fn late_ranks_get_the_first_death_first() {
     let mut job = running(4, NO_DEATH_CAUSE_TIMEOUT);
     job.report_death(2, "killed by signal 9");
     job.report_death(0, "exit code 1");
@@ -171,7 +171,7 @@ fn sessions_follow_each_other() {
 }
 
 #[test]
-fn who_may_not_join_hears_why() {
+fn a_rejected_rank_gets_the_reason() {
     let refusal = |job: &mut Job, connection, message| {
         assert_eq!(job.receive(connection, message), Ok(Disposition::Close));
         take_sent(job)
@@ -291,7 +291,7 @@ fn places_on_hosts() {
 }
 
 #[test]
-fn the_launcher_hears_of_workers_on_a_silent_host() {
+fn workers_on_a_silent_host_are_reported_to_the_launcher() {
     let mut job = Job::elastic(NO_DEATH_CAUSE_TIMEOUT, 1);
     let workers = ["worker-0", "worker-1"].map(str::to_owned);
     for (connection, worker) in (0..).zip(&workers) {

@@ -430,7 +430,7 @@ impl Drop for Peers {
         if !*self.unused.get_mut() {
             return;
         }
-        // SAFETY: the value ends here, so the fields are not used again; nobody uses the memory any more (PEER-8).
+        // SAFETY: the value ends here, so the fields are not used again; no code uses the memory any more (PEER-8).
         unsafe {
             ManuallyDrop::drop(&mut self.mapped);
             ManuallyDrop::drop(&mut self.arena);
