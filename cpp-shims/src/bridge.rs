@@ -217,7 +217,7 @@ mod ffi {
         /// gradient is reduced in place.
         params: Vec<usize>,
         starts: Vec<usize>,
-        apart: Vec<bool>,
+        in_place: Vec<bool>,
         /// Number of the plan, unique in the process.
         num_buckets: usize,
     }
@@ -238,7 +238,7 @@ mod ffi {
         flat: &'a [TensorView],
         /// Empty, or the memory in which slots are reduced in a narrower type.
         wire: &'a [TensorView],
-        apart: &'a [TensorView],
+        in_place: &'a [TensorView],
         stream: usize,
     }
 

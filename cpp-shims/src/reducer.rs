@@ -265,7 +265,7 @@ impl Reducer {
                 wire: self.inner.options().wire_dtype(bucket.dtype).into(),
                 params: bucket.slots.iter().map(|slot| slot.param).collect(),
                 starts: bucket.slots.iter().map(|slot| (slot.offset_bytes - bucket.offset_bytes) / size).collect(),
-                apart: bucket.slots.iter().map(|slot| slot.apart).collect(),
+                in_place: bucket.slots.iter().map(|slot| slot.in_place).collect(),
                 num_buckets: plan.buckets().len(),
             })
         })
@@ -294,8 +294,8 @@ impl Reducer {
             let view = |view: &ffi::TensorView| unsafe { tensor(view) };
             let flat = bucket.flat.first().map(view).transpose()?;
             let wire = bucket.wire.first().map(view).transpose()?;
-            let apart = bucket.apart.iter().map(view).collect::<Result<Vec<_>>>()?;
-            let bucket = DeviceBucket { pieces: &pieces, flat, wire, apart: &apart, stream: bucket.stream };
+            let in_place = bucket.in_place.iter().map(view).collect::<Result<Vec<_>>>()?;
+            let bucket = DeviceBucket { pieces: &pieces, flat, wire, in_place: &in_place, stream: bucket.stream };
             // SAFETY: as above.
             unsafe { self.inner.launch(index, &bucket, communication) }
         })

@@ -57,7 +57,7 @@ impl CheckpointSaver {
 
     /// Opens a save, so that a rank that cannot save the checkpoint fails here. Rank 0 comes first.
     fn open(&self, py: Python<'_>, tag: &str, attempt: u64) -> PyResult<()> {
-        enter(py, || self.saver.open(tag, attempt, &mut look))
+        enter(py, || self.saver.open(tag, attempt, &mut check_departures))
     }
 
     /// Saves; `layout` and `content` are JSON. The memory at the slices' addresses must not change until the call
@@ -82,13 +82,13 @@ impl CheckpointSaver {
             let owner = owner.map(|owner| Box::new(owner) as Box<dyn Send>);
             let job = RankSave { sources, owner };
             // SAFETY: the Python package keeps the tensors, and changes them only after this returns.
-            unsafe { self.saver.save(tag, step, attempt, layout, content, job, asynchronous, &mut look) }
+            unsafe { self.saver.save(tag, step, attempt, layout, content, job, asynchronous, &mut check_departures) }
         })
     }
 
     /// Waits for the save in progress.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
-        enter(py, || self.saver.wait(&mut look))
+        enter(py, || self.saver.wait(&mut check_departures))
     }
 
     /// Whether a save is in progress.
@@ -147,7 +147,7 @@ impl CheckpointAttempt {
                 .map_err(|error| Error::InvalidArgument(format!("the timeout: {error}")))?;
             let kind = kind_named(kind)?;
             let setting = SaveSpec { directory, tag, kind, number, rank, world, durable, exchange: true };
-            let attempt = SaveAttempt::open(setting, timeout, &mut look)?;
+            let attempt = SaveAttempt::open(setting, timeout, &mut check_departures)?;
             Ok(Self { folder: attempt.data(), attempt: Mutex::new(Some(attempt)) })
         })
     }
@@ -356,7 +356,7 @@ fn source((name, dtype, shape, start, lengths, address, held): SourceRow) -> Res
 }
 
 /// Checks during a wait for other ranks whether one of them has departed, or a signal has arrived.
-fn look() -> Result<()> {
+fn check_departures() -> Result<()> {
     if monitor::interrupt_pending() {
         return Err(Error::Interrupted { during: DURING.to_owned() });
     }

@@ -35,7 +35,7 @@ thread_local! {
 
 /// Installs the hooks with which Python's signals end waits of the core.
 pub fn install() {
-    monitor::set_interrupt_hooks(InterruptHooks { pending: look_for_signals, raise_later });
+    monitor::set_interrupt_hooks(InterruptHooks { pending: check_signals, raise_later });
 }
 
 /// Runs `body`, which may wait, without the GIL.
@@ -53,7 +53,7 @@ pub fn take_raised() -> Option<PyErr> {
     RAISED.with_borrow_mut(Option::take)
 }
 
-fn look_for_signals() -> bool {
+fn check_signals() -> bool {
     if !IS_MAIN.with(|&is_main| is_main) {
         return false;
     }

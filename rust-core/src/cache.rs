@@ -36,11 +36,11 @@ pub fn folder(name: &str) -> Result<CacheFolder> {
     let configured = in_home(&text, std::env::home_dir()).map(|folder| folder.join(name));
     let user = rustix::process::geteuid().as_raw();
     let temporary = std::env::temp_dir().join(format!("opensmd-{user}"));
-    choose(configured, temporary.join(name), speaks())
+    choose(configured, temporary.join(name), logs_for_host())
 }
 
 /// `configured` is `None` if the user has no home folder.
-fn choose(configured: Option<PathBuf>, temporary: PathBuf, speaks: bool) -> Result<CacheFolder> {
+fn choose(configured: Option<PathBuf>, temporary: PathBuf, logs_for_host: bool) -> Result<CacheFolder> {
     let why = match &configured {
         None => "this user has no home folder".to_owned(),
         Some(folder) => match unusable(folder) {
@@ -60,7 +60,7 @@ fn choose(configured: Option<PathBuf>, temporary: PathBuf, speaks: bool) -> Resu
          folder that only you can write to",
         temporary.display(),
     );
-    Ok(CacheFolder { path: temporary, warning: speaks.then_some(warning) })
+    Ok(CacheFolder { path: temporary, warning: logs_for_host.then_some(warning) })
 }
 
 /// Returns why libraries cannot be built in and loaded from `folder`, which is created if necessary.
@@ -82,7 +82,7 @@ fn unusable(folder: &Path) -> Option<String> {
 }
 
 /// Whether this process logs on behalf of all processes of its host.
-fn speaks() -> bool {
+fn logs_for_host() -> bool {
     env::detect(&env::variables()).map_or(true, |launch| launch.local.map_or(launch.rank, |(rank, _)| rank) == 0)
 }
 

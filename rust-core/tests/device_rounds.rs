@@ -93,7 +93,7 @@ impl Member {
             // SAFETY: the fake NCCL looks at no memory.
             let view = unsafe { TensorView::new(64 as *mut u8, ELEMS[param], DType::Float32, device, 0) }.unwrap();
             let (pieces, flat, wire) = (&[][..], None, None);
-            let bucket = DeviceBucket { pieces, flat, wire, apart: &[view], stream: self.computation };
+            let bucket = DeviceBucket { pieces, flat, wire, in_place: &[view], stream: self.computation };
             // SAFETY: as above; the streams are never freed.
             unsafe { self.reducer.launch(index, &bucket, self.communication) }.unwrap();
         }

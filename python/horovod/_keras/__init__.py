@@ -464,9 +464,9 @@ def load_model(
         keras: The package that loads it.
         wrap_optimizer: Makes an optimizer distributed.
         optimizer_modules: Where optimizers are looked for by name.
-        filepath: What was saved.
+        filepath: Path of the saved model.
         custom_optimizers: The script's own.
-        custom_objects: What the script's names mean; they come first.
+        custom_objects: Custom classes and functions by name; they take precedence.
 
     Returns:
         The model.

@@ -271,19 +271,19 @@ def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts t
     """Make an optimizer reduce gradients over the ranks before it applies them.
 
     Args:
-        optimizer: Of Keras 3.
-        name: Of the optimizer; by default ``Distributed`` and the class's name.
+        optimizer: An optimizer of Keras 3.
+        name: Name of the optimizer; by default ``Distributed`` and the class's name.
         device_dense: Not needed: gradients are reduced where they are.
         device_sparse: Not needed: Keras has no sparse gradients on PyTorch.
         compression: How gradients travel.
         sparse_as_dense: As `device_sparse`.
-        gradient_predivide_factor: Of an average: divide by it before, and by the rest after the sum.
+        gradient_predivide_factor: For averages: gradients are divided by it before the sum, and by the rest after it.
         op: ``Average`` or ``Sum``.
         backward_passes_per_step: How many gradients each rank sums before they are reduced and applied.
         average_aggregated_gradients: Whether these sums are divided by their number.
         num_groups: Deprecated: `groups`.
         groups: How many groups of gradients are reduced together each; or lists of variables that are.
-        process_set: Whose ranks.
+        process_set: The ranks that take part.
         scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
 
     Returns:
@@ -291,7 +291,7 @@ def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts t
 
     Raises:
         ValueError: The arguments are not acceptable.
-        TypeError: It is not an optimizer of Keras 3.
+        TypeError: ``optimizer`` is not an optimizer of Keras 3.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(f"{optimizer!r} is not an optimizer of Keras 3")
@@ -485,7 +485,7 @@ def load_model(
     """Load a model that was saved with its optimizer, distributed or not, and make the optimizer distributed.
 
     Args:
-        filepath: What was saved; readable on every rank.
+        filepath: Path of the saved model; readable on every rank.
         custom_optimizers: Classes of the script's own optimizers.
         custom_objects: Classes and functions of the script, by name; a function of options stands for the class of what
             it makes.

@@ -129,7 +129,7 @@ class State:
         """Save the state, and call :meth:`check_host_updates`."""
         self.save()
         if self._kept is not None:
-            self._kept.write(self._what_is_saved)
+            self._kept.write(self._committed_state)
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -149,11 +149,11 @@ class State:
         if self._last_updated_timestamp > before:
             raise HostsUpdatedInterrupt(kinds == _REMOVED)
 
-    def _what_is_saved(self) -> Any:
-        """Return the saved state, to be restored with :meth:`_take` in another process."""
+    def _committed_state(self) -> Any:
+        """Return the saved state, to be restored with :meth:`_restore_saved` in another process."""
         return None
 
-    def _take(self, saved: Any) -> None:
+    def _restore_saved(self, saved: Any) -> None:
         """Return to a state that another process has saved."""
 
     def save(self) -> None:
@@ -203,10 +203,10 @@ class ObjectState(State):
         """Return to the saved objects."""
         self._set_attrs()
 
-    def _what_is_saved(self) -> Any:
+    def _committed_state(self) -> Any:
         return self._saved_state
 
-    def _take(self, saved: Any) -> None:
+    def _restore_saved(self, saved: Any) -> None:
         self._saved_state = saved
         self._set_attrs()
 
@@ -259,7 +259,7 @@ def run_fn(
                             saved = kept.read(state._bcast_object)
                             is_first = False
                             if saved is not None:
-                                state._take(saved)
+                                state._restore_saved(saved)
                         if not skip_sync:
                             state.sync()
                         result = func(state, *args, **kwargs)

@@ -236,7 +236,7 @@ class ElasticRayExecutor:
     """Runs a function as an elastic job of Horovod on a Ray cluster.
 
     Args:
-        settings: What :meth:`create_settings` returns.
+        settings: The result of :meth:`create_settings`.
         use_gpu: Whether workers get GPUs.
         cpus_per_slot: CPUs of each worker.
         gpus_per_slot: GPUs of each worker; 1 by default with ``use_gpu``.

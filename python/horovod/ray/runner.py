@@ -263,7 +263,7 @@ class RayExecutor:
     """Runs functions as the ranks of a job of Horovod on a Ray cluster.
 
     Args:
-        settings: What :meth:`create_settings` returns.
+        settings: The result of :meth:`create_settings`.
         num_workers: Number of workers, on as few nodes as possible.
         num_hosts: Number of nodes, with ``num_workers_per_host`` workers on each.
         num_workers_per_host: Workers of each node.

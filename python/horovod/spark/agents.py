@@ -34,7 +34,7 @@ class Agent:
     """One task.
 
     Args:
-        greeting: What it says of itself.
+        greeting: The task's description of itself.
         connection: The connection to it.
         streams: Where its processes' output goes, by name.
     """
@@ -216,7 +216,7 @@ class Agents:
         """Check that the Spark job runs.
 
         Raises:
-            RuntimeError: It has failed, or it was cancelled.
+            RuntimeError: The Spark job has failed, or was cancelled.
         """
         if self._failure is not None:
             reason = str(getattr(self._failure, "java_exception", self._failure)).splitlines()

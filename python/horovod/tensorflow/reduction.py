@@ -189,7 +189,7 @@ class Reduction:
 
         Args:
             gradients: One for each variable; ``None`` stays ``None``.
-            variables: What they are gradients of.
+            variables: The variables of the gradients.
             use_generic_names: Names follow from the place in the list alone.
         """
         results = list(gradients)

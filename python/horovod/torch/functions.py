@@ -20,7 +20,7 @@ def broadcast_parameters(
     """Give every rank the root's parameters, in place.
 
     Args:
-        params: What ``state_dict()`` or ``named_parameters()`` returns, or a list of tensors.
+        params: The result of ``state_dict()`` or ``named_parameters()``, or a list of tensors.
         root_rank: Rank in the world whose values are sent.
         process_set: The ranks that take part.
 

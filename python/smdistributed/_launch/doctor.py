@@ -30,10 +30,10 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        subject: What was checked.
+        subject: The subject of the check.
         state: `ok`; `--` for something that is missing and not required; `!!` for what will cause trouble.
-        text: What was found.
-        remedy: What to do about it, if something can be done.
+        text: The result of the check.
+        remedy: The remedy, if there is one.
     """
 
     subject: str

@@ -16,7 +16,7 @@ def binds_instance(signature: inspect.Signature, instance: Any, args: Any, kwarg
     signature that fits the call decides; where both fit, the name of the first parameter does.
 
     Args:
-        signature: That of the body.
+        signature: The signature of the body.
         instance: The object whose attribute was called.
         args: Its positional arguments.
         kwargs: Its keyword arguments.

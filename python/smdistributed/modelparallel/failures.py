@@ -42,7 +42,7 @@ def raise_on_all_ranks(
     """Run ``do`` on each rank; if it fails on any rank, raise on all of them.
 
     Args:
-        do: What this rank does.
+        do: The function that this rank runs.
         rank: This rank.
         gather: Returns what all ranks pass to it, in rank order.
         what: The beginning of the error, such as "the state could not be gathered".

@@ -101,8 +101,8 @@ impl SaveAttempt {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if a file or folder that a save must not replace has the checkpoint's name;
-    /// [`Error::Timeout`] if rank 0 does not create the folder in time; or the error of `look`.
-    pub fn open(setting: SaveSpec, timeout: Duration, look: &mut dyn FnMut() -> Result<()>) -> Result<Self> {
+    /// [`Error::Timeout`] if rank 0 does not create the folder in time; or the error of `check`.
+    pub fn open(setting: SaveSpec, timeout: Duration, check: &mut dyn FnMut() -> Result<()>) -> Result<Self> {
         let folder = setting.folder();
         if setting.rank > 0 {
             place::check_tag(&setting.tag)?;
@@ -114,7 +114,7 @@ impl SaveAttempt {
             };
             // An NFS client may have cached that the folder did not exist; opening it asks the server.
             let is_there = || Ok(File::open(folder.join(DATA)).is_ok());
-            wait_until(timeout, look, is_there, expired)?;
+            wait_until(timeout, check, is_there, expired)?;
             let status = StatusFile::create(&folder, setting.rank)?;
             return Ok(Self { setting, folder, status });
         }
@@ -220,7 +220,7 @@ impl SaveAttempt {
     }
 
     /// On rank 0: waits until all ranks have reported, and returns the reports.
-    pub(super) fn gather(&self, timeout: Duration, look: &mut dyn FnMut() -> Result<()>) -> Result<Vec<WrittenFiles>> {
+    pub(super) fn gather(&self, timeout: Duration, check: &mut dyn FnMut() -> Result<()>) -> Result<Vec<WrittenFiles>> {
         let world = self.setting.world;
         let (mut missing, mut seen) = ((0..world).collect::<Vec<_>>(), vec![false; world]);
         let mut ready = || {
@@ -247,7 +247,7 @@ impl SaveAttempt {
             }
         };
         let start = Instant::now();
-        let late = wait_until(timeout, look, &mut ready, |waited| Error::Timeout {
+        let late = wait_until(timeout, check, &mut ready, |waited| Error::Timeout {
             during: self.setting.during(),
             waited,
             missing: Vec::new(),
@@ -269,7 +269,7 @@ impl SaveAttempt {
     }
 
     /// On the other ranks: waits until rank 0 has renamed the checkpoint.
-    pub(super) fn follow(&self, timeout: Duration, look: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+    pub(super) fn follow(&self, timeout: Duration, check: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         let ready = || match status::read(&self.folder, 0) {
             Some(Status::Committed) => Ok(true),
             Some(Status::Failed(why)) => Err(Error::io(self.setting.during(), std::io::Error::other(why))),
@@ -285,7 +285,7 @@ impl SaveAttempt {
             missing: vec![0],
             limit: Limit::Checkpoint,
         };
-        wait_until(timeout, look, ready, expired)
+        wait_until(timeout, check, ready, expired)
     }
 
     /// Fails an attempt that this rank cannot complete: frees disk space, and reports the reason to the other ranks.
@@ -350,7 +350,7 @@ pub(super) fn sync_if(durable: bool, path: &Path) -> Result<()> {
 
 fn wait_until(
     timeout: Duration,
-    look: &mut dyn FnMut() -> Result<()>,
+    check: &mut dyn FnMut() -> Result<()>,
     mut ready: impl FnMut() -> Result<bool>,
     expired: impl Fn(Duration) -> Error,
 ) -> Result<()> {
@@ -360,7 +360,7 @@ fn wait_until(
         if waited > timeout {
             return Err(expired(waited));
         }
-        look()?;
+        check()?;
         std::thread::sleep((waited / 20).clamp(POLL_INTERVAL_BOUNDS.0, POLL_INTERVAL_BOUNDS.1));
     }
     Ok(())

@@ -16,7 +16,7 @@ pub(crate) const TAG_CALL: Tag = 1 << 40;
 pub(crate) const TAG_DATA: Tag = 2 << 40;
 
 /// Turns a failed agreement into an error.
-fn judge(agreement: CallAgreement, call: &Call, group: &Group<'_>) -> Result<()> {
+fn check_agreement(agreement: CallAgreement, call: &Call, group: &Group<'_>) -> Result<()> {
     // Every member reaches the same result, so none continues with this operation.
     let failed = agreement != CallAgreement::Agreed;
     group.in_step.set(failed);
@@ -73,7 +73,7 @@ pub(crate) fn agree(memory: &SharedMemory, call: &Call, group: &Group<'_>) -> Re
         return Ok(Vec::new());
     }
     let calls: Vec<Call> = (0..memory.size()).map(|rank| read(memory, rank)).collect();
-    judge(compare(&calls, &group.members.ranks), call, group)?;
+    check_agreement(compare(&calls, &group.members.ranks), call, group)?;
     Ok(calls)
 }
 
@@ -173,7 +173,7 @@ pub(crate) fn agree_without_memory(call: &Call, group: &Group<'_>) -> Result<()>
             let me = group.members.me;
             let members: Vec<usize> = (0..group.members.size()).collect();
             let result = agree_in_tree(&members, me, vec![(me, call.clone())], group)?;
-            judge(result, call, group)
+            check_agreement(result, call, group)
         }
     }
 }
@@ -191,13 +191,13 @@ fn agree_on_hosts(hosts: &Hosts, call: &Call, group: &Group<'_>) -> Result<()> {
         let calls = (here.iter().enumerate())
             .map(|(position, member)| Ok((*member, decode(&get(memory, position, NOTE_CALL), group, *member)?)))
             .collect::<Result<_>>()?;
-        let speakers: Vec<usize> = (0..map.num_hosts()).map(|host| map.owner(host, 0)).collect();
-        let result = agree_in_tree(&speakers, map.host_of(group.members.me), calls, group)?;
+        let leaders: Vec<usize> = (0..map.num_hosts()).map(|host| map.owner(host, 0)).collect();
+        let result = agree_in_tree(&leaders, map.host_of(group.members.me), calls, group)?;
         put(memory, NOTE_RESULT, &encode(&result)?);
     }
     memory.sync(&group.wait)?;
     let result = decode(&get(memory, 0, NOTE_RESULT), group, here[0])?;
-    judge(result, call, group)
+    check_agreement(result, call, group)
 }
 
 /// The calls and results of the comparison lie in the results area, which a group on several hosts does not use

@@ -188,7 +188,7 @@ impl PackedCollective {
     }
 
     /// Copies the results to the outputs.
-    pub(super) fn hand_out(&self) {
+    pub(super) fn copy_results(&self) {
         for (result, part) in &self.results {
             // SAFETY: the view's promise for one side; on the other, memory of this pack that is not used any more.
             unsafe { result.as_bytes_mut().copy_from_slice(part.as_bytes()) };

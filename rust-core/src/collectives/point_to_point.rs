@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::Request;
-use super::communicator::{Done, spoil};
+use super::communicator::{Done, note_panic};
 use crate::buffer::{Device, TensorView};
 use crate::error::{Error, Limit, Result};
 use crate::metrics;
@@ -37,7 +37,7 @@ struct PointToPointShared {
     timeout: Duration,
     closed: Arc<OnceLock<String>>,
     /// The error of a spoiled group (COM-7).
-    spoiled: Arc<OnceLock<Error>>,
+    panicked: Arc<OnceLock<Error>>,
     state: Mutex<PointToPointQueue>,
     changed: Condvar,
     barriers: AtomicU32,
@@ -68,7 +68,7 @@ impl PointToPoint {
         monitor: Arc<Monitor>,
         timeout: Duration,
         closed: Arc<OnceLock<String>>,
-        spoiled: Arc<OnceLock<Error>>,
+        panicked: Arc<OnceLock<Error>>,
     ) -> Self {
         let (state, changed, barriers, next_question) = Default::default();
         let shared = PointToPointShared {
@@ -77,7 +77,7 @@ impl PointToPoint {
             monitor,
             timeout,
             closed,
-            spoiled,
+            panicked,
             state,
             changed,
             barriers,
@@ -170,7 +170,7 @@ impl PointToPointShared {
         if let Some(reason) = self.closed.get() {
             return Err(Error::Closed { reason: reason.clone() });
         }
-        if let Some(error) = self.spoiled.get() {
+        if let Some(error) = self.panicked.get() {
             return Err(error.clone());
         }
         let size = self.transport.members().size();
@@ -351,7 +351,7 @@ impl PointToPointShared {
                     Some(result) => {
                         let done = one.done;
                         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| done(result))) {
-                            spoil(&self.spoiled, self.id, &*panic);
+                            note_panic(&self.panicked, self.id, &*panic);
                         }
                     }
                 }
@@ -368,7 +368,7 @@ impl PointToPointShared {
             return Some(result.map(Some));
         }
         let during = || one.text.clone();
-        let error = match self.spoiled.get() {
+        let error = match self.panicked.get() {
             Some(error) => error.clone(),
             None => self.wait(&during, one.start, one.timeout, &one.partners).check(|| one.partners.clone()).err()?,
         };

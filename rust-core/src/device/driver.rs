@@ -16,10 +16,10 @@ pub(crate) fn check(answer: CUresult, doing: impl FnOnce() -> String) -> Result<
 
 /// CUDA's name and text of a result code.
 pub(crate) fn text(answer: CUresult) -> String {
-    let query = |look: unsafe fn(CUresult, *mut *const c_char) -> CUresult| {
+    let query = |function: unsafe fn(CUresult, *mut *const c_char) -> CUresult| {
         let mut found = std::ptr::null();
         // SAFETY: `found` is valid for the write; the driver is loaded, since it gave the answer.
-        let known = unsafe { look(answer, &mut found) } == CUresult::CUDA_SUCCESS && !found.is_null();
+        let known = unsafe { function(answer, &mut found) } == CUresult::CUDA_SUCCESS && !found.is_null();
         // SAFETY: the driver's strings are static and end with a zero.
         known.then(|| unsafe { CStr::from_ptr(found) }.to_string_lossy().into_owned())
     };

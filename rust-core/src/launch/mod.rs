@@ -123,7 +123,7 @@ struct LaunchPlan {
 
 impl LaunchPlan {
     /// The prefix of output lines for this stream.
-    fn look(&self, sink: Sink) -> LineStyle {
+    fn line_style(&self, sink: Sink) -> LineStyle {
         let stream = if sink == Sink::Stdout { "stdout" } else { "stderr" };
         if self.horovod { LineStyle::Horovod { stream, timestamp: self.timestamp } } else { LineStyle::Ours }
     }

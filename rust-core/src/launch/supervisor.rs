@@ -123,8 +123,8 @@ impl<'a> Supervisor<'a> {
             ranks,
             ends: Vec::new(),
             printer: Printer::new(
-                (io::stdout(), style(&io::stdout(), width, plan.look(Sink::Stdout))),
-                (io::stderr(), style(&io::stderr(), width, plan.look(Sink::Stderr))),
+                (io::stdout(), style(&io::stdout(), width, plan.line_style(Sink::Stdout))),
+                (io::stderr(), style(&io::stderr(), width, plan.line_style(Sink::Stderr))),
             ),
             step: ShutdownStep::Running,
             deadline: None,
@@ -376,8 +376,8 @@ pub(super) fn output_folder(plan: &LaunchPlan, rank: usize, num_ranks: usize) ->
     plan.output_dir.as_ref().map(|folder| folder.join(format!("rank.{rank:0width$}")))
 }
 
-pub(super) fn style(stream: &impl IsTerminal, width: usize, look: LineStyle) -> Style {
+pub(super) fn style(stream: &impl IsTerminal, width: usize, line_style: LineStyle) -> Style {
     let set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     let live = stream.is_terminal() && std::env::var_os("TERM").is_none_or(|term| term != "dumb");
-    Style { colour: live && !set("NO_COLOR"), live, width, look }
+    Style { colour: live && !set("NO_COLOR"), live, width, line_style }
 }

@@ -398,7 +398,7 @@ impl NamedHandle {
         let Some(transport) = shared.transport.get() else { return false };
         self.is_seen_to.store(true, Ordering::Relaxed);
         shared.drivers.fetch_add(1, Ordering::SeqCst);
-        let outcome = self.take_turns(&**transport);
+        let outcome = self.drive_in_turn(&**transport);
         shared.driven.store(shared.now().as_nanos() as u64, Ordering::Relaxed);
         if shared.drivers.fetch_sub(1, Ordering::SeqCst) > 1 {
             // Wakes the caller that drives at present.
@@ -407,7 +407,7 @@ impl NamedHandle {
         outcome
     }
 
-    fn take_turns(&self, transport: &dyn Transport) -> bool {
+    fn drive_in_turn(&self, transport: &dyn Transport) -> bool {
         let shared = &*self.shared;
         let end = Instant::now() + DRIVE;
         let crowded = transport.members().size() > cores();

@@ -228,11 +228,11 @@ impl Stall {
         now: Duration,
     ) -> (Option<String>, Option<NegotiationFailure>) {
         // A name that all ranks wait for is merely slow: one of them may need further names first.
-        let apart = !report.steps.is_empty() && report.steps.iter().all(|step| !step.ranks.missing(size).is_empty());
+        let differ = !report.steps.is_empty() && report.steps.iter().all(|step| !step.ranks.missing(size).is_empty());
         if report.waiting.is_empty() {
             self.late_since = None;
         }
-        if !(report.stuck && !report.waiting.is_empty() || report.held && apart) {
+        if !(report.stuck && !report.waiting.is_empty() || report.held && differ) {
             self.all_stuck_since = None;
         } else if now.saturating_sub(*self.all_stuck_since.get_or_insert(now)) >= DEADLOCK_CONFIRM_TIME {
             let waits = |waiting: &Waiting| {

@@ -410,7 +410,7 @@ impl Work {
         let waiting = self.machine.is_waiting();
         // A device may compute while the process is idle.
         let on_device = || self.open.values().any(|open| open.requests.iter().any(Description::is_on_device));
-        let elsewhere = shared.group.under_way().is_some_and(|time| time >= STUCK_AFTER);
+        let elsewhere = shared.group.running_time().is_some_and(|time| time >= STUCK_AFTER);
         let steps = shared.elsewhere.as_ref().map_or_else(Vec::new, |elsewhere| elsewhere.waits());
         self.waits_for_steps = !steps.is_empty();
         let at_rest = || shared.elsewhere.as_ref().is_some_and(|elsewhere| elsewhere.is_at_rest());

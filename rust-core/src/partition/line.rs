@@ -160,7 +160,7 @@ pub(super) fn variants(tree: &CostTree, link: LinkCost) -> impl Iterator<Item = 
 fn transfers(tree: &CostTree, link: LinkCost, positions: &[Option<usize>], length: usize) -> Vec<u64> {
     let mut plane = Plane::new(length);
     let side = length + 1;
-    let place = |module: &usize| positions[tree.stands_at(*module)];
+    let place = |module: &usize| positions[tree.assigned_module(*module)];
     for value in tree.values() {
         let Some(home) = place(&value.from) else { continue };
         let time = link.time(value.bytes) as i64;
@@ -194,7 +194,7 @@ fn tasks(tree: &CostTree, positions: &[Option<usize>], length: usize) -> Vec<u64
     let side = length + 1;
     let extents = tree.extents(|module| positions[module]);
     for tasks in tree.tasks() {
-        let (Some(at), Some((first, last))) = (positions[tree.stands_at(tasks.at)], extents[tasks.module]) else {
+        let (Some(at), Some((first, last))) = (positions[tree.assigned_module(tasks.at)], extents[tasks.module]) else {
             continue;
         };
         plane.add((0, at + 1), (at + 1, side), tasks.time as i64);

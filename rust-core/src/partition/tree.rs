@@ -157,7 +157,7 @@ impl CostTree {
     }
 
     /// The module whose partition this one gets.
-    pub(super) fn stands_at(&self, module: usize) -> usize {
+    pub(super) fn assigned_module(&self, module: usize) -> usize {
         self.modules[module].follows.unwrap_or(module)
     }
 
@@ -166,7 +166,7 @@ impl CostTree {
     pub(super) fn extents<T: Ord + Copy>(&self, place: impl Fn(usize) -> Option<T>) -> Vec<Option<(T, T)>> {
         let mut extents: Vec<Option<(T, T)>> = vec![None; self.modules.len()];
         for index in (0..self.modules.len()).rev() {
-            let own = place(self.stands_at(index)).map(|place| (place, place));
+            let own = place(self.assigned_module(index)).map(|place| (place, place));
             extents[index] = joined(extents[index], own);
             if let Some(parent) = self.modules[index].parent {
                 extents[parent] = joined(extents[parent], extents[index]);
@@ -184,7 +184,8 @@ impl CostTree {
 
     /// Returns a partition for every module, given the partitions of the modules with a position (PART-5).
     pub(super) fn spread(&self, placed: impl Fn(usize) -> Option<u32>) -> Vec<u32> {
-        let mut found: Vec<Option<u32>> = (0..self.modules.len()).map(|index| placed(self.stands_at(index))).collect();
+        let mut found: Vec<Option<u32>> =
+            (0..self.modules.len()).map(|index| placed(self.assigned_module(index))).collect();
         // The first part of a container is the first one along the line, not the first one of the list.
         for module in self.line() {
             let partition = found[module];

@@ -511,15 +511,15 @@ impl OpenStep {
         let planned = &self.plan.buckets()[bucket];
         let wire = reducer.wire_dtype(planned.dtype);
         let mut pieces = Vec::new();
-        let mut apart = Vec::new();
+        let mut in_place = Vec::new();
         let mut last = None;
         for slot in &planned.slots {
             let Some(arrival) = &self.pending[slot.param] else { continue };
             if arrival.data.elems() == 0 {
                 continue;
             }
-            if slot.apart {
-                apart.push(arrival.data);
+            if slot.in_place {
+                in_place.push(arrival.data);
             } else {
                 let offset = (slot.offset_bytes - planned.offset_bytes) / planned.dtype.size();
                 pieces.push(PackedPiece { tensor: arrival.data.ptr() as u64, offset, elems: arrival.data.elems() });
@@ -536,7 +536,7 @@ impl OpenStep {
             return Err(Error::Internal("a bucket in CPU memory was passed to a reduction on a device".to_owned()));
         };
         let stream = last.data.stream();
-        let together = match &pieces[..] {
+        let packed = match &pieces[..] {
             [] => None,
             _ => {
                 let elems = planned.elems();
@@ -553,7 +553,7 @@ impl OpenStep {
         };
         // SAFETY: gradients stay until they are answered (contract of `arrive`), which is after this (ARR-5), and so does
         // that memory.
-        unsafe { reducer.launch_held(HeldBucket { together, apart, stream }, device, Box::new(completed)) }?;
+        unsafe { reducer.launch_held(HeldBucket { packed, in_place, stream }, device, Box::new(completed)) }?;
         self.in_flight.push(bucket);
         Ok(())
     }

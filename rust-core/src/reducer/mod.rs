@@ -154,8 +154,8 @@ impl ReducerOptions {
     pub const DEFAULT_DEVICE_BUCKET_BYTES: usize = 100 << 20;
     /// 1 MiB: the first reduction starts early.
     pub const DEFAULT_FIRST_BUCKET_BYTES: usize = 1 << 20;
-    /// The smallest gradient that [`ReducerOptions::sets_apart`].
-    const APART_BYTES: usize = 1 << 20;
+    /// The smallest gradient that is reduced in place ([`ReducerOptions::reduces_in_place`]).
+    const IN_PLACE_BYTES: usize = 1 << 20;
 
     fn check(&self) -> Result<()> {
         if self.bucket_bytes.is_empty() || self.bucket_bytes.contains(&0) || self.accumulation_steps == 0 {
@@ -187,8 +187,8 @@ impl ReducerOptions {
 
     /// Whether the gradient of `param` is reduced in place, outside of its bucket's memory. This is so for large
     /// gradients on a device, where a copy costs more than another entry in the reduction.
-    pub fn sets_apart(&self, param: &ParamSpec) -> bool {
-        self.on_device && self.reduction == BucketReduction::Average && param.bytes() >= Self::APART_BYTES
+    pub fn reduces_in_place(&self, param: &ParamSpec) -> bool {
+        self.on_device && self.reduction == BucketReduction::Average && param.bytes() >= Self::IN_PLACE_BYTES
     }
 
     /// The largest size, in bytes, of the bucket after `full` others.

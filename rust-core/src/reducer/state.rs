@@ -189,7 +189,7 @@ impl StepState {
 
     /// Closes the vote of a round. Returns none if the round is over or its vote was closed before. Otherwise also
     /// returns the reductions on a device that waited: to carry out, or to drop after `cancel`.
-    pub(super) fn unhold(&mut self, round: u64, cancel: bool) -> Option<(ReducerAction, Vec<DeviceJob>)> {
+    pub(super) fn close_vote(&mut self, round: u64, cancel: bool) -> Option<(ReducerAction, Vec<DeviceJob>)> {
         let active = self.active.as_mut().filter(|active| active.id == round && active.gate.is_held())?;
         let (action, jobs) = match cancel {
             true => (ReducerAction::Nothing, active.gate.refuse()),
@@ -287,7 +287,7 @@ impl StepState {
             if active.bounced {
                 // SAFETY: gradients are valid until the step has ended (contract of `mark_ready`) or lie in slots; the
                 // spare range is as long as the largest bucket, and overlaps neither.
-                unsafe { copy::carry_out(layout.to_spare(bucket, active, wire)) };
+                unsafe { copy::copy_all(layout.to_spare(bucket, active, wire)) };
             }
             return ReducerAction::Reduce(active.id, bucket, layout.clone(), offset_bytes, (wire, options.op()));
         }
@@ -320,7 +320,7 @@ impl StepState {
                     let wire = self.options.wire_dtype(self.layout.plan.buckets()[bucket].dtype);
                     let back = self.layout.to_spare(bucket, active, wire).map(Move::reversed);
                     // SAFETY: as in `next`; the step has not ended and is not abandoned.
-                    unsafe { copy::carry_out(back) };
+                    unsafe { copy::copy_all(back) };
                 }
             }
             Err(error) => {

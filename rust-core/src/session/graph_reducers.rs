@@ -152,7 +152,7 @@ impl Session {
             return Ok(Arc::clone(arrivals));
         }
         let CreationQueue { waiting, is_open, ended } = &mut *self.graph_reducers.creation_queue.lock();
-        for number in spec::made_with(number) {
+        for number in spec::created_with(number) {
             let spec = spec::get(number)?;
             open.entry(number).or_insert_with(|| {
                 let arrivals = ArrivalDriver::new(&spec.description);

@@ -103,7 +103,7 @@ impl Session {
                     rank: self.rank(),
                     session: self.id,
                     key: client.key().clone(),
-                    book: book.into_iter().map(|address| address.seen_from(rendezvous.ip())).collect(),
+                    book: book.into_iter().map(|address| address.address_for(rendezvous.ip())).collect(),
                     monitor: self.monitor.clone(),
                     coverage,
                     peer_timeout: client.peer_timeout(),

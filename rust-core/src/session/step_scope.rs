@@ -122,7 +122,7 @@ impl JobLink for Weak<Session> {
 const REASON: &str = "an operation of this step failed, and other ranks wait for its result";
 
 impl ScopeProgress {
-    fn ends_by(&self, deadline: Instant) -> bool {
+    fn wait_for_end(&self, deadline: Instant) -> bool {
         let mut state = self.state.lock();
         while *state != ScopeState::Ended {
             if self.changed.wait_until(&mut state, deadline).timed_out() {
@@ -134,7 +134,7 @@ impl ScopeProgress {
 
     fn watch(&self, job: &dyn JobLink, timeout: Duration) {
         let timeout = if job.failure().is_some() { Duration::ZERO } else { timeout };
-        if self.ends_by(Instant::now() + timeout) || job.has_reported() {
+        if self.wait_for_end(Instant::now() + timeout) || job.has_reported() {
             return;
         }
         job.end_waits();

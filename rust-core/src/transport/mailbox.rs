@@ -341,7 +341,7 @@ impl<L: Link> Messages for Mailbox<L> {
     fn cancel(&self, message: &Message) {
         let mut state = self.state.lock();
         let id = message.0.id;
-        self.divert(&mut state, id);
+        self.detach(&mut state, id);
         state.posted.retain(|it| it.message.0.id != id);
         state.filling.remove(&id);
         for peer in &mut state.peers {
@@ -476,7 +476,7 @@ impl MailboxState {
     }
 
     /// Returns a receive to its place in the order.
-    fn post_again(&mut self, recv: Posted) {
+    fn repost(&mut self, recv: Posted) {
         let at = self.posted.partition_point(|it| it.message.0.id < recv.message.0.id);
         self.posted.insert(at, recv);
     }
@@ -495,7 +495,7 @@ impl MailboxState {
                 }
                 self.deliver(recv, arrived.from, arrived.body, members);
             }
-            None => self.post_again(recv),
+            None => self.repost(recv),
         }
     }
 

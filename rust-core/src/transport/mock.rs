@@ -76,7 +76,7 @@ impl MockTransport {
     }
 
     /// Drops everything from and to this rank from now on, as if its host had failed.
-    pub fn lose(&self) {
+    pub fn disconnect(&self) {
         self.mailbox.link.net.wires.lock().lost[self.members.me] = true;
     }
 }

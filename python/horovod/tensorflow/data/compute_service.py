@@ -77,7 +77,7 @@ class TfDataServiceConfig:
         """Create a configuration from a dictionary.
 
         Args:
-            conf: What :meth:`to_dict` returned.
+            conf: The result of :meth:`to_dict`.
 
         Returns:
             The configuration.

@@ -48,7 +48,7 @@ def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts t
     """Make an optimizer reduce gradients over the ranks before it applies them.
 
     Args:
-        optimizer: Of Keras 3, of tf_keras (also a legacy one), or a ``tf.compat.v1.train.Optimizer``.
+        optimizer: An optimizer of Keras 3 or tf_keras (also a legacy one), or a ``tf.compat.v1.train.Optimizer``.
         name: Prefix of the operations in a graph; by default ``smdistributed.dataparallel`` and the class's name.
         use_locking: Whether a TF1 optimizer locks variables while it updates them.
         device_dense: Not supported.
@@ -63,7 +63,7 @@ def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts t
 
     Raises:
         NotImplementedError: A device is given.
-        TypeError: It is not an optimizer of these families.
+        TypeError: ``optimizer`` is not an optimizer of these families.
         ValueError: ``op`` or ``bucket_cap_mb`` is none of those, or the optimizer reduces already.
 
     Examples:
@@ -119,7 +119,7 @@ def family(optimizer: Any) -> type[Methods]:
         A subclass of :class:`Methods`.
 
     Raises:
-        TypeError: It is not an optimizer of these families.
+        TypeError: ``optimizer`` is not an optimizer of these families.
         UnsupportedError: Keras runs on another backend than TensorFlow.
     """
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):

@@ -133,10 +133,10 @@ class DistributedGradientTape(TapeView):
         All ranks call it in the same order.
 
         Args:
-            target: What is differentiated.
+            target: The value to differentiate.
             sources: Variables or tensors, in any structure.
             output_gradients: Gradients of ``target``; ones by default.
-            unconnected_gradients: What stands for the gradient of a source that ``target`` does not depend on.
+            unconnected_gradients: The gradient of a source that ``target`` does not depend on.
 
         Returns:
             The reduced gradients, in the structure of ``sources``.

@@ -483,7 +483,7 @@ def send(tensor: torch.Tensor, dst: int, group: ProcessGroup | None = group.WORL
     """Send ``tensor`` to a rank that calls :func:`recv`. May wait until it does.
 
     Args:
-        tensor: What is sent.
+        tensor: The tensor to send.
         dst: Global rank of the receiver.
         group: ``None`` means ``group.WORLD``.
         tag: Matches messages; the receiver names the same.
@@ -520,7 +520,7 @@ def isend(tensor: torch.Tensor, dst: int, group: ProcessGroup | None = group.WOR
     """Send ``tensor`` as :func:`send`, and return at once.
 
     Args:
-        tensor: What is sent; do not write to it before the handle is complete.
+        tensor: The tensor to send; do not write to it before the handle is complete.
         dst: Global rank of the receiver.
         group: ``None`` means ``group.WORLD``.
         tag: Matches messages; the receiver names the same.

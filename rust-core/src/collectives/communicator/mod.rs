@@ -72,7 +72,7 @@ struct GroupState {
     /// The error of a broken group (COM-5).
     broken: OnceLock<Error>,
     /// The error of a spoiled group (COM-7).
-    spoiled: Arc<OnceLock<Error>>,
+    panicked: Arc<OnceLock<Error>>,
     /// Whether the last arrival was not waited for (SHM-3).
     unsettled: AtomicBool,
     publisher: Publisher,
@@ -89,9 +89,9 @@ impl Communicator {
     /// in the job.
     pub fn new(id: u64, transport: Arc<dyn Transport>, monitor: Arc<Monitor>, timeout: Duration) -> Arc<Self> {
         let closed = Arc::new(OnceLock::new());
-        let spoiled = Arc::new(OnceLock::new());
+        let panicked = Arc::new(OnceLock::new());
         let point_to_point =
-            PointToPoint::new(id, transport.clone(), monitor.clone(), timeout, closed.clone(), spoiled.clone());
+            PointToPoint::new(id, transport.clone(), monitor.clone(), timeout, closed.clone(), panicked.clone());
         let cuda = Cuda::new(id, transport.members().clone(), monitor.clone(), timeout, closed.clone());
         let shared = Arc::new(GroupState {
             id,
@@ -103,7 +103,7 @@ impl Communicator {
             changed: Condvar::new(),
             closed,
             broken: OnceLock::new(),
-            spoiled,
+            panicked,
             unsettled: AtomicBool::new(false),
             publisher: Publisher::default(),
             made: Instant::now(),
@@ -130,7 +130,7 @@ impl Communicator {
     }
 
     /// How long the current operation on CPU tensors has been running, if there is one.
-    pub(crate) fn under_way(&self) -> Option<Duration> {
+    pub(crate) fn running_time(&self) -> Option<Duration> {
         let entered = self.shared.entered.load(Ordering::Relaxed).checked_sub(1)?;
         Some(self.shared.made.elapsed().saturating_sub(Duration::from_nanos(entered)))
     }
@@ -367,13 +367,13 @@ impl Drop for Communicator {
 }
 
 /// Notes a panic in a completion of group `id` (COM-7).
-pub(in crate::collectives) fn spoil(spoiled: &OnceLock<Error>, id: u64, panic: &(dyn Any + Send)) {
+pub(in crate::collectives) fn note_panic(panicked: &OnceLock<Error>, id: u64, panic: &(dyn Any + Send)) {
     let error = match Error::from_panic(panic) {
         Error::Internal(text) => Error::Internal(format!("a completion of group {id} panicked: {text}")),
         other => other,
     };
     tracing::error!("{error}");
-    let _ = spoiled.set(error);
+    let _ = panicked.set(error);
 }
 
 /// A view of `values`, for operations that end before the caller uses `values` again.

@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::ThreadId;
 use std::time::Duration;
 
-use super::{Done, GroupState, spoil};
+use super::{Done, GroupState, note_panic};
 use crate::collectives::batch::PhaseListener;
 use crate::collectives::window::Window;
 use crate::collectives::{Request, cuda};
@@ -137,7 +137,7 @@ impl GroupState {
     /// Calls a completion; a panic in it spoils the group (COM-7).
     pub(super) fn complete(&self, done: Done, result: Result<Option<usize>>) {
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| done(result))) {
-            spoil(&self.spoiled, self.id, &*panic);
+            note_panic(&self.panicked, self.id, &*panic);
         }
     }
 

@@ -108,11 +108,11 @@ pub(super) fn measure(
 
 /// Waits until the stream is idle, or a member has departed.
 fn arrive(stream: &Stream, wait: &Wait<'_>, others: &dyn Fn() -> Vec<usize>) -> Result<()> {
-    let mut look = Instant::now() + DEPARTURE_CHECK_INTERVAL;
+    let mut next_check = Instant::now() + DEPARTURE_CHECK_INTERVAL;
     while !stream.is_idle()? {
-        if Instant::now() >= look {
+        if Instant::now() >= next_check {
             wait.check(others)?;
-            look = Instant::now() + DEPARTURE_CHECK_INTERVAL;
+            next_check = Instant::now() + DEPARTURE_CHECK_INTERVAL;
         }
         std::hint::spin_loop();
     }

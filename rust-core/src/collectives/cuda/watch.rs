@@ -46,8 +46,8 @@ pub(super) fn add(group: &Arc<Cuda>) -> Result<()> {
     }
     WATCH.added.notify_all();
     drop(groups);
-    let spawn = |name: &str, look: fn(&Arc<Cuda>, &mut WaitRecords)| {
-        let thread = std::thread::Builder::new().name(name.into()).spawn(move || work(look));
+    let spawn = |name: &str, check: fn(&Arc<Cuda>, &mut WaitRecords)| {
+        let thread = std::thread::Builder::new().name(name.into()).spawn(move || work(check));
         thread.map(drop).map_err(|error| Error::io("starting the thread that monitors devices", error))
     };
     // Another thread may capture a stream; queries must not invalidate that capture.
@@ -55,14 +55,14 @@ pub(super) fn add(group: &Arc<Cuda>) -> Result<()> {
         spawn("smd-cuda-peers", |group, _| check_departures(group))?;
         spawn("smd-cuda", |group, notes| {
             if let Ok(_guard) = ending::enter_driver() {
-                relaxed(|| look_at(group, notes));
+                relaxed(|| check_operations(group, notes));
             }
         })
     };
     THREAD.get_or_init(start).clone()
 }
 
-fn work(look: fn(&Arc<Cuda>, &mut WaitRecords)) {
+fn work(check: fn(&Arc<Cuda>, &mut WaitRecords)) {
     let mut notes = WaitRecords::default();
     loop {
         let groups: Vec<Arc<Cuda>> = {
@@ -78,7 +78,7 @@ fn work(look: fn(&Arc<Cuda>, &mut WaitRecords)) {
         let seen = monitor.generation();
         for group in groups.iter().filter(|group| group.failed.get().is_none()) {
             // If watching a group fails, that group ends; the others are still watched.
-            if let Some(error) = Error::of_thread("that watches over devices", || look(group, &mut notes)) {
+            if let Some(error) = Error::of_thread("that watches over devices", || check(group, &mut notes)) {
                 group.end(error);
             }
         }
@@ -93,7 +93,7 @@ fn check_departures(group: &Arc<Cuda>) {
     }
 }
 
-fn look_at(group: &Arc<Cuda>, notes: &mut WaitRecords) {
+fn check_operations(group: &Arc<Cuda>, notes: &mut WaitRecords) {
     for device_comm in group.all_device_comms() {
         if let Some(error) = device_comm.comm.async_error() {
             // The connection to a member that died may be lost before its death is reported.

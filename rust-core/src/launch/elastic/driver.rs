@@ -170,7 +170,7 @@ impl Driver {
     }
 
     /// A worker's request has ended without a place; it asks again or ends.
-    pub fn withdrew(&mut self, id: WorkerId, now: Instant) {
+    pub fn withdrawn(&mut self, id: WorkerId, now: Instant) {
         if self.worker(id).is_some_and(|worker| worker.state == WorkerState::Waiting) {
             self.enter(id, WorkerState::Starting);
         }
@@ -266,11 +266,11 @@ impl Driver {
             return;
         }
         if self.succeeded {
-            return self.wind_up();
+            return self.finish_job();
         }
         let places = self.hosts.places(self.limits.most);
         let needed = if self.sessions == 0 { self.limits.first } else { self.limits.least };
-        if let Some(why) = self.why_not(&places, needed, now) {
+        if let Some(why) = self.stop_reason(&places, needed, now) {
             return self.end(JobOutcome::Failed(why));
         }
         if places.len() < needed {
@@ -282,7 +282,7 @@ impl Driver {
     }
 
     /// After a success, running workers may finish, and the others are ended (DRV-5).
-    fn wind_up(&mut self) {
+    fn finish_job(&mut self) {
         self.stop(|worker| worker.state == WorkerState::Starting);
         let waiting: Vec<WorkerId> =
             self.workers.iter().filter(|worker| worker.state == WorkerState::Waiting).map(|worker| worker.id).collect();
@@ -296,7 +296,7 @@ impl Driver {
     }
 
     /// The reason why the job cannot continue, if there is one.
-    fn why_not(&mut self, places: &[WorkerSlot], needed: usize, now: Instant) -> Option<String> {
+    fn stop_reason(&mut self, places: &[WorkerSlot], needed: usize, now: Instant) -> Option<String> {
         let live = || self.workers.iter().filter(|worker| worker.state != WorkerState::Ending);
         let cause = || self.failure.as_ref().map_or_else(String::new, |failure| format!("; first: {failure}"));
         if self.failure.is_some() && self.hosts.all_lost() {

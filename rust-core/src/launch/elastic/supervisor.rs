@@ -87,8 +87,8 @@ pub(super) fn run(args: &ElasticArgs) -> Result<i32> {
         reaper,
         workers: BTreeMap::new(),
         printer: Printer::new(
-            (io::stdout(), style(&io::stdout(), 1, plan.look(Sink::Stdout))),
-            (io::stderr(), style(&io::stderr(), 1, plan.look(Sink::Stderr))),
+            (io::stdout(), style(&io::stdout(), 1, plan.line_style(Sink::Stdout))),
+            (io::stderr(), style(&io::stderr(), 1, plan.line_style(Sink::Stderr))),
         ),
         plan,
         ranks: HashSet::new(),
@@ -206,7 +206,7 @@ impl ElasticSupervisor {
                     Some(id) => self.driver.entered(id, now),
                     None => self.server.remove(&name, GIVEN_UP),
                 },
-                JobEvent::Withdrew(name) => id(&name).into_iter().for_each(|id| self.driver.withdrew(id, now)),
+                JobEvent::Withdrew(name) => id(&name).into_iter().for_each(|id| self.driver.withdrawn(id, now)),
                 // The `ssh` that started it may wait for its host for ever.
                 JobEvent::Lost { worker, detail } => {
                     if let Some(worker) = id(&worker).and_then(|id| self.workers.get_mut(&id)) {

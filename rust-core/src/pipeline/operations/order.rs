@@ -39,8 +39,8 @@ impl Segments<'_> {
                 found.collect()
             })
             .collect();
-        while let Some(circle) = self.circle(&orders, microbatches) {
-            let anchored = circle.into_iter().filter(|&each| self.segments[each].anchored);
+        while let Some(find_cycle) = self.find_cycle(&orders, microbatches) {
+            let anchored = find_cycle.into_iter().filter(|&each| self.segments[each].anchored);
             let key =
                 |&each: &usize| (self.segments[each].phase == SegmentPhase::Forward, self.segments[each].level, each);
             let free = anchored.min_by_key(key).expect("segments alone depend on each other in one direction");
@@ -132,7 +132,7 @@ impl Segments<'_> {
     }
 
     /// Simulates the orders of all ranks; returns segments that wait for each other in a cycle, if there are any.
-    fn circle(&self, orders: &[Vec<Node>], microbatches: usize) -> Option<Vec<usize>> {
+    fn find_cycle(&self, orders: &[Vec<Node>], microbatches: usize) -> Option<Vec<usize>> {
         let before = self.before(orders, microbatches);
         let mut after: BTreeMap<Node, Vec<Node>> = BTreeMap::new();
         for (&node, nodes) in &before {

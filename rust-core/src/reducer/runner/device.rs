@@ -39,7 +39,7 @@ impl Reducer {
         let device_queue = match self.device_queue.get() {
             Some(device_queue) => device_queue,
             None => {
-                let device = bucket.flat.iter().chain(bucket.apart).find_map(|view| match view.device() {
+                let device = bucket.flat.iter().chain(bucket.in_place).find_map(|view| match view.device() {
                     Device::Cuda(device) => Some(device),
                     Device::Cpu => None,
                 });
@@ -74,7 +74,7 @@ impl Reducer {
                 Admission::Refused(job) => (None, Some(job)),
             }
         };
-        own.into_iter().for_each(|job| device_queue.carry_out(job));
+        own.into_iter().for_each(|job| device_queue.run_job(job));
         dropped.into_iter().for_each(|job| device_queue.drop_job(job));
         Ok(())
     }

@@ -38,7 +38,7 @@ pub fn provide(deadline: Instant) -> Result<PathBuf> {
             ))
         });
     };
-    let path = folder.join(format!("{}.so", stem(&source, &flags)));
+    let path = folder.join(format!("{}.so", file_stem(&source, &flags)));
     if is_usable(&path) {
         return Ok(path);
     }
@@ -91,7 +91,7 @@ fn flags(compiler: &OsString) -> Option<Vec<u8>> {
     output.status.success().then_some(output.stdout)
 }
 
-fn stem(source: &str, flags: &[u8]) -> String {
+fn file_stem(source: &str, flags: &[u8]) -> String {
     format!("mpi-plugin-{source}-{}", short_digest(&[flags]))
 }
 

@@ -221,12 +221,12 @@ impl SharedMemory {
         let mut backoff = Backoff::new();
         let mut sleeps = Sleeps::default();
         loop {
-            let Err(seen) = arrivals.look(phase) else { return Ok(()) };
+            let Err(seen) = arrivals.poll(phase) else { return Ok(()) };
             if backoff.pause(|| self.shares_core()) {
                 continue;
             }
             if let Err(error) = wait.check(|| self.missing()) {
-                return arrivals.look(phase).map_err(|_| error);
+                return arrivals.poll(phase).map_err(|_| error);
             }
             sleeps.sleep(|| self.missing(), || arrivals.event.sleep(seen, POLL_INTERVAL));
         }

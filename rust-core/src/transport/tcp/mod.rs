@@ -74,7 +74,7 @@ pub(crate) struct TcpAddress {
 
 impl TcpAddress {
     /// Returns the address for a process that reaches the rendezvous at `rendezvous`.
-    pub(crate) fn seen_from(self, rendezvous: IpAddr) -> SocketAddr {
+    pub(crate) fn address_for(self, rendezvous: IpAddr) -> SocketAddr {
         SocketAddr::new(self.host.unwrap_or(rendezvous).to_canonical(), self.port)
     }
 }
@@ -177,7 +177,7 @@ impl Drop for ServiceEnd<'_> {
     fn drop(&mut self) {
         let service = self.0.service.lock().take();
         for queue in &self.0.send_queues {
-            drop(queue.lock().lose());
+            drop(queue.lock().disconnect());
         }
         drop(service);
     }

@@ -33,7 +33,7 @@ fn ends(keys: &[&[u8]], peer_timeout: Duration) -> Vec<Endpoint> {
 fn ends_with_tags_of(coverage: TagCoverage, keys: &[&[u8]], peer_timeout: Duration) -> Vec<Endpoint> {
     let localhost = IpAddr::from(Ipv4Addr::LOCALHOST);
     let listeners: Vec<_> = keys.iter().map(|_| listen(localhost, None).expect("there are ports")).collect();
-    let book: Vec<SocketAddr> = listeners.iter().map(|(_, address)| address.seen_from(localhost)).collect();
+    let book: Vec<SocketAddr> = listeners.iter().map(|(_, address)| address.address_for(localhost)).collect();
     let start = |(rank, ((listener, _), key)): (usize, ((TcpListener, TcpAddress), &&[u8]))| {
         let (monitor, address) = (Arc::new(Monitor::new(rank)), book[rank]);
         let (book, key) = (book.clone(), JobKey::new(key));
@@ -62,10 +62,10 @@ impl Endpoint {
     }
 }
 
-fn wait_until<T>(mut look: impl FnMut() -> Option<T>) -> T {
+fn wait_until<T>(mut poll: impl FnMut() -> Option<T>) -> T {
     let start = Instant::now();
     loop {
-        if let Some(found) = look() {
+        if let Some(found) = poll() {
             return found;
         }
         assert!(start.elapsed() < LONG, "it does not happen");
@@ -309,12 +309,12 @@ fn a_listener_of_the_rendezvous_host_is_reached_where_the_rendezvous_is() {
     let localhost = IpAddr::from(Ipv4Addr::LOCALHOST);
     let (listener, chosen) = listen(IpAddr::from([10, 0, 0, 9]), Some(localhost)).unwrap();
     assert_eq!(listener.local_addr().unwrap().ip(), localhost);
-    assert_eq!(chosen.seen_from(IpAddr::from([10, 0, 0, 1])), listener.local_addr().unwrap());
+    assert_eq!(chosen.address_for(IpAddr::from([10, 0, 0, 1])), listener.local_addr().unwrap());
     let (_, here) = listen(localhost, None).unwrap();
-    let seen = here.seen_from("10.1.2.3".parse().unwrap());
+    let seen = here.address_for("10.1.2.3".parse().unwrap());
     assert_eq!(seen, SocketAddr::new("10.1.2.3".parse().unwrap(), here.port));
-    let mapped = here.seen_from("::ffff:10.1.2.3".parse().unwrap());
+    let mapped = here.address_for("::ffff:10.1.2.3".parse().unwrap());
     assert_eq!(mapped, seen);
     let there = TcpAddress { host: Some("10.9.9.9".parse().unwrap()), port: 4 };
-    assert_eq!(there.seen_from("10.1.2.3".parse().unwrap()), "10.9.9.9:4".parse().unwrap());
+    assert_eq!(there.address_for("10.1.2.3".parse().unwrap()), "10.9.9.9:4".parse().unwrap());
 }

@@ -57,8 +57,8 @@ impl RendezvousLocation {
         match self {
             Self::At { addresses, key } => Ok(addresses.iter().map(|it| (it.clone(), key.clone())).collect()),
             Self::OnThisHost { job } => {
-                let tickets = owner_socket::look(job)?;
-                Ok(tickets.iter().map(|it| (it.address.to_string(), JobKey::new(&it.secret))).collect())
+                let servers = owner_socket::find_servers(job)?;
+                Ok(servers.iter().map(|it| (it.address.to_string(), JobKey::new(&it.secret))).collect())
             }
         }
     }
@@ -339,7 +339,7 @@ impl Client {
             .map_err(|error| Error::io(format!("sending to the rendezvous at {}", self.address), error))
     }
 
-    /// Waits until `look` returns a result. Otherwise `look` returns whether a departure of `waiting_for` ends the
+    /// Waits until `poll` returns a result. Otherwise `poll` returns whether a departure of `waiting_for` ends the
     /// wait.
     fn wait<T>(
         &self,
@@ -347,14 +347,14 @@ impl Client {
         start: Instant,
         deadline: Instant,
         waiting_for: &[usize],
-        mut look: impl FnMut(&mut ClientState) -> Result<T, Departures>,
+        mut poll: impl FnMut(&mut ClientState) -> Result<T, Departures>,
     ) -> Result<T> {
         let mut state = self.state.lock();
         loop {
             let seen = state.num_notifications;
             // Departures are read before the condition, so that a result from before a departure is not lost.
             let departed = self.monitor.check(waiting_for, during);
-            match look(&mut state) {
+            match poll(&mut state) {
                 Ok(found) => return Ok(found),
                 Err(Departures::Matter) => departed?,
                 Err(Departures::Wait) => {}

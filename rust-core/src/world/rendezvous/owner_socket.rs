@@ -90,7 +90,7 @@ impl OwnerSocket {
             .name("smd-owner".into())
             .spawn(move || {
                 let _guard = guard;
-                hand_out(&listener, &stopped, &bytes);
+                serve_credentials(&listener, &stopped, &bytes);
             })
             .map_err(io)?;
         Ok(Self { stop, thread: Some(thread) })
@@ -141,7 +141,7 @@ fn bind(job: &str) -> Result<UnixListener> {
     )))
 }
 
-fn hand_out(listener: &UnixListener, stop: &OwnedFd, credentials: &[u8]) {
+fn serve_credentials(listener: &UnixListener, stop: &OwnedFd, credentials: &[u8]) {
     let mut refusals = Refusals::default();
     loop {
         let mut ready = [PollFd::new(listener, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
@@ -183,7 +183,7 @@ fn give(mut stream: UnixStream, credentials: &[u8], refusals: &mut Refusals) {
 ///
 /// # Errors
 /// A text about a process of another user that serves under this job's name.
-pub fn look(job: &str) -> std::result::Result<Vec<RendezvousCredentials>, String> {
+pub fn find_servers(job: &str) -> std::result::Result<Vec<RendezvousCredentials>, String> {
     let mut found = Vec::new();
     let mut trouble = None;
     for attempt in 0..NUM_NAMES {
@@ -269,14 +269,14 @@ mod tests {
     #[test]
     fn processes_of_this_user_get_the_ticket_until_it_ends() {
         let job = job("credentials");
-        assert_eq!(look(&job), Ok(Vec::new()));
+        assert_eq!(find_servers(&job), Ok(Vec::new()));
         let first = OwnerSocket::serve(&job, &credentials(1)).unwrap();
         let second = OwnerSocket::serve(&job, &credentials(2)).unwrap();
-        assert_eq!(look(&job), Ok(vec![credentials(1), credentials(2)]));
+        assert_eq!(find_servers(&job), Ok(vec![credentials(1), credentials(2)]));
         drop(first);
-        assert_eq!(look(&job), Ok(vec![credentials(2)]));
+        assert_eq!(find_servers(&job), Ok(vec![credentials(2)]));
         drop(second);
-        assert_eq!(look(&job), Ok(Vec::new()));
+        assert_eq!(find_servers(&job), Ok(Vec::new()));
     }
 
     #[test]
@@ -296,7 +296,7 @@ mod tests {
         let silent = UnixListener::bind_addr(&address).unwrap();
         let _served = OwnerSocket::serve(&job, &credentials(3)).unwrap();
         let start = Instant::now();
-        assert_eq!(look(&job), Ok(vec![credentials(3)]));
+        assert_eq!(find_servers(&job), Ok(vec![credentials(3)]));
         assert!(start.elapsed() < 2 * READ_TIME);
         drop(silent);
     }

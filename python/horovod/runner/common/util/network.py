@@ -460,7 +460,7 @@ class Registrations:
         Args:
             numbers: Numbers of the members.
             seconds: Longest wait; ``None`` means no limit.
-            what: What is waited for, for the error.
+            what: Description of the wait, for the error.
 
         Raises:
             TimeoutError: The wait took longer; names the missing members.

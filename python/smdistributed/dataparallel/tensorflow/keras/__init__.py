@@ -77,7 +77,7 @@ def load_model(
     """Load a model that was saved with its optimizer, distributed or not, and make the optimizer distributed.
 
     Args:
-        filepath: What ``model.save`` has written; readable on every rank.
+        filepath: Path that ``model.save`` has written; readable on every rank.
         custom_objects: Classes and functions of the script, by name.
         keras: The package that loads it, ``keras`` or ``tf_keras``; by default what ``tf.keras`` is.
         **options: Arguments of ``DistributedOptimizer``.

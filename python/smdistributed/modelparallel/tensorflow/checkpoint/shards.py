@@ -68,7 +68,7 @@ class Shards:
         """Write a checkpoint, which is complete when this returns.
 
         Raises:
-            SMPCheckpointError: It could not be written, here or on another rank; raised on all ranks.
+            SMPCheckpointError: The checkpoint could not be written, here or on another rank; raised on all ranks.
         """
         groups = state.groups
         entries = saving.checked_entries(checkpoint, tag)

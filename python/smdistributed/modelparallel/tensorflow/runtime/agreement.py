@@ -110,7 +110,7 @@ def report_failure(what: str, error: str, groups: TensorFlowGroups, seconds: flo
     not told.
 
     Args:
-        what: What this rank did, such as ``left `fit```.
+        what: Description of what this rank did, such as ``left `fit```.
         error: The reason, and the rank.
         groups: The pipeline.
         seconds: How long to wait for the others, which may be elsewhere and wait for this rank.

@@ -68,7 +68,7 @@ class Trace:
         labels: The label of each operation, by the operation's name.
         units: The layers that were called, in the order of their first calls, with their paths.
         inputs: Placeholders of the body's arguments.
-        returned: What the body returned.
+        returned: The result of the body.
         gradient_tracker: Knows which tensors are gradients.
     """
 

@@ -156,7 +156,7 @@ class CheckpointManager:
         """Wait for the running save; all ranks call it.
 
         Raises:
-            SMPCheckpointError: It could not be written, here or on another rank; raised on all ranks.
+            SMPCheckpointError: The checkpoint could not be written, here or on another rank; raised on all ranks.
         """
         self._saver.wait()
 

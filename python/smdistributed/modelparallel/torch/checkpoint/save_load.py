@@ -131,7 +131,7 @@ def save_checkpoint(
         format: ``"torch"``, or ``"sharded"`` for that of :class:`CheckpointManager`, at ``path/{tag}``.
 
     Raises:
-        SMPCheckpointError: It could not be written, here or on another rank; ``tag`` is not a valid name; or the path
+        SMPCheckpointError: The checkpoint could not be written, here or on another rank; ``tag`` is not a valid name; or the path
         is in use by something that is not a checkpoint of the same kind, which then stays unchanged. Raised on all
         ranks.
     """
@@ -223,7 +223,7 @@ def _save_files(root: Path, tag: str, kind: str, write: Callable[[Path], list[st
         keep: Number of checkpoints of this kind to keep; ``None`` for all.
 
     Raises:
-        SMPCheckpointError: It could not be written, here or on another rank; raised on all ranks.
+        SMPCheckpointError: The checkpoint could not be written, here or on another rank; raised on all ranks.
     """
     rank, world = state.groups.rank, state.groups.topology.size
     what = f"checkpoint {tag!r} could not be written to `{root}`"
