@@ -306,7 +306,7 @@ class HorovodBasics:
         """Return whether there is a CUDA driver with a device.
 
         Returns:
-            Whether there is.
+            ``True`` if there is one.
         """
         return environment.has_cuda()
 

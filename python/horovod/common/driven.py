@@ -53,7 +53,7 @@ def is_elastic() -> bool:
     """Return whether workers of this process's job may join and leave, under `horovodrun` or a driver of the script.
 
     Returns:
-        Whether they may.
+        ``True`` if workers may join and leave.
     """
     return bool(os.environ.get("SMD_WORKER")) or is_driven()
 

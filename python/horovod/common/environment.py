@@ -61,7 +61,7 @@ def has_mpi() -> bool:
     """Return whether there is a plug-in for this host's MPI, or one can be compiled.
 
     Returns:
-        Whether there is.
+        ``True`` if there is one.
     """
     try:
         return bool(_core.mpi_plugin())
@@ -102,7 +102,7 @@ def has_cuda() -> bool:
     """Return whether there is a CUDA driver with a device.
 
     Returns:
-        Whether there is.
+        ``True`` if there is one.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")

@@ -20,7 +20,7 @@ def is_jsrun_installed() -> bool:
     """Return whether there is a ``jsrun``.
 
     Returns:
-        Whether there is.
+        ``True`` if there is one.
     """
     return shutil.which("jsrun") is not None
 

@@ -230,7 +230,7 @@ def mpi_built(verbose: bool = False) -> bool:
         verbose: Accepted for compatibility, without effect.
 
     Returns:
-        Whether there is.
+        ``True`` if there is one.
     """
     return mpi_available()
 
@@ -505,7 +505,7 @@ def _run(args: argparse.Namespace) -> list[Any] | None:
         args: The options. With a `run_func`, all processes call that function instead of running a command.
 
     Returns:
-        What `run_func` returned, by rank; ``None`` for a command.
+        The results of `run_func`, by rank; ``None`` for a command.
     """
     if args.hosts and args.host_discovery_script:
         raise ValueError("give either hosts or a host discovery script")

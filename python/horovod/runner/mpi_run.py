@@ -41,7 +41,7 @@ def mpi_available(env: dict[str, str] | None = None) -> bool:
         env: The environment; by default this process's.
 
     Returns:
-        Whether there is.
+        ``True`` if there is one.
     """
     return _get_mpi_implementation(env) not in (_UNKNOWN_IMPL, _MISSING_IMPL)
 

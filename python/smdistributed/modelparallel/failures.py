@@ -49,7 +49,7 @@ def raise_on_all_ranks(
         same: Returns the part of the result that must be equal on all ranks.
 
     Returns:
-        What ``do`` returns here.
+        The result of ``do`` on this rank.
 
     Raises:
         SMPCheckpointError: ``do`` failed, here or on another rank, or ranks disagree.

@@ -182,7 +182,7 @@ class HostManager:
             host: Name of the host.
 
         Returns:
-            Whether it is blacklisted.
+            Whether the host is blacklisted.
         """
         with self._lock:
             return bool(self._hosts.is_banned(host))

@@ -233,7 +233,7 @@ class FilesystemStore(Store):
             path: The URI.
 
         Returns:
-            Whether there is.
+            ``True`` if there is one.
         """
         from pyarrow import fs
 

@@ -44,7 +44,7 @@ class StateHandler:
         """Return the saved state.
 
         Returns:
-            What :meth:`save` kept.
+            The state that :meth:`save` kept.
         """
         return self._saved
 

@@ -230,7 +230,7 @@ def call(op: Any, /, **arguments: Any) -> Any:
         **arguments: Arguments of the operation.
 
     Returns:
-        What the operation returns.
+        The result of the operation.
 
     Raises:
         SmdistributedError: The operation failed in eager mode.

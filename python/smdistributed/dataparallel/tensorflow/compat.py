@@ -177,7 +177,7 @@ def minimize(self: Any, loss: Any, var_list: Any, tape: tf.GradientTape | None =
         tape: The tape that recorded ``loss``; needed if ``loss`` is a tensor.
 
     Returns:
-        What ``apply_gradients`` returns.
+        The result of ``apply_gradients``.
 
     Raises:
         ValueError: ``loss`` is a tensor, and there is no tape.

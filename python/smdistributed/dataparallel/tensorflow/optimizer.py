@@ -216,7 +216,7 @@ class TfKerasLossScale(Methods):
             **kwargs: Passed on.
 
         Returns:
-            What the optimizer returns.
+            The result of the optimizer.
         """
         # Scaled gradients are reduced: values that are not finite on one rank are then not finite on all, and all
         # skip.
@@ -249,7 +249,7 @@ class LegacyLossScale(Methods):
             experimental_aggregate_gradients: Whether gradients are to be reduced.
 
         Returns:
-            What the optimizer returns.
+            The result of the optimizer.
         """
         if experimental_aggregate_gradients:
             grads_and_vars = self._smd_reduced(grads_and_vars)

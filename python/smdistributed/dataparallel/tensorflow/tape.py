@@ -54,7 +54,7 @@ class TapeView(tf.GradientTape):
             **kwargs: Keyword arguments of the tape's method.
 
         Returns:
-            What the tape returns.
+            The result of the tape.
         """
         return self._given.jacobian(*args, **kwargs)
 
@@ -66,7 +66,7 @@ class TapeView(tf.GradientTape):
             **kwargs: Keyword arguments of the tape's method.
 
         Returns:
-            What the tape returns.
+            The result of the tape.
         """
         return self._given.batch_jacobian(*args, **kwargs)
 

@@ -194,7 +194,7 @@ def new_group(
         **options: The same by name: ``sort_ranks`` since 2.12.
 
     Returns:
-        What PyTorch's function returns.
+        The result of PyTorch's function.
     """
     arguments = (ranks, timeout, backend, pg_options, use_local_synchronization, group_desc, device_id, *more)
     if (backend or dist.get_backend()) != NAME:

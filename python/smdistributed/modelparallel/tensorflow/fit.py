@@ -89,7 +89,7 @@ class KerasLoops:
             **kwargs: Keyword arguments of Keras' method.
 
         Returns:
-            What Keras returns.
+            The result of Keras's method.
         """
         with self._smp_loop("evaluate"):
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
@@ -102,7 +102,7 @@ class KerasLoops:
             **kwargs: Keyword arguments of Keras' method.
 
         Returns:
-            What Keras returns.
+            The result of Keras's method.
         """
         with self._smp_loop("predict"):
             return super().predict(*args, **kwargs)  # type: ignore[misc]

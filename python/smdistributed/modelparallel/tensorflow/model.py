@@ -131,7 +131,7 @@ class DistributedModel(KerasLoops, _Model):
             **kwargs: Keyword arguments of Keras' method.
 
         Returns:
-            What Keras returns.
+            The result of Keras's method.
         """
         with self._smp_all_variables():
             return super().summary(*args, **kwargs)

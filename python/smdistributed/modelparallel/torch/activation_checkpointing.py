@@ -45,7 +45,7 @@ def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, *
         **kwargs: Its keyword arguments.
 
     Returns:
-        What the module returns.
+        The result of the module.
 
     Raises:
         SMPPartitionError: The script divided the module among partitions. A module that the automatic partition

@@ -368,7 +368,7 @@ class DistributedModel(nn.Module):
             **kwargs: Keyword arguments of the model.
 
         Returns:
-            What the model returns.
+            The result of the model.
 
         Raises:
             SMPUsageError: The model must not be called here.

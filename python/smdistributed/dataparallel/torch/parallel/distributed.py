@@ -285,7 +285,7 @@ class DistributedDataParallel(_TorchDDP):
             **kwargs: Keyword arguments of the module.
 
         Returns:
-            What the module returns.
+            The result of the module.
         """
         started = time.monotonic_ns()
         has_graph = torch.is_grad_enabled()

@@ -131,9 +131,9 @@ def save_checkpoint(
         format: ``"torch"``, or ``"sharded"`` for that of :class:`CheckpointManager`, at ``path/{tag}``.
 
     Raises:
-        SMPCheckpointError: The checkpoint could not be written, here or on another rank; ``tag`` is not a valid name; or the path
-        is in use by something that is not a checkpoint of the same kind, which then stays unchanged. Raised on all
-        ranks.
+        SMPCheckpointError: The checkpoint could not be written, here or on another rank; ``tag`` is not a valid name;
+        or the path is in use by something that is not a checkpoint of the same kind, which then stays unchanged.
+        Raised on all ranks.
     """
     if format not in ("torch", "sharded"):
         raise SMPValidationError(f"`format` is {format!r}: expected 'torch' or 'sharded'")
