@@ -217,5 +217,7 @@ def test_objects_of_other_ranks_run_no_code(tmp_path):
     assert len(first) == 2
     assert len(second) == 1, "the source of a broadcast does not unpickle its own object"
     for text in first:
-        assert text.startswith("rank 1 sent an object of `posix.system`, which is not unpickled: it is not a class"), text
+        assert text.startswith("rank 1 sent an object of `posix.system`, which is not unpickled: it is not a class"), (
+            text
+        )
         assert "SMD_SAFE_GLOBALS=posix.system" in text
