@@ -133,7 +133,7 @@ static std::string reduction(int number) {
   return kNames[number];
 }
 
-// A kernel with a name: the node's, or one that an eager caller gives, who is blocked until completion.
+// A kernel with a name: the node's, or one that an eager caller passes; such a caller blocks until completion.
 class NamedKernel : public AsyncOpKernel {
  public:
   explicit NamedKernel(OpKernelConstruction* construction) : AsyncOpKernel(construction) {

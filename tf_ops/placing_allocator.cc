@@ -25,7 +25,7 @@ namespace {
 constexpr int kPriority = 75;
 
 // TensorFlow's CPU allocator, except that an allocation which is predicted to become a gradient gets that gradient's
-// slot. Such a tensor is valid whatever it becomes. The slot stays taken until its last reference is gone; if another
+// slot. Such a tensor is valid whatever it becomes. The slot is in use until its last reference is gone; if another
 // tensor becomes the gradient, that one is copied to the slot.
 //
 // This saves one pass over all gradients in each step (docs/performance.md).

@@ -462,7 +462,7 @@ unsafe fn request(call: &ffi::Call, outputs_of: Option<&Arc<Shared>>) -> Result<
         ffi::Collective::Send => Request::Send { data: one(call, inputs)?, to: peer(call)?, tag: call.tag },
         ffi::Collective::Recv => Request::Recv { data: one(call, outputs)?, from: Some(peer(call)?), tag: call.tag },
         ffi::Collective::RecvAny => Request::Recv { data: one(call, outputs)?, from: None, tag: call.tag },
-        other => return Err(Error::Internal(format!("a shim asked for operation {}", other.repr))),
+        other => return Err(Error::Internal(format!("a shim requested operation {}", other.repr))),
     })
 }
 
@@ -608,7 +608,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_shim_must_not_ask_for_is_refused() {
+    fn invalid_requests_of_shims_are_rejected() {
         let mut values = [0.0];
         let views = [view(&mut values)];
         let report = refusal(&ffi::Call { peer: -1, ..call(ffi::Collective::Broadcast, &[], &views) });
@@ -616,7 +616,7 @@ mod tests {
         let report = refusal(&call(ffi::Collective::AllReduce, &[], &views));
         assert!(report.contains("`all_reduce` got 0 tensors, expected one"), "{report}");
         let report = refusal(&call(ffi::Collective { repr: 99 }, &[], &[]));
-        assert!(report.contains("a shim asked for operation 99"), "{report}");
+        assert!(report.contains("a shim requested operation 99"), "{report}");
     }
 
     #[test]

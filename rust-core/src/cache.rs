@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_can_write_is_not_trusted() {
+    fn a_folder_that_others_can_write_is_not_trusted() {
         let scratch = Scratch::new("modes");
         assert_eq!(untrusted(&scratch.file("mine.so", 0o755)), None);
         let open = untrusted(&scratch.file("open.so", 0o666)).unwrap();
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn what_another_user_owns_is_not_trusted() {
+    fn a_folder_of_another_user_is_not_trusted() {
         let scratch = Scratch::new("owners");
         let file = scratch.file("theirs.so", 0o755);
         let user = rustix::process::geteuid().as_raw();

@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn it_stays_above_its_minimum_and_finite() {
+    fn the_scale_stays_above_its_minimum_and_finite() {
         let mut scale = dynamic(4.0, Dynamics { min_scale: 2.0, ..Dynamics::default() });
         assert_eq!(history(&mut scale, "xxx"), [2.0; 3]);
         let mut scale = dynamic(f64::MAX, Dynamics { window: 1, ..Dynamics::default() });

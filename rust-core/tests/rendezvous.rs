@@ -81,7 +81,7 @@ fn eventually(what: &str, condition: impl Fn() -> bool) {
     }
 }
 
-/// Gets through the handshake, as somebody who knows the secret, and stops there.
+/// Completes the handshake with the secret, and sends nothing more.
 fn shake_hands(address: SocketAddr) -> (TcpStream, Sealer) {
     let mut stream = TcpStream::connect(address).unwrap();
     let mut greeting = [0; GREETING_BYTES];

@@ -16,7 +16,7 @@ import keras
 import torch
 
 from horovod.common.exceptions import HorovodInternalError as HorovodInternalError
-from horovod.common.keras_loading import meanings
+from horovod.common.keras_loading import objects_by_name
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.util import split_list
 from horovod.torch import mpi_ops
@@ -25,7 +25,7 @@ from horovod.torch.mpi_ops import Average, Sum
 from smdistributed import _core
 from smdistributed._common import keras3, replicas, views
 
-# Whether this rank has to reduce gradients. False where a caller has reduced them already.
+# Whether gradients are to be reduced; `False` where a caller has reduced them already.
 _reduces: ContextVar[bool] = ContextVar("_reduces", default=True)
 
 # The number that Keras appends to a name that is in use.
@@ -69,7 +69,7 @@ class _Sums:
 
     @torch.no_grad()
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """One more pass. The gradients stay the caller's, who may write to them afterwards."""
+        """Add the gradients of one more pass. The caller may write to them afterwards."""
         self.count += 1
         self.sums += [None] * (len(gradients) - len(self.sums))
         for place, gradient in enumerate(gradients):
@@ -173,13 +173,13 @@ class _Methods(keras3.Reducing):
         return results
 
     def _smd_compare_replicas(self, variables: Sequence[Any]) -> None:
-        """Tell the other ranks the values of the variables, in the first step; the first rank warns if they differ."""
+        """Compare the variables with those of other ranks, in the first step. The first rank warns if they differ."""
         options, session = self._smd_options, _core.session_id()
         if options.checked_session == session:
             return
         options.checked_session = session
         tensors = [variable.value.detach().reshape(-1)[: replicas.SAMPLE].cpu().contiguous() for variable in variables]
-        replicas.tell(
+        replicas.report(
             [(tuple(variable.shape), str(variable.dtype)) for variable in variables],
             [tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors],
             options.process_set.ranks or range(mpi_ops.size()),
@@ -495,7 +495,7 @@ def load_model(
     Returns:
         The model; its optimizer has the saved state.
     """
-    objects = meanings([keras.optimizers], custom_optimizers, custom_objects)
+    objects = objects_by_name([keras.optimizers], custom_optimizers, custom_objects)
     model = keras.models.load_model(filepath, custom_objects=objects)
     if getattr(model, "optimizer", None) is not None and not is_distributed(model.optimizer):
         model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)

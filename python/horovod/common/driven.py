@@ -42,7 +42,7 @@ def is_driven() -> bool:
     Under `horovodrun`, the core assigns the ranks instead.
 
     Returns:
-        ``True`` if a script's own driver drives this process.
+        ``True`` if the ranks come from that driver's store.
     """
     environ = os.environ
     is_set = all(environ.get(name) for name in (*_STORE, *_SLOT))

@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from horovod.common import driven
+from horovod.common.commit_files import CommitFiles
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt, ScalarError, at_execution
-from horovod.common.kept import Kept
 from smdistributed import _core
 
 
@@ -99,7 +99,7 @@ class State:
         self._host_messages: queue.Queue[tuple[float, int]] = queue.Queue()
         self._last_updated_timestamp = 0.0
         self._reset_callbacks: list[Callable[[], None]] = []
-        self._kept: Kept | None = None
+        self._commit_files: CommitFiles | None = None
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
         """Register functions that are called, in order, after a reset and before the state is synchronized.
@@ -128,8 +128,8 @@ class State:
     def commit(self) -> None:
         """Save the state, and call :meth:`check_host_updates`."""
         self.save()
-        if self._kept is not None:
-            self._kept.write(self._committed_state)
+        if self._commit_files is not None:
+            self._commit_files.write(self._committed_state)
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -241,7 +241,7 @@ def run_fn(
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
         notification_manager.init()
         notification_manager.register_listener(state)
-        kept = state._kept = Kept()
+        files = state._commit_files = CommitFiles()
         skip_sync = False
         is_first, is_reset_due = True, False
         # New workers synchronize, and so do ranks that have seen a failure: a rank cannot know whether all others
@@ -256,14 +256,14 @@ def run_fn(
                             state.on_reset()
                             is_reset_due = False
                         if is_first:
-                            saved = kept.read(state._bcast_object)
+                            saved = files.read(state._bcast_object)
                             is_first = False
                             if saved is not None:
                                 state._restore_saved(saved)
                         if not skip_sync:
                             state.sync()
                         result = func(state, *args, **kwargs)
-                        kept.forget()
+                        files.remove()
                         return result
                 except ScalarError:
                     raise

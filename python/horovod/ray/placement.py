@@ -73,7 +73,7 @@ class Placement:
         raise NotImplementedError
 
     def shutdown(self) -> None:
-        """Give the resources back."""
+        """Release the resources."""
         if self._is_own_group and self.placement_group is not None:
             remove_group(self.placement_group)
         self.placement_group = None

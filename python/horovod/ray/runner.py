@@ -232,7 +232,7 @@ class FixedWorkers(Workers):
         return gather([worker.execute.remote(fn)], self._hosts)[0]
 
     def shutdown(self) -> None:
-        """End the workers and give their resources back."""
+        """End the workers and release their resources."""
         for worker in self.workers:
             ray.kill(worker)
         self.workers = []
@@ -459,5 +459,5 @@ class RayExecutor:
         return self.workers.execute_single(fn)
 
     def shutdown(self) -> None:
-        """End the workers and give their resources back."""
+        """End the workers and release their resources."""
         self.workers.shutdown()

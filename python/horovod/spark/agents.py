@@ -226,7 +226,7 @@ class Agents:
         """Return whether the Spark job has failed or was cancelled.
 
         Returns:
-            Whether it has.
+            ``True`` if the job has failed or was cancelled.
         """
         return self._failure is not None
 

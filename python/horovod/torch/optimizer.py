@@ -468,7 +468,7 @@ def _compare_replicas(optimizer: Any, ranks: list[int] | None) -> None:
         return
     optimizer._replicas_told = session
     parameters = [parameter.detach() for group in optimizer.param_groups for parameter in group["params"]]
-    replicas.tell(
+    replicas.report(
         [(tuple(parameter.shape), str(parameter.dtype)) for parameter in parameters],
         map(_sample, parameters),
         range(size()) if ranks is None else ranks,

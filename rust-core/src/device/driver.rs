@@ -140,8 +140,8 @@ impl Context {
         let guard = ending::enter_driver()?;
         let mut current = std::ptr::null_mut();
         // SAFETY: `current` is valid for the write.
-        let asked = unsafe { sys::cuCtxGetCurrent(&mut current) };
-        check(asked, || "querying the current CUDA context".into())?;
+        let outcome = unsafe { sys::cuCtxGetCurrent(&mut current) };
+        check(outcome, || "querying the current CUDA context".into())?;
         if current == self.raw {
             return Ok(ContextGuard { pushed: false, guard, not_send: std::marker::PhantomData });
         }

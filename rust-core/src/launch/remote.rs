@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_host_has_is_counted_there() {
+    fn devices_are_counted_on_their_host() {
         let cpus = std::thread::available_parallelism().unwrap().to_string();
         let gpus = crate::launch::training::count_gpus().to_string();
         let kind = if gpus == "0" { "local" } else { "local_gpu" };

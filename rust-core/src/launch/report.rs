@@ -74,7 +74,7 @@ pub(super) struct RankExit {
     pub exit: Exit,
     pub at: Duration,
     /// Whether `smdrun` had sent it a signal before.
-    pub asked: bool,
+    pub was_signaled: bool,
 }
 
 impl RankExit {
@@ -95,7 +95,7 @@ impl RankExit {
 /// The rank that failed first (RUN-4), if any failed by itself.
 pub(super) fn first_failure<'a>(ends: &'a [RankExit], tails: &[Tail]) -> Option<&'a RankExit> {
     ends.iter()
-        .filter(|end| !end.exit.success() && !end.asked)
+        .filter(|end| !end.exit.success() && !end.was_signaled)
         .min_by_key(|end| (end.is_consequence(tails), end.began(tails)))
 }
 
@@ -110,7 +110,7 @@ pub(super) fn failure(first: &RankExit, ends: &[RankExit], tails: &[Tail]) -> St
     others.sort_by_key(|end| end.rank);
     const MAX_LISTED: usize = 16;
     for end in others.iter().take(MAX_LISTED) {
-        let why = match (end.asked, tails[end.rank].exception()) {
+        let why = match (end.was_signaled, tails[end.rank].exception()) {
             (_, Some(exception)) => format!(": {exception}"),
             (true, None) => ", ended by smdrun".to_owned(),
             (false, None) => String::new(),
@@ -136,7 +136,7 @@ mod tests {
     }
 
     fn end(rank: usize, exit: Exit, at_ms: u64) -> RankExit {
-        RankExit { rank, exit, at: Duration::from_millis(at_ms), asked: false }
+        RankExit { rank, exit, at: Duration::from_millis(at_ms), was_signaled: false }
     }
 
     const RAISED: &[&str] = &["warming up", TRACEBACK, "  File \"t.py\", line 3, in <module>", "ValueError: bad batch"];
@@ -147,7 +147,7 @@ mod tests {
     ];
 
     #[test]
-    fn who_failed_of_its_own_is_first_even_if_it_ended_last() {
+    fn a_failure_without_another_cause_is_first_even_if_it_ended_last() {
         let tails = [tail(VICTIM, 1100), tail(RAISED, 1000)];
         let ends = [end(0, Exit::Code(1), 1200), end(1, Exit::Code(1), 1500)];
         let first = first_failure(&ends, &tails).expect("both failed");
@@ -189,8 +189,8 @@ mod tests {
     }
 
     #[test]
-    fn who_was_asked_to_end_did_not_fail() {
-        let ends = [RankExit { asked: true, ..end(0, Exit::Signal(15), 5) }, end(1, Exit::Code(0), 4)];
+    fn a_rank_that_smdrun_ended_did_not_fail() {
+        let ends = [RankExit { was_signaled: true, ..end(0, Exit::Signal(15), 5) }, end(1, Exit::Code(0), 4)];
         assert!(first_failure(&ends, &[Tail::default(), Tail::default()]).is_none());
     }
 

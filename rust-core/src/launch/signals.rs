@@ -1,4 +1,4 @@
-//! Signals as something to poll, instead of handlers that interrupt.
+//! Signals that are polled (`signalfd`), instead of handlers that interrupt.
 
 use std::io;
 use std::mem::{MaybeUninit, size_of};

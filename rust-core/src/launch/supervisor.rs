@@ -176,7 +176,7 @@ impl<'a> Supervisor<'a> {
             libc::SIGINT if self.stopped_by.is_none() => {
                 self.stopped_by = Some(signal);
                 self.signal_ranks(Signal::INT);
-                self.log(&format!("Ctrl-C passed on; the ranks have {} s to end", self.plan.grace.as_secs_f64()));
+                self.log(&format!("Ctrl-C forwarded; the ranks have {} s to end", self.plan.grace.as_secs_f64()));
                 self.enter(ShutdownStep::Grace);
             }
             libc::SIGINT => self.advance(),
@@ -257,8 +257,8 @@ impl<'a> Supervisor<'a> {
 
     fn rank_ended(&mut self, rank: usize, exit: Exit) {
         self.server.report_death(rank, &exit.to_string());
-        let asked = self.stopped_by.is_some() || self.step >= ShutdownStep::Terminate;
-        self.ends.push(RankExit { rank, exit, at: self.start.elapsed(), asked });
+        let was_signaled = self.stopped_by.is_some() || self.step >= ShutdownStep::Terminate;
+        self.ends.push(RankExit { rank, exit, at: self.start.elapsed(), was_signaled });
         if !exit.success() && self.step == ShutdownStep::Running {
             if self.ranks.iter().any(|rank| !rank.ended) {
                 self.log(&format!(

@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_caller_multiplies_is_compared_only() {
+    fn factors_that_the_caller_applies_are_only_compared() {
         let factors = Factors { before: 2.0, after: 3.0, by_caller: true };
         assert!(factors.check(DType::Float32, true).is_ok());
         assert!(Factors { by_caller: false, ..factors }.check(DType::Float32, true).is_err());

@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn what_ranks_call_numbered_parameters_does_not_matter() {
+    fn names_of_numbered_parameters_are_not_compared() {
         let of = |numbers: &[u64], names: &str| variant(numbers, names, 0..1).description;
         assert_eq!(of(&[0, 1], "a\nb"), of(&[0, 1], "c\nd"));
         assert_ne!(of(&[0, 1], "a\nb"), of(&[0, 2], "a\nb"));

@@ -45,7 +45,7 @@ fn mock(size: usize) -> Vec<Arc<dyn Transport>> {
     MockTransport::net(size, options).into_iter().map(|end| end as Arc<dyn Transport>).collect()
 }
 
-/// A rank: its negotiator and who has departed.
+/// A rank: its negotiator, and the monitor of departed ranks.
 struct Rank {
     me: usize,
     negotiator: Arc<Negotiator>,

@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_asked_for_stays() {
+    fn a_requested_fusion_size_is_not_changed() {
         let (tried, last) = tuned(&tuning(20, true), |_| 50);
         assert_eq!((tried, last.fusion_bytes), (vec![3 << 20], 3 << 20));
     }

@@ -207,9 +207,9 @@ impl Work {
                     Err(error) => done(Err(error)),
                 }
             }
-            NegotiatorCommand::Join { signs, since: called, done } => {
-                let used = self.communicator.device_in_use(signs.used);
-                let device = DeviceHints { used, ..signs }.device();
+            NegotiatorCommand::Join { hints, since: called, done } => {
+                let used = self.communicator.device_in_use(hints.used);
+                let device = DeviceHints { used, ..hints }.device();
                 match self.machine.join(device.is_some(), since(called)) {
                     Ok(()) => (self.device, self.joining) = (device, Some(done)),
                     Err(error) => done(Err(error)),
@@ -237,13 +237,13 @@ impl Work {
                     }
                 }
                 NegotiationAction::EndSteps(end) => {
-                    if let Some(elsewhere) = &shared.elsewhere {
-                        elsewhere.end(end);
+                    if let Some(other) = &shared.other_waits {
+                        other.end(end);
                     }
                 }
                 NegotiationAction::Joined(last) => {
                     // Cleared on every member before its next call.
-                    shared.inbox.lock().given.clear();
+                    shared.inbox.lock().next_numbers.clear();
                     self.supply = None;
                     if let Some(done) = self.joining.take() {
                         done(Ok(Some(last)));
@@ -411,9 +411,9 @@ impl Work {
         // A device may compute while the process is idle.
         let on_device = || self.open.values().any(|open| open.requests.iter().any(Description::is_on_device));
         let elsewhere = shared.group.running_time().is_some_and(|time| time >= STUCK_AFTER);
-        let steps = shared.elsewhere.as_ref().map_or_else(Vec::new, |elsewhere| elsewhere.waits());
+        let steps = shared.other_waits.as_ref().map_or_else(Vec::new, |other| other.waits());
         self.waits_for_steps = !steps.is_empty();
-        let at_rest = || shared.elsewhere.as_ref().is_some_and(|elsewhere| elsewhere.is_at_rest());
+        let at_rest = || shared.other_waits.as_ref().is_some_and(|other| other.is_at_rest());
         let computes_nothing = self.processor.is_idle() || (self.waits_for_steps && at_rest());
         let idle = computes_nothing && (waiting || elsewhere || self.waits_for_steps) && !on_device();
         let now = shared.now();

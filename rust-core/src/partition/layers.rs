@@ -32,21 +32,22 @@ pub struct PartitionRequest {
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if there are no layers, or the parameters are invalid.
-pub fn divide_layers(
+pub fn partition_layers(
     operations: &Operations,
     layers: &[String],
-    wish: PartitionRequest,
+    request: PartitionRequest,
 ) -> Result<(Vec<Option<u32>>, String)> {
     let costs = ModuleCosts::of(operations, layers.len());
-    if costs.modules.iter().all(Option::is_none) && wish.partitions > 1 {
+    if costs.modules.iter().all(Option::is_none) && request.partitions > 1 {
         return Err(Error::InvalidArgument(
             "no layer of the model has variables: there is nothing to partition".to_owned(),
         ));
     }
     let tree = costs.tree(operations, layers)?;
-    let kept = kept_microbatches(wish.partitions, wish.microbatches, wish.active_microbatches, wish.schedule);
-    let objective = Objective::new(wish.memory_weight, kept, DEVICE.link)?;
-    let assignment = partition(&tree, wish.partitions, &objective)?.assignment;
+    let kept =
+        kept_microbatches(request.partitions, request.microbatches, request.active_microbatches, request.schedule);
+    let objective = Objective::new(request.memory_weight, kept, DEVICE.link)?;
+    let assignment = partition(&tree, request.partitions, &objective)?.assignment;
     let table = table(&tree, &assignment, &objective);
     Ok((costs.modules.iter().map(|module| module.map(|module| assignment[module])).collect(), table))
 }

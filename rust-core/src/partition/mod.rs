@@ -36,7 +36,7 @@ mod tree;
 pub use cost::{Objective, StageCost, kept_microbatches, stage_costs};
 pub use device_model::DeviceModel;
 pub use file::{from_json, to_json};
-pub use layers::{PartitionRequest, divide_layers};
+pub use layers::{PartitionRequest, partition_layers};
 pub use table::table;
 pub use tree::{CostTree, ModuleCost, Tasks, Value};
 

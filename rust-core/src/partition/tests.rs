@@ -388,7 +388,7 @@ fn blocks_stay_whole_where_that_is_about_as_good() {
 }
 
 #[test]
-fn what_a_module_costs_that_is_num_split_counts() {
+fn the_tasks_of_a_split_module_count() {
     let tree = |tasks: u64| {
         let mut tree = Builder::default();
         let root = tree.container(None, "");
@@ -466,7 +466,7 @@ fn files_are_read_back() {
 }
 
 #[test]
-fn what_is_no_tree_is_refused() {
+fn invalid_trees_are_rejected() {
     let root = ModuleCost::default();
     let child = ModuleCost { path: "a".into(), parent: Some(1), ..ModuleCost::default() };
     let refused = |modules: Vec<ModuleCost>, values, ties: &[Vec<usize>]| {

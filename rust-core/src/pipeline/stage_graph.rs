@@ -441,7 +441,7 @@ mod tests {
     }
 
     #[test]
-    fn what_runs_early_is_known_later() {
+    fn later_stages_use_results_of_early_stages() {
         let mut layout = StageGraph::new();
         assert_eq!(layout.extend(vec![task(0, 0, &[], 1), task(1, 1, &[0], 0)], true).unwrap(), 0..2);
         assert_eq!(layout.adopt(1, vec![ProducedTensor { bytes: 4, wants_gradient: true }]).unwrap(), 1);

@@ -10,7 +10,7 @@
 //! - ARR-2: every gradient is answered exactly once, reduced or with an error.
 //! - ARR-3: events go into one queue. Whichever thread adds an event handles the queue in order, unless another thread
 //!   is doing so. No thread waits for the lock, so an event may be added from within a handler.
-//! - ARR-4: a step that cannot continue is abandoned (RED-4). Its slots stay taken until no operation uses them any more,
+//! - ARR-4: a step that cannot continue is abandoned (RED-4). Its slots stay in use until no operation needs them any more,
 //!   and its later gradients get the error that ended it.
 //! - ARR-5: gradients on a CUDA device are reduced in place, small ones through memory that their owner allocates. They
 //!   are answered when the device has finished their bucket, also in an abandoned step.

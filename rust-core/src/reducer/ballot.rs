@@ -263,8 +263,8 @@ mod tests {
         }
         if when == Departs::Known {
             let other = Name::Given("other".to_owned());
-            let asked = Numbers::submit(&negotiator, other, vec![0], ReduceOp::Sum, |_| (), |_| ());
-            asked.and_then(|asked| asked.wait("the test")).expect_err("no member answers");
+            let submitted = Numbers::submit(&negotiator, other, vec![0], ReduceOp::Sum, |_| (), |_| ());
+            submitted.and_then(|handle| handle.wait("the test")).expect_err("no member answers");
         }
         let vote = Vote { negotiator, name: "round".to_owned() };
         let (sender, receiver) = channel();

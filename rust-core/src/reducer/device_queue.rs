@@ -100,7 +100,7 @@ enum PackDirection {
     Unpack,
 }
 
-/// A bucket's reduction, and who is told that it is queued. The bucket is packed already.
+/// A bucket's reduction, and the callback for when it is queued. The bucket is packed already.
 pub(super) struct DeviceJob {
     bucket: QueuedBucket,
     launched: Launched,

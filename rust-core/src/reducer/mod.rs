@@ -15,7 +15,7 @@
 //!   backward. So the order needs no messages, and a failed bucket ends the step after the same number of operations on
 //!   every rank.
 //! - RED-3: a slot belongs to at most one tensor at a time ([`Arena`]). A slot that a tensor of the caller refers to is
-//!   never overwritten: the gradient takes the parameter's other slot. If that one is taken, too, or a bucket's
+//!   never overwritten: the gradient takes the parameter's other slot. If that one is in use, too, or a bucket's
 //!   gradients are in different sets of slots, the bucket is reduced in the spare range.
 //! - RED-4: a step ends in one of two ways on every rank: all buckets are reduced, or an error names the rank that
 //!   could not continue. Either way the next step is independent of it.
@@ -107,7 +107,7 @@ pub enum BucketReduction {
     /// Averaged or summed after wider floating-point elements are rounded to this type. The sum follows COL-1 and is
     /// rounded once more.
     Compressed(DType),
-    /// Reduced by the caller, for whom [`Reducer::mark_ready`] returns full buckets and who reports them with
+    /// Reduced by the caller: [`Reducer::mark_ready`] returns full buckets to it, and it reports the reduced ones with
     /// [`Reducer::reduced_by_caller`].
     ByCaller,
 }

@@ -203,7 +203,7 @@ impl Session {
         let explain = {
             let close = close.clone();
             move || {
-                let detail = match session.what_differs(&end, own) {
+                let detail = match session.describe_difference(&end, own) {
                     Some(difference) => format!("{difference}; {}", end.detail),
                     None => end.detail,
                 };
@@ -216,7 +216,7 @@ impl Session {
     }
 
     /// Describes the difference between the gradients that two of the ranks wait for. `own` is this rank's spec.
-    fn what_differs(&self, end: &WaitEnd, own: Option<usize>) -> Option<String> {
+    fn describe_difference(&self, end: &WaitEnd, own: Option<usize>) -> Option<String> {
         let &first = end.ranks.first()?;
         let &second = end.ranks.iter().find(|&&rank| rank != first)?;
         let store = self.store();

@@ -250,7 +250,7 @@ impl Session {
     fn agree_on_sets(
         &self,
         call: &'static str,
-        wish: ProcessSetChange,
+        change: ProcessSetChange,
         lists: &[Vec<usize>],
     ) -> Result<Vec<Vec<usize>>> {
         let sorted = |list: &Vec<usize>| {
@@ -259,7 +259,7 @@ impl Session {
             list
         };
         let lists: Vec<Vec<usize>> = lists.iter().map(sorted).collect();
-        let mut words = vec![wish as u64];
+        let mut words = vec![change as u64];
         for list in &lists {
             words.push(list.len() as u64);
             words.extend(list.iter().map(|rank| *rank as u64));
@@ -273,7 +273,7 @@ impl Session {
             }
             return Err(Error::InvalidArgument(text));
         }
-        if !matches!(wish, ProcessSetChange::Remove) {
+        if !matches!(change, ProcessSetChange::Remove) {
             for list in &lists {
                 check(list, all.len())?;
             }
@@ -298,7 +298,7 @@ fn check(list: &[usize], size: usize) -> Result<()> {
 
 /// Formats a rank's call.
 fn describe(words: &[u64]) -> String {
-    let [wish, rest @ ..] = words else { return "nothing".into() };
+    let [change, rest @ ..] = words else { return "nothing".into() };
     let mut lists = Vec::new();
     let mut rest = rest;
     while let [length, after @ ..] = rest {
@@ -306,7 +306,8 @@ fn describe(words: &[u64]) -> String {
         lists.push(format!("{list:?}"));
         rest = after;
     }
-    let verb = ["registers", "adds", "removes number"].get(*wish as usize).unwrap_or(&"requests an unknown change of");
+    let verb =
+        ["registers", "adds", "removes number"].get(*change as usize).unwrap_or(&"requests an unknown change of");
     format!("{verb} {}", lists.join(", "))
 }
 
@@ -350,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn what_ranks_ask_for_reads_well() {
+    fn requests_are_described_in_text() {
         assert_eq!(describe(&[0, 2, 0, 1, 1, 3]), "registers [0, 1], [3]");
         assert_eq!(describe(&[2, 1, 4]), "removes number [4]");
         assert!(check(&[0, 0], 2).is_err_and(|error| error.text().contains("rank 0 is listed twice")));

@@ -195,14 +195,14 @@ mod tests {
         let began = Instant::now();
         drop(scope);
         while Arc::strong_count(job) > 1 {
-            assert!(began.elapsed() < LATER, "it is watched for ever");
+            assert!(began.elapsed() < LATER, "the step is watched for ever");
             thread::sleep(POLL_INTERVAL);
         }
         began.elapsed()
     }
 
     #[test]
-    fn one_that_fails_is_ended_at_once() {
+    fn a_step_that_fails_ends_the_session() {
         let (scope, job) = begin(SHORT_TIMEOUT, MockJob::default());
         let began = Instant::now();
         scope.fail();
@@ -218,14 +218,14 @@ mod tests {
             begin(SHORT_TIMEOUT, MockJob { last_message: Some("too much".to_owned()), ..MockJob::default() });
         scope.fail();
         wait(scope, &job);
-        assert!(job.ended_at.lock().is_some(), "what waits on devices ends");
+        assert!(job.ended_at.lock().is_some(), "waits on devices end");
         assert_eq!(*job.reports.lock(), ["too much"]);
 
         let (scope, job) = begin(SHORT_TIMEOUT, MockJob::default());
         scope.fail();
         job.reports.lock().push("too much".to_owned());
         wait(scope, &job);
-        assert!(job.ended_at.lock().is_none(), "the others end what waits here");
+        assert!(job.ended_at.lock().is_none(), "the other ranks end the waits of this one");
     }
 
     #[test]
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_ends_is_not() {
+    fn a_step_that_ends_after_a_failure_does_not_end_the_session() {
         let (scope, job) = begin(LATER, MockJob::default());
         scope.fail();
         scope.end();

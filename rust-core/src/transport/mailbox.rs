@@ -175,7 +175,7 @@ struct Peer {
     /// Posted sends in order that are not on the link yet.
     waiting: VecDeque<Outgoing>,
     /// Announced sends, by id.
-    asked: HashMap<u64, Outgoing>,
+    announced: HashMap<u64, Outgoing>,
     /// Sends whose data is being sent, one after the other.
     streams: VecDeque<ClearedSend>,
     direct_receive: Option<DirectReceive>,
@@ -280,7 +280,7 @@ impl<L: Link> Mailbox<L> {
                 send.message.complete(Ok(to));
                 *completed = true;
             } else {
-                peer.asked.insert(send.message.0.id, send);
+                peer.announced.insert(send.message.0.id, send);
             }
         }
         while let Some(stream) = peer.streams.front_mut() {
@@ -348,7 +348,7 @@ impl<L: Link> Messages for Mailbox<L> {
             peer.waiting.retain(|it| it.message.0.id != id);
             let streaming = peer.streams.iter().any(|it| it.send.message.0.id == id);
             peer.streams.retain(|it| it.send.message.0.id != id);
-            if peer.asked.remove(&id).is_some() || streaming {
+            if peer.announced.remove(&id).is_some() || streaming {
                 // The send was cancelled (MBX-3).
                 peer.replies.push_back([FrameKind::Withdraw as u64, id, 0, 0, 0]);
             }
@@ -420,12 +420,12 @@ impl MailboxState {
             }
             Some(FrameKind::Cts) => {
                 let peer = &mut self.peers[from];
-                if let Some(send) = peer.asked.remove(&a) {
+                if let Some(send) = peer.announced.remove(&a) {
                     peer.streams.push_back(ClearedSend { send, slot: b, sent: 0 });
                 }
             }
             Some(FrameKind::Nack) => {
-                if let Some(send) = self.peers[from].asked.remove(&a) {
+                if let Some(send) = self.peers[from].announced.remove(&a) {
                     let error = length_mismatch(send.tag, members.me, send.bytes as u64, from, b, members);
                     send.message.complete(Err(error));
                     self.completed = true;

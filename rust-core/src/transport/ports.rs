@@ -148,8 +148,8 @@ struct Frame {
 struct Inbox {
     /// By sender.
     frames: Mutex<Vec<VecDeque<Frame>>>,
-    /// Their number, so that looking for frames where there are none takes no lock. Who adds a frame notifies the
-    /// mailbox afterwards, so a count that is read too early hides no frame for long.
+    /// Their number, so that looking for frames where there are none takes no lock. The thread that adds a frame
+    /// notifies the mailbox afterwards, so a frame that an early read misses is found soon.
     count: AtomicUsize,
 }
 

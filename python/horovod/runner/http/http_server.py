@@ -175,7 +175,7 @@ class KVStoreHTTPServer(ThreadingHTTPServer):
             nonce: The number.
 
         Returns:
-            Whether it is new.
+            ``True`` if it was not used before.
         """
         with self._lock:
             if not nonce or nonce in self._nonces:

@@ -135,7 +135,7 @@ class FilesystemStore(Store):
         """Return whether runs are saved.
 
         Returns:
-            Whether they are.
+            ``True`` if runs are saved.
         """
         return self._save_runs
 

@@ -48,7 +48,7 @@ def compare(variables: Sequence[Any], ranks: Sequence[int] | None, remedy: str) 
             # Created by the function that is being traced, so it has no value yet.
             return
     described = [(variable.shape.as_list(), variable.dtype.name) for variable in own]
-    replicas.tell(described, values, ranks, remedy)
+    replicas.report(described, values, ranks, remedy)
 
 
 def _sample(variable: tf.Variable) -> bytes:

@@ -391,13 +391,13 @@ def _of_batch(found: Mapping[str, Any]) -> tuple[list[Any] | None, list[tf.Tenso
             # different size.
             everywhere = core_ops.smd_all_reduce(tensor=whole, op="sum", group=groups.dp_group)
             by = everywhere / len(groups.members["dp"])
-        gradients = [None if each is None else _divided(each, by) for each in gradients]
-    return gradients, [_divided(each, whole) for each in tracked]
+        gradients = [None if each is None else _quotient(each, by) for each in gradients]
+    return gradients, [_quotient(each, whole) for each in tracked]
 
 
-def _divided(value: Any, by: tf.Tensor) -> Any:
+def _quotient(value: Any, by: tf.Tensor) -> Any:
     if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(_divided(value.values, by), value.indices, value.dense_shape)
+        return tf.IndexedSlices(_quotient(value.values, by), value.indices, value.dense_shape)
     return tf.math.divide_no_nan(value, tf.cast(by, value.dtype))
 
 

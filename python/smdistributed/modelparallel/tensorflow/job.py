@@ -32,7 +32,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         config: Keys of the configuration; those that the launcher gives take precedence.
 
     Raises:
-        SMPConfigError: A value is not acceptable, or the ranks cannot be divided that way.
+        SMPConfigError: A value is not acceptable, or the number of ranks does not fit the configuration.
         SMPUsageError: ``smp.init()`` was called before with another configuration.
 
     Examples:

@@ -191,7 +191,7 @@ class DistributedModel(nn.Module):
         """
         if self._placement is None:
             raise SMPUsageError(
-                "the model is divided in the first call of a `smp.step` function, which is still to come"
+                "the model is partitioned in the first call of a `smp.step` function, which is still to come"
             )
         return self._placement
 
@@ -270,11 +270,11 @@ class DistributedModel(nn.Module):
         groups, cfg, device = state.groups, state.cfg, current_device()
         self._run_deferred()
         if groups.dp_group is not None:
-            divided = shards(self.module)
+            sliced = shards(self.module)
             # Shards have the values of the first replica already.
             tensors = self._local_tensors() if self.sharded is None else list(self.local_buffers())
-            slices = [each for each in tensors if id(each) in divided]
-            others = [each for each in tensors if id(each) not in divided]
+            slices = [each for each in tensors if id(each) in sliced]
+            others = [each for each in tensors if id(each) not in sliced]
             with errors.translated(CLASSES):
                 materialize.broadcast(others, groups.dp_group, groups.members["dp"][0])
                 if groups.rdp_group is not None:
@@ -615,8 +615,6 @@ class DistributedModel(nn.Module):
         self.replicas.register_comm_hook(state, hook)
 
     _register_comm_hook = register_comm_hook
-
-    # Of tensor parallelism, which is not there yet: no module is divided itself.
 
     # Tensor parallelism.
 

@@ -73,7 +73,7 @@ fn save_partial(folder: &Path, tag: &str, text: &str, keep: Option<usize>) -> Re
 }
 
 #[test]
-fn what_is_not_a_checkpoint_of_the_same_kind_is_not_replaced() {
+fn only_a_checkpoint_of_the_same_kind_is_replaced() {
     type MakeForeign<'a> = &'a dyn Fn(&Path, &Path);
     let tensors = model();
     let plants: [(&str, MakeForeign<'_>); 9] = [
@@ -297,7 +297,7 @@ fn a_failing_rank_removes_its_files_and_reports_at_once() {
 }
 
 #[test]
-fn what_an_owner_holds_is_not_copied_a_second_time() {
+fn memory_with_an_owner_is_not_copied_a_second_time() {
     struct ForeignFolder(std::sync::mpsc::Sender<()>);
     impl Drop for ForeignFolder {
         fn drop(&mut self) {

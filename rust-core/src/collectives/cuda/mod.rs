@@ -193,12 +193,12 @@ impl Cuda {
         let in_flight = PendingWork::prepare(self, self.describe(first), context)?;
         let queued = device_comm.queue(&moved, own, Overlap::Unknown, false, timeout, self);
         let queued = queued.map_err(|error| self.explain(error, &|| self.describe(first)));
-        in_flight.depart(queued, own)
+        in_flight.mark(queued, own)
     }
 
     /// The work that the group has queued into `stream` so far.
     pub(super) fn in_flight(self: &Arc<Self>, during: &str, stream: &Stream) -> Result<PendingWork> {
-        PendingWork::prepare(self, during.to_owned(), stream.context())?.depart(Ok(()), stream)
+        PendingWork::prepare(self, during.to_owned(), stream.context())?.mark(Ok(()), stream)
     }
 
     /// The devices on which this member has communicators, the newest last.

@@ -204,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_nccl_lacks_is_refused_by_name() {
+    fn reductions_that_nccl_lacks_are_rejected_with_their_names() {
         let text = |dtype, op| reduction(&TensorView::empty(dtype), op).unwrap_err().to_string();
         assert_eq!(
             text(DType::Int32, ReduceOp::BitXor),

@@ -128,7 +128,7 @@ fn too_few_survivors_wait_for_others_or_end() {
 }
 
 #[test]
-fn who_does_not_come_back_is_ended() {
+fn a_worker_that_does_not_enter_the_next_session_is_stopped() {
     let mut job = TestJob::new(2, 1, 2);
     job.hosts("a:1\nb:1");
     job.enter(&[0, 1]);

@@ -93,7 +93,7 @@ pub(super) fn run(args: &ElasticArgs) -> Result<i32> {
         plan,
         ranks: HashSet::new(),
         start: Instant::now(),
-        asked: false,
+        is_stopping: false,
     };
     let result = supervisor.watch(&signals);
     drop(supervisor);
@@ -139,7 +139,7 @@ struct ElasticSupervisor {
     ranks: HashSet<usize>,
     start: Instant,
     /// A signal has asked the job to stop.
-    asked: bool,
+    is_stopping: bool,
 }
 
 impl ElasticSupervisor {
@@ -189,8 +189,8 @@ impl ElasticSupervisor {
     fn handle(&mut self, signal: i32) {
         match signal {
             libc::SIGCHLD | libc::SIGTSTP => {}
-            other if !self.asked => {
-                self.asked = true;
+            other if !self.is_stopping => {
+                self.is_stopping = true;
                 self.driver.stop_all(&format!("stopped by {}", signals::name(other)));
             }
             // A second Ctrl-C ends the job at once.

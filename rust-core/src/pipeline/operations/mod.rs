@@ -53,7 +53,7 @@ pub enum OperationRole {
     /// A placeholder for an argument of the step.
     Input,
     /// Returns the model's result on every rank.
-    HandsOut,
+    ModelResult,
     /// Any other operation.
     #[default]
     Computes,

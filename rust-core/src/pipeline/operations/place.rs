@@ -132,7 +132,7 @@ impl OperationPlacement {
         let operation = &operations.all()[number];
         match operation.role {
             OperationRole::Constant => return OperationPlace::Free,
-            OperationRole::Input | OperationRole::HandsOut => return OperationPlace::All,
+            OperationRole::Input | OperationRole::ModelResult => return OperationPlace::All,
             OperationRole::Computes => {}
         }
         let home = || operation.variables.iter().find_map(|&variable| self.variables[variable]);

@@ -1,7 +1,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::partition::{PartitionRequest, divide_layers};
+use crate::partition::{PartitionRequest, partition_layers};
 use crate::pipeline::schedule::Schedule;
 
 /// An operation with one result of 4 KiB that uses the first results of others.
@@ -39,7 +39,7 @@ fn chain() -> Vec<Operation> {
         in_layer("one", &[0], 0, 0, &[0]),
         in_layer("relu", &[1], 1, 1, &[]),
         in_layer("two", &[2], 2, 2, &[1]),
-        Operation { role: OperationRole::HandsOut, ..operation("out", &[3]) },
+        Operation { role: OperationRole::ModelResult, ..operation("out", &[3]) },
         operation("loss", &[4]),
         Operation { gradient_of: vec![3], ..operation("two_weights", &[2, 5]) },
         Operation { gradient_of: vec![3], ..operation("two_inputs", &[3, 5]) },
@@ -161,7 +161,7 @@ fn a_metrics_update_is_on_all_ranks_and_a_call_without_variables_in_one_place() 
 }
 
 #[test]
-fn what_a_gradient_has_the_forward_keep_is_computed_with_it() {
+fn operations_that_keep_values_for_a_gradient_are_placed_with_their_loop() {
     let mut rows = chain();
     // A list that is added to the loop "two" when its gradient is created.
     let mut list = operation("list", &[1]);
@@ -215,7 +215,7 @@ fn a_variable_is_read_when_the_microbatch_before_has_changed_it() {
         in_layer("read", &[], 1, 1, &[1]),
         in_layer("two", &[1, 2], 1, 1, &[]),
         in_layer("assign", &[3], 1, 1, &[1]),
-        Operation { role: OperationRole::HandsOut, ..operation("out", &[3]) },
+        Operation { role: OperationRole::ModelResult, ..operation("out", &[3]) },
         // The gradient uses the value that was read.
         Operation { gradient_of: vec![3], ..operation("two_inputs", &[2, 5]) },
     ];
@@ -279,24 +279,24 @@ fn operations_that_do_not_fit_together_are_refused() {
 fn layers_are_divided_by_what_their_operations_cost() {
     let operations = Operations::new(chain(), variables(2)).unwrap();
     let layers = ["one", "relu", "two"].map(str::to_owned);
-    let wish = PartitionRequest {
+    let request = PartitionRequest {
         partitions: 2,
         memory_weight: 0.8,
         microbatches: 4,
         active_microbatches: Some(4),
         schedule: Schedule::Simple,
     };
-    let (partitions, table) = divide_layers(&operations, &layers, wish).unwrap();
+    let (partitions, table) = partition_layers(&operations, &layers, request).unwrap();
     assert_eq!(partitions, [Some(0), None, Some(1)]);
     assert!(table.contains("one") && table.contains("two"), "{table}");
     // Layers that share a variable are on one partition.
     let mut rows = chain();
     rows[3].variables.push(0);
     let operations = Operations::new(rows, variables(2)).unwrap();
-    assert_eq!(divide_layers(&operations, &layers, wish).unwrap().0, [Some(0), None, Some(0)]);
+    assert_eq!(partition_layers(&operations, &layers, request).unwrap().0, [Some(0), None, Some(0)]);
     let plain = Operations::new(vec![operation("x", &[])], variables(0)).unwrap();
     assert_eq!(
-        divide_layers(&plain, &[], wish).unwrap_err().to_string(),
+        partition_layers(&plain, &[], request).unwrap_err().to_string(),
         "no layer of the model has variables: there is nothing to partition"
     );
 }
@@ -330,7 +330,7 @@ fn number_of(segments: &Segments<'_>, operation: usize) -> usize {
 
 /// The first layer prints, then the second one, then the body, on all ranks.
 #[test]
-fn other_ranks_are_told_of_effects_that_they_wait_for() {
+fn other_ranks_receive_signals_of_effects_that_they_wait_for() {
     let mut rows = chain();
     let print = |waits, row| Operation { has_effect: true, waits, outputs: vec![], ..row };
     rows.push(Operation { created: 10, ..print(vec![], in_layer("print", &[1], 0, 0, &[])) });
@@ -354,13 +354,13 @@ fn other_ranks_are_told_of_effects_that_they_wait_for() {
 
 /// Layers on partitions 0, 1 and 0; the gradients of both layers on 0 use the shape of the first layer's result.
 #[test]
-fn what_a_stage_is_asked_for_before_its_backward_is_not_in_the_schedules_place() {
+fn a_segment_whose_results_are_needed_before_its_backward_is_not_in_the_schedule() {
     let rows = vec![
         Operation { role: OperationRole::Input, ..operation("x", &[]) },
         in_layer("one", &[0], 0, 0, &[0]),
         in_layer("two", &[1], 1, 1, &[1]),
         in_layer("three", &[2], 2, 2, &[2]),
-        Operation { role: OperationRole::HandsOut, ..operation("out", &[3]) },
+        Operation { role: OperationRole::ModelResult, ..operation("out", &[3]) },
         operation("loss", &[4]),
         Operation { gradient_of: vec![1], ..operation("shape", &[1]) },
         Operation { gradient_of: vec![3], ..operation("three_inputs", &[3, 5, 6]) },
@@ -476,7 +476,7 @@ fn steps() -> impl Strategy<Value = (Vec<Operation>, Vec<Option<usize>>)> {
             }
         }
         let count = layers.len();
-        rows.push(Operation { role: OperationRole::HandsOut, ..operation("out", &[values[count]]) });
+        rows.push(Operation { role: OperationRole::ModelResult, ..operation("out", &[values[count]]) });
         let mut parts = vec![rows.len() - 1];
         for (number, _) in layers.iter().enumerate().filter(|(_, (_, _, extras))| extras.penalty) {
             rows.push(Operation { variables: vec![number], ..operation("penalty", &[]) });

@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_caller_leaves_undone_wakes_the_thread() {
+    fn a_caller_that_leaves_unfinished_work_wakes_the_thread() {
         let (gate, _connections, _data) = gate();
         gate.enter();
         gate.leave(|| false);

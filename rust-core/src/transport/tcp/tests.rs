@@ -127,7 +127,7 @@ fn frames_of_every_size_arrive(coverage: TagCoverage) {
 }
 
 #[test]
-fn who_does_not_know_the_secret_is_refused_and_says_so() {
+fn a_process_without_the_secret_is_rejected_and_reports_it() {
     let ends = ends(&[SECRET, SECRET, b"guess"], SHORT);
     assert!(push(&ends[2].port(2, 3), 0, 0, b"let me in"));
     let text = ends[2].closed();
@@ -159,7 +159,7 @@ fn a_caller_receives_instead_of_the_thread_and_the_thread_again_after_it() {
 }
 
 #[test]
-fn what_is_not_a_callers_is_left_to_the_thread_while_it_receives() {
+fn the_thread_handles_handshakes_and_timers_while_a_caller_receives() {
     // The first frame opens a connection, and its rank is introduced there; a broken connection has a timer.
     let ends = ends(&[SECRET; 2], SHORT);
     let receivers: Vec<Receiver<'_>> =

@@ -114,7 +114,7 @@ enum Departures {
 /// The state of a request to the store.
 enum Lookup {
     /// No answer yet: the server may have a value that a rank wrote before it departed.
-    Asked,
+    Requested,
     /// The key is not written yet.
     NotYet,
     Value(Vec<u8>),
@@ -272,7 +272,7 @@ impl Client {
     /// The ranks that have not joined; empty if the server does not answer.
     fn missing(&self) -> Vec<usize> {
         let now = Instant::now();
-        let answer = self.send(&ToServer::WhoIsMissing).and_then(|()| {
+        let answer = self.send(&ToServer::QueryMissing).and_then(|()| {
             self.wait("init()", now, now + LEAVE_TIMEOUT, &[], |state| state.missing.take().ok_or(Departures::Wait))
         });
         answer.unwrap_or_default().into_iter().map(|rank| rank as usize).collect()
@@ -477,17 +477,17 @@ impl Store for Client {
             let mut state = self.state.lock();
             state.next_ticket += 1;
             let ticket = state.next_ticket;
-            state.answers.insert(ticket, Lookup::Asked);
+            state.answers.insert(ticket, Lookup::Requested);
             ticket
         };
         let start = Instant::now();
         let during = format!("waiting for `{key}`");
-        let asked = self.send(&ToServer::Get { ticket, key: key.to_owned() });
-        let outcome = match asked {
+        let sent = self.send(&ToServer::Get { ticket, key: key.to_owned() });
+        let outcome = match sent {
             Ok(()) => {
                 self.wait(&during, start, start + timeout, waiting_for, |state| match state.answers.get_mut(&ticket) {
                     Some(Lookup::Value(value)) => Ok(std::mem::take(value)),
-                    Some(Lookup::Asked) => Err(Departures::Wait),
+                    Some(Lookup::Requested) => Err(Departures::Wait),
                     Some(Lookup::NotYet) | None => Err(Departures::Matter),
                 })
             }
@@ -520,18 +520,18 @@ type Connected = (TcpStream, SessionKeys, String, JobKey);
 fn connect(options: &ClientOptions, monitor: &Monitor, start: Instant) -> Result<Connected> {
     let mut pause = FIRST_PAUSE;
     let mut connect_time = FIRST_CONNECT_TIME;
-    let mut trouble = String::from("no server listens");
+    let mut problem = String::from("no server listens");
     // The first error says more than the following ones.
     let mut refusal = None;
     loop {
         let candidates = options.location.candidates().unwrap_or_else(|error| {
-            trouble = error;
+            problem = error;
             Vec::new()
         });
         for (address, key) in candidates {
             match try_address(&address, &key, options, connect_time) {
                 Ok(FoundServer::Rendezvous(stream, keys)) => return Ok((stream, keys, address, key)),
-                Ok(FoundServer::Unauthenticated) => trouble = format!("{address} belongs to another job"),
+                Ok(FoundServer::Unauthenticated) => problem = format!("{address} belongs to another job"),
                 Ok(FoundServer::OtherSecret) => {
                     if let RendezvousLocation::At { addresses, .. } = &options.location
                         && addresses.len() == 1
@@ -543,7 +543,7 @@ fn connect(options: &ClientOptions, monitor: &Monitor, start: Instant) -> Result
                     refusal = Some(format!("{address} does not accept this job's secret"));
                 }
                 Err(error) if error.kind() == ErrorKind::ConnectionRefused => {}
-                Err(error) => trouble = format!("{address}: {error}"),
+                Err(error) => problem = format!("{address}: {error}"),
             }
             if monitor.interrupted() {
                 return Err(Error::Interrupted { during: "init()".to_owned() });
@@ -553,8 +553,8 @@ fn connect(options: &ClientOptions, monitor: &Monitor, start: Instant) -> Result
             return Err(Error::Interrupted { during: "init()".to_owned() });
         }
         if Instant::now() >= options.deadline {
-            let trouble = refusal.unwrap_or(trouble);
-            let during = format!("init(): finding the rendezvous {} ({trouble})", options.location);
+            let problem = refusal.unwrap_or(problem);
+            let during = format!("init(): finding the rendezvous {} ({problem})", options.location);
             return Err(Error::Timeout { during, waited: start.elapsed(), missing: vec![0], limit: Limit::Init });
         }
         std::thread::sleep(pause);

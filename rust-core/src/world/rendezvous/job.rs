@@ -265,7 +265,7 @@ impl Job {
             ToServer::Forget { ticket } => session.forget(|waiter| waiter == (from, ticket)),
             ToServer::RemovePrefix { prefix } => session.remove_prefix(&prefix),
             ToServer::Release { prefix, members } => session.release(prefix, rank, members)?,
-            ToServer::WhoIsMissing => {
+            ToServer::QueryMissing => {
                 let missing = session.joins.iter().enumerate().filter(|(_, join)| join.is_none());
                 let ranks = missing.map(|(rank, _)| rank as u32);
                 self.outbox.push((from, ToClient::Missing { ranks: ranks.collect() }));

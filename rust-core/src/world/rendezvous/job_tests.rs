@@ -264,10 +264,10 @@ fn keys_that_all_members_release_are_removed() {
 }
 
 #[test]
-fn who_is_missing() {
+fn missing_ranks_are_listed() {
     let mut job = Job::new(3, NO_DEATH_CAUSE_TIMEOUT, 1);
     job.receive(1, join(1, 3)).unwrap();
-    job.receive(1, ToServer::WhoIsMissing).unwrap();
+    job.receive(1, ToServer::QueryMissing).unwrap();
     assert_eq!(take_sent(&mut job), ["1: Missing { ranks: [0, 2] }"]);
 }
 

@@ -92,7 +92,7 @@ pub enum ToServer {
     /// Removes the keys that start with `prefix`.
     RemovePrefix { prefix: String },
     /// Asks which ranks have not joined.
-    WhoIsMissing,
+    QueryMissing,
     /// The rank has failed; it may still announce its departure.
     Fail { message: String },
     /// The rank leaves in good order.
@@ -123,7 +123,7 @@ pub enum ToClient {
     /// The key of [`ToServer::Get`] is not written yet. A rank whose departure was reported before this did not write
     /// it.
     NotYet { ticket: u64 },
-    /// The answer to [`ToServer::WhoIsMissing`].
+    /// The answer to [`ToServer::QueryMissing`].
     Missing { ranks: Vec<u32> },
     /// Another rank departed.
     Notice { rank: u32, departure: Departure },
@@ -180,7 +180,7 @@ mod tests {
             ".{0,40}".prop_map(|prefix| ToServer::RemovePrefix { prefix }),
             ".{0,40}".prop_map(|message| ToServer::Fail { message }),
             ".{0,40}".prop_map(|worker| ToServer::Enter { worker }),
-            Just(ToServer::WhoIsMissing),
+            Just(ToServer::QueryMissing),
             Just(ToServer::Depart),
             (".{0,40}", any::<u32>()).prop_map(|(prefix, members)| ToServer::Release { prefix, members }),
             any::<Vec<u64>>().prop_map(|calls| ToServer::Counters(Snapshot { calls, ..Snapshot::default() })),

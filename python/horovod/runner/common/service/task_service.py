@@ -302,7 +302,7 @@ class BasicTaskClient(network.BasicClient):
     def stream_command_output(
         self, stdout: TextIO | None = None, stderr: TextIO | None = None
     ) -> tuple[threading.Thread | None, threading.Thread | None]:
-        """Pass on what the command prints, in threads, until it ends.
+        """Copy the output of the command, in threads, until it ends.
 
         If the connection breaks, the command is aborted. The call may precede the start of the command. The thread of
         an output that is not captured ends with the start.
