@@ -183,8 +183,8 @@ mod ffi {
     enum VoteResult {
         Planned,
         ByName,
-        Make,
-        Forget,
+        CreateReducers,
+        DropReducers,
     }
 
     /// `smd_core::reducer::Record`.

@@ -1,4 +1,4 @@
-//! What every call of C++ enters the core through (BRG-2): [`guard`], or [`guard_or`] where C++ cannot take an error. A test
+//! The wrappers of every call of C++ into the core (BRG-2): [`guard`], or [`guard_or`] where C++ cannot take an error. A test
 //! reads the bridge and fails on a function that begins with neither.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -51,8 +51,8 @@ impl Ballot {
             Ok(match self.0.result()? {
                 VoteResult::Planned => ffi::VoteResult::Planned,
                 VoteResult::ByName => ffi::VoteResult::ByName,
-                VoteResult::Make => ffi::VoteResult::Make,
-                VoteResult::Forget => ffi::VoteResult::Forget,
+                VoteResult::CreateReducers => ffi::VoteResult::CreateReducers,
+                VoteResult::DropReducers => ffi::VoteResult::DropReducers,
             })
         })
     }

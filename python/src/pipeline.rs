@@ -157,7 +157,7 @@ pub fn timeline_stage(
         trace::complete(name, Track::Stage(stage), start, end, Some(("microbatch", microbatch)));
         for from in takes {
             // Follows its forward, with the same start: `smdrun report` treats both as one.
-            trace::complete(trace::TAKES, Track::Stage(stage), start, start, Some((trace::TAKES_FROM, from)));
+            trace::complete(trace::STAGE_INPUT, Track::Stage(stage), start, start, Some((trace::INPUT_STAGE, from)));
         }
         Ok(())
     })

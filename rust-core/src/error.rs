@@ -161,7 +161,7 @@ pub enum Error {
     PeerFailed {
         /// Global rank of the peer.
         rank: usize,
-        /// What happened to it: `died`, `left the job`, `failed: ...`.
+        /// The event: `died`, `left the job`, `failed: ...`.
         how: String,
         /// Global rank of the process that reports the error.
         me: usize,

@@ -365,7 +365,7 @@ fn a_member_that_breaks_the_protocol_is_out_and_the_others_hear_of_it() {
         while !is_hung_up(&mut stream) {}
         if bad == "replayed" {
             let error = join(server.address(), 0, 2).map(drop).unwrap_err();
-            assert!(error.to_string().contains("frame 0 came where frame 1 belongs"), "{error}");
+            assert!(error.to_string().contains("frame 0 arrived instead of frame 1"), "{error}");
         }
         // A new pair can still meet: the server is unharmed. Rank 1 comes first, back from the dead.
         let address = server.address();

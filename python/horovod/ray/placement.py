@@ -1,4 +1,4 @@
-"""Where Ray places the workers of a job with a fixed number of them."""
+"""Placement of the workers of a Ray job with a fixed number of workers."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def check_predivide(gradient_predivide_factor: float, op: int) -> None:
 
 @dataclass
 class Reduction:
-    """How gradients are reduced; the arguments are those of the optimizers and the tape."""
+    """The reduction of gradients; the arguments are those of the optimizers and the tape."""
 
     device_dense: str = ""
     device_sparse: str = ""

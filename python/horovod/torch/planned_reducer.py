@@ -33,7 +33,7 @@ from smdistributed.dataparallel.bucket_size import bucket_bytes
 _REDUCTIONS = {Compression.none: 0, Compression.fp16: 1, Compression.bf16: 2}
 _READY_BY_NAME, _NO_REDUCER, _CREATING = range(3)
 UNKNOWN = -1
-PLANNED, BY_NAME, MAKE, FORGET = range(4)
+PLANNED, BY_NAME, CREATE_REDUCERS, DROP_REDUCERS = range(4)
 _DEVICE_TYPES = ("cpu", "cuda")
 # Types that a compression leaves unchanged. It casts other half types, which planned reductions cannot do.
 _KEPT = {Compression.fp16: torch.float16, Compression.bf16: torch.bfloat16}
@@ -309,7 +309,7 @@ class PlannedReducer:
                 return []
             with self.lock:
                 taken = list(self._taken)
-                if self.vote_result == MAKE:
+                if self.vote_result == CREATE_REDUCERS:
                     self._create_reducer()
                 else:
                     # With a reducer, gradients wait for the result of the vote. Without one they are reduced at once.

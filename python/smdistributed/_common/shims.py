@@ -76,7 +76,7 @@ class ShimError(ImportError):
 
 @dataclass(frozen=True)
 class Framework:
-    """What a shim is compiled against.
+    """The framework that a shim is compiled against.
 
     Attributes:
         name: ``torch`` or ``tensorflow``.

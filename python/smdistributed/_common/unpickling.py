@@ -159,12 +159,12 @@ class _Plain(pickle.Unpickler):
 
 
 class _Trust(enum.Enum):
-    """What a pickle may do with a class or function."""
+    """The ways in which a pickle may use a class or function."""
 
     CALL = enum.auto()
-    """It may be called, and its objects are restored by their own ``__setstate__``."""
+    """The class or function may be called, and its objects are restored by their own ``__setstate__``."""
     NAME = enum.auto()
-    """It may be an argument of a call."""
+    """The class or function may be an argument of a call."""
     DATA = enum.auto()
     """A class whose objects get back their attributes without a call of any of its methods."""
 

@@ -1,4 +1,4 @@
-"""How a step function that is a class attribute is called."""
+"""Step functions that are attributes of a class."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ const ENDING: &str = ".smd-attempt";
 /// bounds.
 const POLL_INTERVAL_BOUNDS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(50));
 
-/// What an attempt saves, and which ranks take part. All fields except `rank` are equal on all ranks.
+/// The contents of an attempt, and the ranks that take part. All fields except `rank` are equal on all ranks.
 #[derive(Clone, Debug)]
 pub struct SaveSpec {
     /// The directory of checkpoints.

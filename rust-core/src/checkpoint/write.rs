@@ -63,7 +63,7 @@ impl SourceSlice {
     }
 }
 
-/// What one rank saves.
+/// The data that one rank saves.
 #[derive(Default)]
 pub struct RankSave {
     /// Its tensors.

@@ -42,7 +42,7 @@ struct CheckpointPath {
     tag: Option<String>,
 }
 
-/// What `smdrun checkpoint` prints.
+/// The output of `smdrun checkpoint`.
 pub(super) fn run(args: &CheckpointArgs) -> Result<String> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     match &args.what {

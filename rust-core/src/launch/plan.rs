@@ -66,7 +66,7 @@ pub(super) struct PlanArgs {
     width: u32,
 }
 
-/// What `smdrun plan` prints.
+/// The output of `smdrun plan`.
 pub(super) fn show(args: &PlanArgs) -> Result<String> {
     let schedule: Schedule = args.pipeline.parse()?;
     let (ranks, stages) = (args.partitions as usize, args.stages_per_rank as usize);

@@ -1,4 +1,4 @@
-//! What each rank has done so far, in numbers: for Prometheus (`SMD_METRICS`), `smdrun --summary` and `smdrun top`.
+//! Counters of each rank: for Prometheus (`SMD_METRICS`), `smdrun --summary` and `smdrun top`.
 //!
 //! ```text
 //!   operations ──add──> Counters, in a memfd ──read──> /proc/<pid>/fd/<n>: smdrun top, the host's first rank
@@ -174,7 +174,7 @@ fn place(kind: Kind) -> Option<usize> {
         Kind::Barrier => 8,
         Kind::Window => 9,
         Kind::Adasum => 10,
-        // What follows them is counted.
+        // Later ones are counted.
         Kind::AllGatherRows | Kind::AllToAllRows | Kind::Presence | Kind::Poison => return None,
     })
 }

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::pipeline::{
     Action, ActionKind, Costs, Edge, Graph, LinkCost, Program, Stage, TaskSpan, Timeline, grid, simulate, svg,
 };
-use crate::trace::{SYNCHRONOUS, TAKES, TAKES_FROM};
+use crate::trace::{INPUT_STAGE, STAGE_INPUT, SYNCHRONOUS};
 
 /// Shows a step of a pipeline from a timeline that was written with `SMD_TIMELINE`, beside its simulation.
 #[derive(Debug, Parser)]
@@ -83,7 +83,7 @@ impl StageRecord {
     }
 }
 
-/// What `smdrun report` prints.
+/// The output of `smdrun report`.
 pub(crate) fn show(args: &ReportArgs) -> Result<String> {
     let text_of_trace = std::fs::read_to_string(&args.trace)
         .map_err(|error| Error::io(format!("reading `{}`", args.trace.display()), error))?;
@@ -155,7 +155,7 @@ fn steps(text: &str) -> BTreeMap<usize, Vec<RecordedStep>> {
         }
         let number = |key| line.args.get(key).and_then(serde_json::Value::as_u64);
         let (start, end) = ((line.ts * 1e3) as u64, ((line.ts + line.dur) * 1e3) as u64);
-        if let (TAKES, Some(from)) = (line.name.as_str(), number(TAKES_FROM)) {
+        if let (STAGE_INPUT, Some(from)) = (line.name.as_str(), number(INPUT_STAGE)) {
             records.entry(line.pid).or_default().push((line.tid, StageRecord::Takes { from, at: start }));
         }
         let kind = match line.name.as_str() {
@@ -430,13 +430,14 @@ mod tests {
                 };
                 line(rank, &span("forward", 10, "\"microbatch\":0"));
                 if rank > 0 {
-                    line(rank, &span(TAKES, 0, &format!("\"{TAKES_FROM}\":0")));
+                    line(rank, &span(STAGE_INPUT, 0, &format!("\"{INPUT_STAGE}\":0")));
                 }
             }
         }
         let beside = shown(&text, "beside", &["--width", "2"]).unwrap();
         assert!(beside.ends_with("simulated from mean times: 0.020 ms, bubble 50.0 %\n0 0.\n1 .0\n2 .0\n"), "{beside}");
-        let chain: String = text.lines().filter(|line| !line.contains(TAKES)).map(|line| format!("{line}\n")).collect();
+        let chain: String =
+            text.lines().filter(|line| !line.contains(STAGE_INPUT)).map(|line| format!("{line}\n")).collect();
         let chain = shown(&chain, "unsaid", &["--width", "3"]).unwrap();
         assert!(chain.contains("simulated from mean times: 0.030 ms"), "{chain}");
     }

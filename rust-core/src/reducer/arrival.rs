@@ -77,7 +77,7 @@ pub struct ReadyGradient {
 
 /// Drives the steps of one reducer by the arrival of gradients.
 pub struct ArrivalDriver {
-    /// What the gradients belong to, for messages; the same text on all ranks.
+    /// The owner of the gradients, for messages; the same text on all ranks.
     what: String,
     reducer: OnceLock<Arc<Reducer>>,
     /// Time of the last event.

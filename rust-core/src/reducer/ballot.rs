@@ -49,9 +49,9 @@ pub enum VoteResult {
     /// The round is reduced by name.
     ByName,
     /// The round is reduced by name, and all ranks create reducers ([`Ballot::token`]).
-    Make,
+    CreateReducers,
     /// The round is reduced by name, and ranks that have a reducer drop it, because others have none.
-    Forget,
+    DropReducers,
 }
 
 /// This rank's vote, and the result once it is known.
@@ -209,8 +209,8 @@ fn result_of(votes: &[u64]) -> VoteResult {
     match () {
         () if !same || any(Readiness::ByName) || any(Readiness::Creating) => VoteResult::ByName,
         () if all(Readiness::Ready) => VoteResult::Planned,
-        () if all(Readiness::NoReducer) => VoteResult::Make,
-        () => VoteResult::Forget,
+        () if all(Readiness::NoReducer) => VoteResult::CreateReducers,
+        () => VoteResult::DropReducers,
     }
 }
 
@@ -340,8 +340,8 @@ mod tests {
             result_of(&votes.iter().map(|(what, readiness)| number(what, *readiness)).chain([7]).collect::<Vec<_>>())
         };
         assert_eq!(of(&[("a", Ready), ("a", Ready)]), VoteResult::Planned);
-        assert_eq!(of(&[("a", NoReducer), ("a", NoReducer)]), VoteResult::Make);
-        assert_eq!(of(&[("a", Ready), ("a", NoReducer), ("a", Ready)]), VoteResult::Forget);
+        assert_eq!(of(&[("a", NoReducer), ("a", NoReducer)]), VoteResult::CreateReducers);
+        assert_eq!(of(&[("a", Ready), ("a", NoReducer), ("a", Ready)]), VoteResult::DropReducers);
         assert_eq!(of(&[("a", Ready), ("a", ByName)]), VoteResult::ByName);
         assert_eq!(of(&[("a", Ready), ("b", Ready)]), VoteResult::ByName);
         assert_eq!(of(&[("a", Ready), ("a", Creating)]), VoteResult::ByName);

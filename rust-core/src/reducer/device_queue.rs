@@ -126,7 +126,7 @@ struct QueuedBucket {
     /// The reductions.
     targets: Vec<TensorView>,
     unpack: Option<PackedGradients>,
-    /// What runs on the device at the same time.
+    /// Whether other work runs on the device at the same time.
     overlap: Overlap,
     /// Called when the device is done, if the caller waits for that.
     held: bool,

@@ -117,7 +117,7 @@ pub(super) struct BucketTimes {
     pub(super) submitted: u64,
 }
 
-/// What the reducer does next: decided under the lock, performed without it.
+/// The next action of the reducer: decided under the lock, performed without it.
 pub(super) enum ReducerAction {
     Nothing,
     /// All-reduces a bucket: the step, the bucket, the plan, the offset in the window, the element type and the

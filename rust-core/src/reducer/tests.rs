@@ -295,7 +295,7 @@ fn a_backward_abandoned_after_its_last_gradient_leaves_nothing_behind() {
 
 #[test]
 fn a_backward_fails_on_all_ranks_if_a_reducer_was_given_up_before_its_end() {
-    // What `finish` does when a signal interrupts it, and the caller's message.
+    // As `finish` does when a signal interrupts it, with the caller's message.
     let rank = |me: usize, communicator: Arc<Communicator>| {
         let reducer = Reducer::new(communicator.clone(), params(), options()).unwrap();
         let order: Vec<usize> = (0..PARAMS).rev().collect();

@@ -127,7 +127,7 @@ impl HostMap {
     }
 }
 
-/// What collective algorithms know of a group on several hosts.
+/// A group on several hosts, as collective algorithms see it.
 pub struct Hosts {
     pub(crate) map: HostMap,
     /// The shared memory of this host's members.

@@ -257,7 +257,7 @@ impl<L: Link> Mailbox<L> {
         while let Some(header) = peer.replies.front() {
             // SAFETY: replies have no payload.
             if !unsafe { self.link.push(to, *header, std::ptr::null()) } {
-                // These are sent first: a withdrawal must come before the next announcement (MBX-2).
+                // Replies are sent first: a withdrawal must come before the next announcement (MBX-2).
                 return;
             }
             peer.replies.pop_front();

@@ -75,5 +75,5 @@ class HorovodRunTaskClient(task_service.BasicTaskClient):
         super().__init__(name, task_addresses, key, verbose, match_intf, probe_timeout, attempts)
 
     def task_to_task_address_check_completed(self) -> None:
-        """It has been found."""
+        """Report that the check of addresses between tasks is complete."""
         self._send(TaskToTaskAddressCheckFinishedSignal())

@@ -1,4 +1,4 @@
-"""Where estimators keep intermediate data and checkpoints.
+"""Stores of intermediate data and checkpoints of estimators.
 
 A path of a store is a URI, which Spark and pyarrow understand. Local files need nothing more, other file systems
 ``fsspec`` with the package for their scheme, and HDFS the ``libhdfs`` of a Hadoop installation.

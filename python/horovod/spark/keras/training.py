@@ -18,7 +18,7 @@ from horovod.spark.common.reader import Shard
 
 @dataclass
 class Task:
-    """What a rank trains.
+    """The model and the data that a rank trains.
 
     Attributes:
         package: ``keras`` or ``tf_keras``.

@@ -17,7 +17,7 @@ const CHUNK_BYTES: usize = 256 << 10;
 /// From this size on, a member writes received blocks with streaming stores: they would not fit into its caches.
 const STREAM_BYTES: usize = 8 << 20;
 
-/// What one member sends and receives.
+/// The blocks that one member sends and receives.
 struct ExchangePlan<'a> {
     /// The blocks that it sends: one for all members, or one for each.
     gives: ExchangeInput<'a>,

@@ -120,7 +120,7 @@ impl Comm {
         match self.interruptible(check, || self.call("closing a group", finalize)) {
             Ok(()) => {
                 free(&self.operations.lock(), self.context, |functions| functions.ncclCommDestroy);
-                // These have run no operation that other members wait for.
+                // These communicators have run no operation that other members wait for.
                 self.stop.abort();
                 self.parent.abort();
             }

@@ -232,7 +232,7 @@ impl ElasticSupervisor {
         }
         for (id, exit) in ended {
             self.server.report_worker_death(&name(id), &exit.to_string());
-            // What has ended may be the `ssh` of a worker that lives and waits for a rank.
+            // The process that has ended may be the `ssh` of a worker that lives and waits for a rank.
             self.server.remove(&name(id), GIVEN_UP);
             let Some(worker) = self.workers.remove(&id) else { continue };
             let failure = (!exit.success()).then(|| describe(&worker, exit));

@@ -70,7 +70,7 @@ pub enum FrameError {
         limit: usize,
     },
     /// A frame was replayed, dropped or reordered.
-    #[error("frame {got} came where frame {expected} belongs")]
+    #[error("frame {got} arrived instead of frame {expected}")]
     OutOfOrder {
         /// The frame's number.
         got: u64,

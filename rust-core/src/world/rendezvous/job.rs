@@ -28,7 +28,7 @@ pub type ConnectionId = u64;
 /// Largest number of bytes in the store of one session.
 const MAX_STORE_BYTES: usize = 1 << 28;
 
-/// What to do with the connection of a message.
+/// The action for the connection of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Disposition {
     /// Keep it open.
@@ -78,7 +78,7 @@ pub enum JobEvent {
     Lost {
         /// The worker.
         worker: String,
-        /// What was noticed.
+        /// A description of the event.
         detail: String,
     },
 }
@@ -393,7 +393,7 @@ impl Job {
         if let Some(first) = &session.joins[rank] {
             let reason =
                 format!("{place} came after process {} on host {} as the same rank", first.pid, first.hostname);
-            // It may be a stray process of an earlier run, so the other ranks do not fail.
+            // The newer one may be a process left from an earlier run, so the other ranks do not fail.
             return self.refuse(from, rank, reason, false);
         }
         session.members[rank] = Some(from);

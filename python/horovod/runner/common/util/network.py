@@ -43,7 +43,7 @@ Addresses = dict[str, list[tuple[str, int]]]
 
 
 class PingRequest:
-    """Asks which service answers."""
+    """A request for the name of the service."""
 
 
 class NoValidAddressesFound(Exception):  # noqa: N818 - the documented name
@@ -51,7 +51,7 @@ class NoValidAddressesFound(Exception):  # noqa: N818 - the documented name
 
 
 class PingResponse:
-    """Names the service that answers.
+    """The name of the service that answers.
 
     Args:
         service_name: Name of the service.
@@ -64,11 +64,11 @@ class PingResponse:
 
 
 class AckResponse:
-    """Says that the request is done."""
+    """The answer that the request is done."""
 
 
 class AckStreamResponse(AckResponse):
-    """Says that the request is done, and that a stream of text follows. A handler returns both as a pair."""
+    """The answer that the request is done, and that a stream of text follows. A handler returns both as a pair."""
 
 
 class _Failure:
@@ -132,9 +132,9 @@ class Wire:
             EOFError: The peer is gone.
             RuntimeError: The peer does not know the secret.
         """
-        return pickle.loads(self.read_proved(rfile, kind))
+        return pickle.loads(self.read_authenticated(rfile, kind))
 
-    def read_proved(self, rfile: BufferedIOBase, kind: bytes = b"") -> bytes:
+    def read_authenticated(self, rfile: BufferedIOBase, kind: bytes = b"") -> bytes:
         """Receive an object without unpickling it.
 
         Args:
@@ -148,10 +148,10 @@ class Wire:
             EOFError: The peer is gone.
             RuntimeError: The peer does not know the secret.
         """
-        (length,) = _LENGTH.unpack(self._proved(rfile, _LENGTH.size, kind + b" length "))
-        return self._proved(rfile, length, kind + b" message ")
+        (length,) = _LENGTH.unpack(self._read_checked(rfile, _LENGTH.size, kind + b" length "))
+        return self._read_checked(rfile, length, kind + b" message ")
 
-    def _proved(self, rfile: BufferedIOBase, count: int, what: bytes) -> bytes:
+    def _read_checked(self, rfile: BufferedIOBase, count: int, what: bytes) -> bytes:
         """Read `count` bytes, and check the digest before them."""
         digest = _exactly(rfile, secret.DIGEST_LENGTH_BYTES)
         message = _exactly(rfile, count)
@@ -175,7 +175,7 @@ def _piece(number: int) -> bytes:
 def _receive_text(wire: Wire, rfile: BufferedIOBase, stream: TextIO | None) -> None:
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for number in itertools.count():
-        piece = wire.read_proved(rfile, _piece(number))
+        piece = wire.read_authenticated(rfile, _piece(number))
         if stream is not None:
             stream.write(decoder.decode(piece, final=not piece))
             stream.flush()
@@ -222,7 +222,7 @@ class BasicService:
                 connection.wfile.write(challenge)
                 theirs = _exactly(connection.rfile, _CHALLENGE_BYTES)
                 wire = Wire(self._key, challenge + theirs + self._service_name.encode())
-                message = wire.read_proved(connection.rfile, b"request")
+                message = wire.read_authenticated(connection.rfile, b"request")
                 connection.connection.settimeout(None)
             except Exception:
                 # The client could not authenticate itself or has disconnected; nothing that it sent was unpickled.

@@ -30,7 +30,7 @@ from smdistributed.modelparallel.tensorflow.tracing.gradient_tracking import Gra
 
 @dataclass(frozen=True)
 class Label:
-    """Where an operation was created.
+    """The part of the program that created an operation.
 
     Attributes:
         inside: Whether it was created in a call of the model.

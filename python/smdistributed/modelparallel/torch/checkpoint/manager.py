@@ -168,12 +168,12 @@ class CheckpointManager:
         """
         self.wait()
 
-        def look() -> str | None:
+        def find_newest() -> str | None:
             with errors.translated(_CLASSES):
                 return _core.checkpoint_newest(self.path)
 
         what = f"the checkpoints in `{self.path}` could not be listed"
-        return raise_on_all_ranks(look, CommGroup.WORLD, what, lambda newest: newest)
+        return raise_on_all_ranks(find_newest, CommGroup.WORLD, what, lambda newest: newest)
 
     def load(
         self,
@@ -206,7 +206,7 @@ class CheckpointManager:
         model = _model()
         what = f"the checkpoint {'' if tag is None else f'{tag!r} '}in `{self.path}` could not be loaded"
 
-        def look() -> tuple[Any, Any, dict[str, tuple[str, list[int]]], Any]:
+        def open_checkpoint() -> tuple[Any, Any, dict[str, tuple[str, list[int]]], Any]:
             with errors.translated(_CLASSES):
                 reader = _core.CheckpointReader(self.path, tag)
                 if reader.kind != "sharded":
@@ -219,7 +219,7 @@ class CheckpointManager:
             return reader, layout, found, json_codec.decode(user, lambda name: self._read(reader, found, [name])[name])
 
         reader, layout, found, user = raise_on_all_ranks(
-            look, CommGroup.WORLD, what, lambda seen: (seen[0].tag, seen[0].step)
+            open_checkpoint, CommGroup.WORLD, what, lambda seen: (seen[0].tag, seen[0].step)
         )
         if not model.is_partitioned and layout.get("pp") == len(state.groups.members["pp"]):
             model._set_assignment(layout["assignment"])

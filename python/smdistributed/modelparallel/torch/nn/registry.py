@@ -29,7 +29,7 @@ _ARGUMENTS = "_smp_arguments"
 
 @dataclass(frozen=True)
 class Registration:
-    """How modules of one class are replaced.
+    """The replacement of the modules of one class.
 
     Attributes:
         dist_module: The class of the replacement.

@@ -16,8 +16,8 @@
 //!   result from its carry, which exists only after every span has added its values.
 //! - CHN-3: an owner touches the parts of a piece only after the piece was released ([`ChannelOwner::work`]), because
 //!   the other members have not written their values before. Carries may arrive earlier, in memory of their own.
-//! - CHN-4: a member that is alone on its host uses no part where its values and the place of the result are known: it
-//!   sends the values from where they are, if they are a carry already, and receives the result where it wants it.
+//! - CHN-4: a member that is alone on its host uses no part if the addresses of its values and of the result are known. It
+//!   sends the values from their own memory, if they are a carry already, and receives the result in its output.
 //! - CHN-5: an owner that begins the chain of a piece has at most [`DEPTH`] pieces under way whose results it awaits.
 //!   The other owners have posted as many receives, so frames go to the memory of their receives.
 
@@ -88,7 +88,7 @@ pub(super) struct Chain<'a> {
     pub(super) to_parts: bool,
 }
 
-/// What an owner receives piece by piece: the carry for one of its host's spans, or results.
+/// Messages that an owner receives piece by piece: the carry for one of its host's spans, or results.
 struct CarryStream {
     kind: ChainKind,
     /// The sender; none for the carry of the first span.
