@@ -5,13 +5,13 @@
 // same operations in the same order.
 //
 // - TF-1: order. Operations are stateful, so nothing removes, merges or folds one. In a `tf.function`, TensorFlow
-// chains stateful operations that take no resource in the order in which the body names them, each waiting for the one
-// before it, and so it does with calls of functions, branches and loops, unless these take a resource such as a
-// variable: they are ordered after other users of that resource only. `tensorflow/ordering.py` puts those which contain
-// operations of this library into the chain. In a graph of TensorFlow 1 nothing is chained: there the script orders by control
-// dependencies, or by values. Operations with a name (SmdNamed..) are not stateful and have no order: ranks find each
-// other's by name. Horovod's operations have names, too, and are stateful: `horovod/tensorflow/mpi_ops.py` takes them
-// out of the chain.
+//   chains stateful operations that take no resource in the order in which the body names them, each waiting for the
+//   one before it, and so it does with calls of functions, branches and loops, unless these take a resource such as a
+//   variable: they are ordered after other users of that resource only. `tensorflow/ordering.py` puts those which
+//   contain operations of this library into the chain. In a graph of TensorFlow 1 nothing is chained: there the script
+//   orders by control dependencies, or by values. Operations with a name (SmdNamed..) are not stateful and have no
+//   order: ranks find each other's by name. Horovod's operations have names, too, and are stateful:
+//   `horovod/tensorflow/mpi_ops.py` takes them out of the chain.
 
 #include <cstdint>
 

@@ -73,8 +73,8 @@ void GradientCall::give(std::size_t position, std::size_t param) {
     const auto filled = checked([&] { lease->fill(made); });
     if (!filled.ok()) return answer(position, filled, nullptr);
   } else {
-    // The gradient is used where it is: it lies in its slot, all slots are in use, the reducer does not exist yet, or it
-    // is on a device and reduced in place.
+    // The gradient is used where it is: it lies in its slot, all slots are in use, the reducer does not exist yet, or
+    // it is on a device and reduced in place.
     Tensor* output = nullptr;
     auto status = context_->forward_input_or_allocate_output({index}, index, input.shape(), &output);
     if (status.ok() && output->data() != input.data()) {

@@ -321,8 +321,8 @@ fn checkpoint_verify_file(py: Python<'_>, path: PathBuf) -> PyResult<()> {
     enter(py, || checkpoint::verify_file(&path))
 }
 
-/// Returns which parts of the tensors that `replica` holds it writes: the tensor's index and, unless it writes all rows,
-/// the first row and the number of rows. Each entry of `tensors` is the length along the first axis (`None` for a
+/// Returns which parts of the tensors that `replica` holds it writes: the tensor's index and, unless it writes all
+/// rows, the first row and the number of rows. Each entry of `tensors` is the length along the first axis (`None` for a
 /// scalar), the size in bytes, and whether all replicas hold the tensor.
 #[pyfunction]
 fn checkpoint_shares(tensors: Vec<(Option<u64>, u64, bool)>, replica: usize, replicas: usize) -> Vec<ShareRow> {

@@ -66,7 +66,7 @@ fn check_signals() -> bool {
         return false;
     }
     LAST_SIGNAL_CHECK.set(Some(now));
-    // The interpreter is shutting down and cannot be asked.
+    // The interpreter is shutting down and cannot be called.
     let Some(Err(raised)) = Python::try_attach(|py| py.check_signals()) else { return false };
     RAISED.set(Some(raised));
     true

@@ -14,9 +14,9 @@ use crate::enter::enter;
 
 /// A value that a task computes: its bytes, and whether it requires a gradient.
 type ProducedRow = (u64, bool);
-/// A task: its rank and level; its inputs, the tasks that it follows and its outputs; the costs of its forward, its gradients of inputs and its
-/// gradients of weights; and the bytes that it keeps from the forward to the gradients of inputs, and from there to
-/// those of weights.
+/// A task: its rank and level; its inputs, the tasks that it follows and its outputs; the costs of its forward, its
+/// gradients of inputs and its gradients of weights; and the bytes that it keeps from the forward to the gradients of
+/// inputs, and from there to those of weights.
 type TaskRow = (usize, usize, Vec<usize>, Vec<usize>, Vec<ProducedRow>, (u64, u64, u64), (u64, u64));
 /// A stage's attributes in the order of `modelparallel.torch.runtime.stage_graph.Stage`.
 type Edges = BTreeMap<usize, Vec<usize>>;
@@ -37,8 +37,9 @@ impl PipelineLayout {
         Self { layout: StageGraph::new() }
     }
 
-    /// Adds tasks after the existing ones: for each its rank and level, its inputs, the earlier tasks that it
-    /// follows without using their values, for its outputs the bytes and whether they require gradients, its costs, and the bytes that it keeps. Returns the numbers of their stages.
+    /// Adds tasks after the existing ones: for each its rank and level, its inputs, the earlier tasks that it follows
+    /// without using their values, for its outputs the bytes and whether they require gradients, its costs, and the
+    /// bytes that it keeps. Returns the numbers of their stages.
     fn extend(&mut self, py: Python<'_>, tasks: Vec<TaskRow>, early: bool) -> PyResult<Vec<usize>> {
         let tasks = tasks.into_iter().map(task).collect();
         enter(py, || self.layout.extend(tasks, early).map(Iterator::collect))

@@ -140,7 +140,7 @@ fn barrier(py: Python<'_>, group: u64) -> PyResult<()> {
     with(py, "barrier", |session| session.communicator(group)?.run(&Request::Barrier))
 }
 
-/// Tells the job that this rank failed with `message`; waits of the others end with it. Does nothing without a
+/// Reports to the job that this rank failed with `message`; waits of the others end with it. Does nothing without a
 /// session.
 #[pyfunction]
 fn report_failure(py: Python<'_>, message: &str) -> PyResult<()> {
@@ -252,8 +252,8 @@ fn begin_step(py: Python<'_>, name: &str) -> PyResult<()> {
     })
 }
 
-/// Initialises MPI in all processes of a job that an MPI launcher started, unless the script has. Every rank calls it. Returns
-/// whether any thread may call MPI.
+/// Initialises MPI in all processes of a job that an MPI launcher started, unless the script has. Every rank calls it.
+/// Returns whether any thread may call MPI.
 #[pyfunction]
 fn start_mpi(py: Python<'_>) -> PyResult<bool> {
     with(py, "start_mpi", |session| session.start_mpi(Instant::now() + config::INIT_TIMEOUT_SECONDS.seconds()?))

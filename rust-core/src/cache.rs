@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_of_ones_own_stands_in_for_an_open_one() {
+    fn a_private_folder_replaces_a_folder_that_others_can_write() {
         let scratch = Scratch::new("instead");
         let (open, own) = (scratch.folder("open", 0o777), scratch.0.join("own"));
         let chosen = choose(Some(open.clone()), own.clone(), true).unwrap();
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_of_ones_own_stands_in_for_none_and_for_one_that_cannot_be_made() {
+    fn a_private_folder_replaces_a_missing_home_folder_and_one_that_cannot_be_created() {
         let scratch = Scratch::new("none");
         let own = scratch.0.join("own");
         let chosen = choose(None, own.clone(), true).unwrap();
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_of_ones_own_stands_in_for_one_that_nothing_is_loaded_from() {
+    fn a_private_folder_replaces_one_from_which_nothing_can_be_loaded() {
         // Uses one of the file systems that every Linux has, if it is mounted `noexec` and root can write to it.
         let none = ["/dev/mqueue", "/sys/fs/cgroup", "/proc"].map(Path::new).into_iter().find(|path| {
             rustix::fs::statvfs(*path).is_ok_and(|system| system.f_flag.contains(StatVfsMountFlags::NOEXEC))

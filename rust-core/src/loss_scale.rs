@@ -1,5 +1,5 @@
-//! The loss scale of 16-bit training: the factor of a loss before its backward, which keeps small gradients from becoming
-//! zero in a 16-bit type.
+//! The loss scale of 16-bit training: the factor of a loss before its backward, which keeps small gradients from
+//! becoming zero in a 16-bit type.
 //!
 //! All ranks pass the same overflow flag for a step, so all have the same scale in the next one.
 //!

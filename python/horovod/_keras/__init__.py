@@ -433,7 +433,7 @@ def reducescatter(backend: Any, value: Any, name: str | None, op: int) -> Any:
 
 
 def broadcast_global_variables(backend: Any, root_rank: int) -> Any:
-    """Give all global variables of a graph of TensorFlow 1 the root's values.
+    """Broadcast the root's values to all global variables of a graph of TensorFlow 1.
 
     Args:
         backend: Ignored.

@@ -132,7 +132,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - the documented name
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """Give all global variables of a graph of TensorFlow 1 the root's values.
+    """Broadcast the root's values to all global variables of a graph of TensorFlow 1.
 
     Args:
         root_rank: Rank in the world whose values are sent.

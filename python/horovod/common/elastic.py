@@ -19,7 +19,7 @@ from smdistributed import _core
 
 
 class WorkerNotificationManager:
-    """Tells states when hosts join or leave an elastic job."""
+    """Notifies states when hosts join or leave an elastic job."""
 
     def __init__(self) -> None:
         self._listeners: list[State] = []

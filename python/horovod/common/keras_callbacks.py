@@ -25,7 +25,7 @@ class _Callback(_Base):
 
 
 class BroadcastGlobalVariablesCallbackImpl(_Callback):
-    """Give all ranks the model's and the optimizer's variables of one rank, once.
+    """Broadcast the model's and the optimizer's variables of one rank to all ranks, once.
 
     Args:
         backend: Ignored.
@@ -378,7 +378,7 @@ def define(keras: Any, module: str, engine: Any) -> SimpleNamespace:
 
 def _define(keras: Any, base: Any, module: str, engine: Any) -> SimpleNamespace:
     class BroadcastGlobalVariablesCallback(_Batches, BroadcastGlobalVariablesCallbackImpl, base):
-        """Give all ranks the model's and the optimizer's variables of one rank, once.
+        """Broadcast the model's and the optimizer's variables of one rank to all ranks, once.
 
         Variables that exist before the first batch are broadcast then. All variables are broadcast at the end of the
         first batch, because layers and optimizers create variables in it.

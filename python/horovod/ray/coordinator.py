@@ -48,7 +48,7 @@ class Coordinator:
         self._places.add(node_id, world_rank)
 
     def finalize_registration(self) -> dict[int, dict[str, str]]:
-        """Assign the places of all workers.
+        """Assign the ranks of all workers.
 
         Returns:
             Variables of each rank.

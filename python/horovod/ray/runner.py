@@ -108,7 +108,7 @@ class FixedWorkers(Workers):
         executable_kwargs: dict[str, Any] | None = None,
         extra_env_vars: dict[str, str] | None = None,
     ) -> None:
-        """Start the workers and give them their places.
+        """Start the workers and assign their ranks.
 
         Args:
             executable_cls: Class of the object that :meth:`execute` passes to functions.

@@ -44,7 +44,7 @@ class Places:
         self.ranks_by_host[hostname].append(rank)
 
     def variables_by_rank(self) -> dict[int, dict[str, str]]:
-        """Assign the places of all workers.
+        """Assign the ranks of all workers.
 
         Returns:
             Variables of each rank.

@@ -71,7 +71,7 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
-    """Give all global variables the values of one rank when a ``MonitoredTrainingSession`` is created.
+    """Broadcast all global variables from one rank when a ``MonitoredTrainingSession`` is created.
 
     Args:
         root_rank: Rank in the world whose values are sent.

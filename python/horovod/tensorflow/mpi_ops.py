@@ -324,7 +324,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """Give variables the root's values, in place.
+    """Broadcast the root's values to variables, in place.
 
     Args:
         variables: Resource variables, or reference variables of TensorFlow 1; not both.

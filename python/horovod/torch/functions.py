@@ -17,7 +17,7 @@ from smdistributed._common import unpickling
 def broadcast_parameters(
     params: dict[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Give every rank the root's parameters, in place.
+    """Broadcast the root's parameters to all ranks, in place.
 
     Args:
         params: The result of ``state_dict()`` or ``named_parameters()``, or a list of tensors.
@@ -102,7 +102,7 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Give every rank the options and the state of the root's optimizer.
+    """Broadcast the options and the state of the root's optimizer to all ranks.
 
     Parameters and their gradients are unchanged. Where the optimizer is new, parameters without a gradient get a
     gradient of zeros.
@@ -160,7 +160,7 @@ def broadcast_optimizer_state(
 
 
 def _give_zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
-    """Give parameters without a gradient one of zeros, as Horovod's broadcast of a new optimizer does.
+    """Set missing gradients to zeros, as Horovod's broadcast of a new optimizer does.
 
     Gradients that exist are unchanged.
     """

@@ -462,7 +462,7 @@ class _DistributedAdasumOptimizer(_Base):
 
 
 def _compare_replicas(optimizer: Any, ranks: list[int] | None) -> None:
-    """Tell the other ranks the values of the parameters, once in a session; rank 0 warns if they differ."""
+    """Report a checksum of the parameters, once in a session; rank 0 warns if the ranks differ."""
     session = _core.session_id()
     if optimizer.__dict__.get("_replicas_told") == session:
         return

@@ -149,7 +149,7 @@ impl SaveAttempt {
         self.folder.join(DATA)
     }
 
-    /// Tells rank 0 what this rank has written.
+    /// Writes the note with which rank 0 learns the files that this rank has written.
     pub(super) fn report(&self, note: &WrittenFiles) -> Result<()> {
         let text = serde_json::to_vec(note).expect("names and numbers are JSON");
         put(&self.folder, &self.folder, &note_name(self.setting.rank), &text, self.setting.durable)?;

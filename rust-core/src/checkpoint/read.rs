@@ -88,8 +88,8 @@ impl Checkpoint {
     /// Fills all targets with `threads` threads. Reads only chunks that a target needs.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there is no such tensor or slice; [`Error::Io`] if a file is damaged or cannot be read. Targets
-    /// then have unspecified contents.
+    /// [`Error::InvalidArgument`] if there is no such tensor or slice; [`Error::Io`] if a file is damaged or cannot be
+    /// read. Targets then have unspecified contents.
     ///
     /// # Safety
     /// Each target's memory is writable, and no other code uses it meanwhile; no two targets overlap.
@@ -254,7 +254,8 @@ impl Checkpoint {
         let buffer: &mut [u8] = match whole {
             Some(run) => {
                 let to = read.address + (run.to + (begin - run.from)) as usize;
-                // SAFETY: the run's place lies inside the target's memory, as `runs` computes it from the target's slice.
+                // SAFETY: the run's place lies inside the target's memory, as `runs` computes it from the target's
+                // slice.
                 unsafe { std::slice::from_raw_parts_mut(to as *mut u8, bytes) }
             }
             None => {

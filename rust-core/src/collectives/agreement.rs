@@ -1,4 +1,5 @@
-//! The agreement on a call: each member publishes its call, and all members compare the calls before data moves (COL-3).
+//! The agreement on a call: each member publishes its call, and all members compare the calls before data moves
+//! (COL-3).
 
 use super::call::{Call, CallAgreement, Kind, compare};
 use super::{Group, Window};

@@ -1,5 +1,5 @@
-//! Point-to-point messages and the monitored barrier. Blocking messages run on the caller's thread. Asynchronous messages run
-//! on one thread, which the first of them starts. All messages are in flight at once (TRA-1).
+//! Point-to-point messages and the monitored barrier. Blocking messages run on the caller's thread. Asynchronous
+//! messages run on one thread, which the first of them starts. All messages are in flight at once (TRA-1).
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -36,7 +36,7 @@ struct PointToPointShared {
     monitor: Arc<Monitor>,
     timeout: Duration,
     closed: Arc<OnceLock<String>>,
-    /// The error of a spoiled group (COM-7).
+    /// The error of a stopped group (COM-7).
     panicked: Arc<OnceLock<Error>>,
     state: Mutex<PointToPointQueue>,
     changed: Condvar,

@@ -139,8 +139,8 @@ impl Kernel {
     pub unsafe fn launch<T: Copy>(&self, grid: Grid, argument: &T, stream: &Stream) -> Result<()> {
         let _entered = self.context.enter()?;
         let mut arguments = [std::ptr::from_ref(argument).cast_mut().cast()];
-        // SAFETY: function and stream live; the driver copies the argument, whose size it knows from the function, before
-        // it returns. The rest is the caller's promise.
+        // SAFETY: function and stream live; the driver copies the argument, whose size it knows from the function,
+        // before it returns. The rest is the caller's promise.
         let answer = unsafe {
             let parameters = arguments.as_mut_ptr();
             let none = std::ptr::null_mut();

@@ -29,7 +29,7 @@ pub(crate) use snapshot::slowest;
 
 /// The name of the segment, as `/proc/<pid>/fd` shows it.
 const SEGMENT: &str = "opensmd-counters";
-/// Tells a segment of this layout from others.
+/// Distinguishes a segment of this layout from others.
 const MAGIC: u64 = u64::from_le_bytes(*b"smdmet01");
 /// Peers with a time of their own; waits for higher ranks are added to the last one.
 pub const MAX_PEERS: usize = 4096;

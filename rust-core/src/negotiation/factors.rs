@@ -108,8 +108,8 @@ impl Factors {
                     scaled.memory = vec![0; bytes.div_ceil(8)];
                     let mut next = scaled.memory.as_mut_ptr().cast::<u8>();
                     for input in inputs {
-                        // SAFETY: the memory has room for all inputs, each at a multiple of 16 bytes, and lives as long as
-                        // the request.
+                        // SAFETY: the memory has room for all inputs, each at a multiple of 16 bytes, and lives as long
+                        // as the request.
                         let copy = unsafe {
                             TensorView::new(next, input.elems(), input.dtype(), input.device(), input.stream())?
                         };

@@ -1,9 +1,9 @@
 //! The calls into a negotiation, and the threads that run it.
 //!
-//! Note "driving". A caller that waits drives (runs) the negotiation itself ([`NamedHandle::drive`]), and executes small
-//! operations. Handing over to the negotiation's thread, from there to the communicator's thread, and back takes longer
-//! than the messages. Meanwhile and for a short time afterwards, the negotiation's thread sleeps without the doorbell,
-//! because the next such call often follows at once and a woken thread would take a core from another one.
+//! Note "driving". A caller that waits drives (runs) the negotiation itself ([`NamedHandle::drive`]), and executes
+//! small operations. Handing over to the negotiation's thread, from there to the communicator's thread, and back takes
+//! longer than the messages. Meanwhile and for a short time afterwards, the negotiation's thread sleeps without the
+//! doorbell, because the next such call often follows at once and a woken thread would take a core from another one.
 
 use std::collections::{HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};

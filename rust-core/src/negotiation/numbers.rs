@@ -27,8 +27,9 @@ struct NumbersState {
 }
 
 impl Numbers {
-    /// Submits the reduction of these 64-bit integers. Both functions are called with the result, on any thread: `before_known`
-    /// before [`Numbers::known`] returns it, and `after_known` after that. Neither is called if this returns an error.
+    /// Submits the reduction of these 64-bit integers. Both functions are called with the result, on any thread:
+    /// `before_known` before [`Numbers::known`] returns it, and `after_known` after that. Neither is called if this
+    /// returns an error.
     ///
     /// # Errors
     /// As [`Negotiator::request`].

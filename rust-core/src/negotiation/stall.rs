@@ -105,8 +105,8 @@ impl Stall {
         }
     }
 
-    /// A message of a child arrived. `is_progress` says that one of its ranks has become ready for a name, `current` that
-    /// the child had received all answers when it sent the message.
+    /// A message of a child arrived. `is_progress` says that one of its ranks has become ready for a name, `current`
+    /// that the child had received all answers when it sent the message.
     pub(super) fn receive_report(
         &mut self,
         child: usize,
@@ -123,7 +123,8 @@ impl Stall {
         }
     }
 
-    /// Notes that collectives were answered, so that no rank is stuck now. Children report anew the collectives for which they wait.
+    /// Notes that collectives were answered, so that no rank is stuck now. Children report anew the collectives for
+    /// which they wait.
     pub(super) fn answered(&mut self, now: Duration) {
         self.last_change = now;
         self.all_stuck_since = None;

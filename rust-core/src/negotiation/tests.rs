@@ -335,7 +335,7 @@ fn callers_that_wait_drive(make: MakeGroup) {
     }
 }
 
-fn calls_that_nobody_drives_wake_the_thread(make: MakeGroup) {
+fn calls_without_a_driving_caller_wake_the_thread(make: MakeGroup) {
     const CALLS: u32 = 40;
     let job = job(make, 2, OPTIONS);
     let start = Instant::now();
@@ -350,7 +350,7 @@ fn calls_that_nobody_drives_wake_the_thread(make: MakeGroup) {
     assert!(start.elapsed() < LONG_POLL_INTERVAL * CALLS / 2, "{:?}", start.elapsed());
 }
 
-fn whoever_drives_hears_of_an_end(make: MakeGroup) {
+fn a_driving_caller_gets_the_error_of_an_end(make: MakeGroup) {
     for departs in [false, true] {
         let job = job(make, 3, OPTIONS);
         on_all(&job, |rank| {
@@ -422,8 +422,8 @@ macro_rules! contract {
 contract! {
     shm: names_in_any_order, threads_and_repeated_names, disagreement_is_told_to_all, different_names_are_told_to_all,
         a_missing_rank_is_named_after_the_limit, a_departure_ends_everything, closing_ends_everything,
-        callers_that_wait_drive, calls_that_nobody_drives_wake_the_thread, whoever_drives_hears_of_an_end, ranks_that_joined_contribute_nothing;
+        callers_that_wait_drive, calls_without_a_driving_caller_wake_the_thread, a_driving_caller_gets_the_error_of_an_end, ranks_that_joined_contribute_nothing;
     mock: names_in_any_order, threads_and_repeated_names, disagreement_is_told_to_all, different_names_are_told_to_all,
         a_missing_rank_is_named_after_the_limit, a_departure_ends_everything, closing_ends_everything,
-        callers_that_wait_drive, calls_that_nobody_drives_wake_the_thread, whoever_drives_hears_of_an_end, ranks_that_joined_contribute_nothing;
+        callers_that_wait_drive, calls_without_a_driving_caller_wake_the_thread, a_driving_caller_gets_the_error_of_an_end, ranks_that_joined_contribute_nothing;
 }

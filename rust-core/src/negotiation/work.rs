@@ -442,7 +442,7 @@ impl Work {
         }
     }
 
-    /// Gives the last messages a moment to be sent.
+    /// Waits a moment for the last messages to be sent.
     fn flush_post(&mut self) {
         let deadline = Instant::now() + FLUSH_LIMIT;
         while matches!(self.post.retire(), Ok(false)) && Instant::now() < deadline {

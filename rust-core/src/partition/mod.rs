@@ -13,10 +13,10 @@
 //!   compute the same one.
 //! - PART-2: partition numbers never decrease along the line. The only exceptions are modules that share a parameter:
 //!   they are together, at the position of one of them.
-//! - PART-3: the largest cost of a partition is at most [`EQUAL_COST_FACTOR`] times the least that any such cut has. Among these
-//!   cuts, the criteria are, in this order: the fewest split modules, the lowest largest cost, the fewest bytes
-//!   across partitions, the most equal costs. The largest cost never exceeds that of the published algorithm, which
-//!   may return to an earlier partition: where its result is better than every cut, it is used instead.
+//! - PART-3: the largest cost of a partition is at most [`EQUAL_COST_FACTOR`] times the least that any such cut has.
+//!   Among these cuts, the criteria are, in this order: the fewest split modules, the lowest largest cost, the fewest
+//!   bytes across partitions, the most equal costs. The largest cost never exceeds that of the published algorithm,
+//!   which may return to an earlier partition: where its result is better than every cut, it is used instead.
 //! - PART-4: no partition is empty unless there are fewer modules with costs than partitions.
 //! - PART-5: a module without costs of its own, such as a container, is in the partition of its first part. Modules
 //!   below it may be in others.

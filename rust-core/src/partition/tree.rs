@@ -69,8 +69,8 @@ impl CostTree {
     /// parameter.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there is no module, a parent does not come before its child, only the first module has
-    /// none, or a value, a task or a tie names a module that does not exist.
+    /// [`Error::InvalidArgument`] if there is no module, a parent does not come before its child, only the first module
+    /// has none, or a value, a task or a tie names a module that does not exist.
     pub fn new(modules: Vec<ModuleCost>, values: Vec<Value>, tasks: Vec<Tasks>, ties: &[Vec<usize>]) -> Result<Self> {
         let bad = |text: String| Err(Error::InvalidArgument(text));
         if modules.is_empty() {

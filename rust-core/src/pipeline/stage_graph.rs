@@ -404,7 +404,8 @@ mod tests {
         assert!(layout.gradients(0, 3).is_empty());
     }
 
-    /// Rank 0 reads state in its first stage, and changes it in the second, so the first is not moved behind the second.
+    /// Rank 0 reads state in its first stage, and changes it in the second, so the first is not moved behind the
+    /// second.
     #[test]
     fn a_stage_stays_before_one_that_must_follow_it() {
         let mut tasks = vec![

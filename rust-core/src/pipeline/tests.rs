@@ -56,7 +56,8 @@ fn split_backwards_leave_a_third_of_the_bubble() {
     }
 }
 
-/// ZB-H2 (Qi et al. 2023, section 2.3): a bubble of (p - 1)(F + I - 2W) where H1 has (p - 1)(F + I - W), at twice the memory.
+/// ZB-H2 (Qi et al. 2023, section 2.3): a bubble of (p - 1)(F + I - 2W) where H1 has (p - 1)(F + I - W), at twice the
+/// memory.
 #[test]
 fn more_active_microbatches_fill_the_gap_before_the_first_gradient() {
     let costs = Costs { forward: 10, input: 14, weight: 6 };

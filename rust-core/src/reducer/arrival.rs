@@ -10,8 +10,8 @@
 //! - ARR-2: every gradient is answered exactly once, reduced or with an error.
 //! - ARR-3: events go into one queue. Whichever thread adds an event handles the queue in order, unless another thread
 //!   is doing so. No thread waits for the lock, so an event may be added from within a handler.
-//! - ARR-4: a step that cannot continue is abandoned (RED-4). Its slots stay in use until no operation needs them any more,
-//!   and its later gradients get the error that ended it.
+//! - ARR-4: a step that cannot continue is abandoned (RED-4). Its slots stay in use until no operation needs them any
+//!   more, and its later gradients get the error that ended it.
 //! - ARR-5: gradients on a CUDA device are reduced in place, small ones through memory that their owner allocates. They
 //!   are answered when the device has finished their bucket, also in an abandoned step.
 //! - ARR-6: after a while, an incomplete step is reported ([`ArrivalDriver::waits`]), since ranks whose steps differ
@@ -541,7 +541,8 @@ impl OpenStep {
             _ => {
                 let elems = planned.elems();
                 let memory = last.owner.allocate(last.position, elems * wire.size())?;
-                // SAFETY: the owner allocates as many bytes, until the gradient is answered: when the bucket has completed.
+                // SAFETY: the owner allocates as many bytes, until the gradient is answered: when the bucket has
+                // completed.
                 let flat = unsafe { TensorView::new(memory, elems, wire, Device::Cuda(device), stream) }?;
                 Some(PackedGradients { pieces, dtype: planned.dtype, flat })
             }
@@ -551,8 +552,8 @@ impl OpenStep {
             own.put(ArrivalEvent::Completed(bucket, outcome));
             own.handle();
         };
-        // SAFETY: gradients stay until they are answered (contract of `arrive`), which is after this (ARR-5), and so does
-        // that memory.
+        // SAFETY: gradients stay until they are answered (contract of `arrive`), which is after this (ARR-5), and so
+        // does that memory.
         unsafe { reducer.launch_held(HeldBucket { packed, in_place, stream }, device, Box::new(completed)) }?;
         self.in_flight.push(bucket);
         Ok(())

@@ -179,8 +179,8 @@ impl DeviceQueue {
         self.shared.stream.context()
     }
 
-    /// Packs a bucket in its stream. The job is its reduction. With `keeps_values`, the slots have the gradients' values
-    /// also if the job is dropped: gradients that travel in a narrower type are not only packed in that type.
+    /// Packs a bucket in its stream. The job is its reduction. With `keeps_values`, the slots have the gradients'
+    /// values also if the job is dropped: gradients that travel in a narrower type are not only packed in that type.
     ///
     /// # Errors
     /// [`Error::Device`]; [`Error::Unsupported`] if this is captured in a CUDA graph while a vote is open.

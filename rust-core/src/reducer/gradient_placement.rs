@@ -1,8 +1,8 @@
 //! Predicts which allocation of a backward becomes which gradient, so that the gradient is written into its slot.
 //!
-//! A gradient that is allocated in its slot need not be copied there. A framework's allocator knows only the size of a tensor;
-//! but a model's backward allocates in the same order in every step. So the prediction for the n-th allocation of a size is
-//! the parameter whose gradient that allocation became in the step before.
+//! A gradient that is allocated in its slot need not be copied there. A framework's allocator knows only the size of a
+//! tensor; but a model's backward allocates in the same order in every step. So the prediction for the n-th allocation
+//! of a size is the parameter whose gradient that allocation became in the step before.
 //!
 //! This type touches no memory. A wrong prediction costs one copy.
 
@@ -46,8 +46,9 @@ impl GradientPlacement {
         }
     }
 
-    /// Predicts what the next allocation of `bytes` bytes becomes. `place` gets the predicted parameter, if there is one, and
-    /// returns the address of a free slot. If no slot results, [`GradientPlacement::placed_elsewhere`] must follow.
+    /// Predicts what the next allocation of `bytes` bytes becomes. `place` gets the predicted parameter, if there is
+    /// one, and returns the address of a free slot. If no slot results, [`GradientPlacement::placed_elsewhere`] must
+    /// follow.
     pub fn request<T>(&mut self, bytes: usize, place: impl FnOnce(usize) -> Option<(usize, T)>) -> Option<T> {
         let class = self.classes.get_mut(&bytes)?;
         let placed = class.expected.get(&class.addresses.len()).and_then(|&param| place(param));

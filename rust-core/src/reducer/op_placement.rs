@@ -47,8 +47,8 @@ impl OpPlacement {
         }
     }
 
-    /// Predicts the gradient that an allocation of `bytes` bytes by operation `op` becomes. If the operation does not get
-    /// that gradient's slot, [`OpPlacement::placed_elsewhere`] must follow.
+    /// Predicts the gradient that an allocation of `bytes` bytes by operation `op` becomes. If the operation does not
+    /// get that gradient's slot, [`OpPlacement::placed_elsewhere`] must follow.
     pub fn request(&self, bytes: usize, op: usize) -> Option<Gradient> {
         self.classes.get(&bytes)?.makes.get(&op).copied()
     }

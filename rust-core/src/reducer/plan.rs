@@ -9,8 +9,8 @@
 //!   bucket of a device (PLAN-8).
 //! - PLAN-4: delayed parameters share no bucket with others, and their buckets come last.
 //! - PLAN-5: the plan depends on the parameters, the order and the options only.
-//! - PLAN-6: a parameter whose gradient is reduced in place ([`ReducerOptions::reduces_in_place`]) has a slot of length 0 in the bucket's
-//!   memory.
+//! - PLAN-6: a parameter whose gradient is reduced in place ([`ReducerOptions::reduces_in_place`]) has a slot of length
+//!   0 in the bucket's memory.
 //! - PLAN-7: where the core reduces buckets in slots, there is a second set of slots. A tensor of the caller may keep
 //!   a slot beyond the step, such as a momentum that is computed in the gradient's memory, and the next gradient then
 //!   uses the other slot. The system provides its memory only when it is first written.

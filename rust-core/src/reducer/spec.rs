@@ -40,7 +40,8 @@ struct Registry {
     graph_of: Vec<u64>,
 }
 
-/// Registers the spec that `graph` names next and returns its number. Without a graph, equal specs have the same number.
+/// Registers the spec that `graph` names next and returns its number. Without a graph, equal specs have the same
+/// number.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] for options that no reducer can have.

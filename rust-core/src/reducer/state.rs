@@ -50,7 +50,8 @@ pub(super) struct StepState {
     pub(super) placement: GradientPlacement,
     pub(super) rebuilt: bool,
     pub(super) record: Record,
-    /// An error that was not reported to the others when a step was abandoned, because they waited for nothing more of it.
+    /// An error that was not reported to the others when a step was abandoned, because they waited for nothing more of
+    /// it.
     pub(super) unreported: Option<(u64, String)>,
 }
 

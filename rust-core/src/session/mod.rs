@@ -452,7 +452,7 @@ impl Session {
         self.groups.close(reason);
     }
 
-    /// Tells the job that this rank failed with `message` (an uncaught exception); the other ranks' waits end with
+    /// Reports to the job that this rank failed with `message` (an uncaught exception); the other ranks' waits end with
     /// it. Only the first failure counts (MON-1) and is sent.
     pub fn report_failure(&self, message: &str) {
         serve::note_failure();

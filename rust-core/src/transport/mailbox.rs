@@ -1,8 +1,8 @@
 //! Matches messages with receives, over a [`Link`] that carries small frames in order.
 //!
-//! A message of at most [`Link::payload_bytes`] is sent eagerly in one frame, and the receiver keeps it until a receive takes
-//! it. A larger message uses a rendezvous: request to send (RTS), clear to send (CTS) once a receive with its tag is posted,
-//! then the data; or a NACK if the lengths differ:
+//! A message of at most [`Link::payload_bytes`] is sent eagerly in one frame, and the receiver keeps it until a receive
+//! takes it. A larger message uses a rendezvous: request to send (RTS), clear to send (CTS) once a receive with its tag
+//! is posted, then the data; or a NACK if the lengths differ:
 //!
 //! ```text
 //! sender    Rts{tag, bytes, id} -->              Data{slot, offset} --> Data ..

@@ -232,9 +232,9 @@ pub fn wait_all(transport: &dyn Transport, messages: &[Message], wait: &Wait<'_>
     Err(outcome)
 }
 
-/// How a wait for messages spends its time before it sleeps. If messages come from other hosts, the waiting caller reads
-/// the connections and yields between reads. It does not spin: a message between hosts takes longer than a yield, and
-/// the sender may share this core, which the members of this host do not show.
+/// How a wait for messages spends its time before it sleeps. If messages come from other hosts, the waiting caller
+/// reads the connections and yields between reads. It does not spin: a message between hosts takes longer than a yield,
+/// and the sender may share this core, which the members of this host do not show.
 pub(crate) struct MessagePause<'a> {
     transport: &'a dyn Transport,
     backoff: Backoff,

@@ -146,8 +146,8 @@ impl Monitor {
         self.close_by(reason, None);
     }
 
-    /// Records the departure of a rank without which the session cannot continue, and ends every wait of this process with
-    /// [`Error::PeerFailed`] about it, whichever rank it waits for.
+    /// Records the departure of a rank without which the session cannot continue, and ends every wait of this process
+    /// with [`Error::PeerFailed`] about it, whichever rank it waits for.
     pub fn close_after(&self, rank: usize, departure: Departure, reason: &str) {
         self.report(rank, departure);
         self.close_by(reason, Some(rank));
@@ -168,8 +168,8 @@ impl Monitor {
     /// Fails if a wait for `members` (global ranks), during the operation `during`, can never end.
     ///
     /// # Errors
-    /// [`Error::PeerFailed`] naming the member that departed first (MON-3), or after [`Monitor::close_after`] the cause;
-    /// [`Error::Closed`] after [`Monitor::close`].
+    /// [`Error::PeerFailed`] naming the member that departed first (MON-3), or after [`Monitor::close_after`] the
+    /// cause; [`Error::Closed`] after [`Monitor::close`].
     pub fn check(&self, members: &[usize], during: &str) -> Result<()> {
         if self.generation() == 0 {
             return Ok(());
@@ -215,7 +215,7 @@ impl Monitor {
         }
     }
 
-    /// Asks every wait of this process to end with [`Error::Interrupted`] (Ctrl-C), or withdraws the request.
+    /// Requests every wait of this process to end with [`Error::Interrupted`] (Ctrl-C), or withdraws the request.
     pub fn set_interrupted(&self, on: bool) {
         self.interrupted.store(on, Ordering::Release);
     }

@@ -17,7 +17,7 @@ try:
 except ImportError:
     cloudpickle = pickle
 
-#: Seconds to wait for an answer, except for a place in an elastic job, which takes until the next session.
+#: Seconds to wait for an answer, except for a rank in an elastic job, which takes until the next session.
 _TIMEOUT_S = 600
 #: Seconds after which the failure of a host is noticed.
 _KEEPALIVE_S = 30

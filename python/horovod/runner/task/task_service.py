@@ -11,7 +11,7 @@ from horovod.runner.common.util.timeout import Timeout
 
 
 class TaskToTaskAddressCheckFinishedSignal:
-    """Says that the task before has reached this one."""
+    """A message that the task before has reached this one."""
 
 
 class HorovodRunTaskService(task_service.BasicTaskService):

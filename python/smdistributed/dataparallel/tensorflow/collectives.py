@@ -93,7 +93,7 @@ def oob_allreduce(
 
 
 def broadcast(tensor: tf.Tensor, root_rank: int, name: str | None = None) -> tf.Tensor:
-    """Give every rank the values of rank ``root_rank``.
+    """Broadcast the values of rank ``root_rank`` to all ranks.
 
     Ranks may call it in any order, as :func:`oob_allreduce`.
 
@@ -150,7 +150,7 @@ def grouped_all_reduce(
 
 
 def all_gather(tensor: tf.Tensor) -> tf.Tensor:
-    """Give every rank the rows of all ranks. An extension.
+    """Gather the rows of all ranks on every rank. An extension.
 
     Args:
         tensor: ``[rows, ...]``, of the same type on all ranks and, but for the number of rows, of the same shape.

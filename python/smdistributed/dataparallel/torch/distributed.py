@@ -275,7 +275,7 @@ def broadcast(
     group: ProcessGroup | None = group.WORLD,
     async_op: bool = False,
 ) -> Work | None:
-    """Give every rank the values of rank ``src``, in place.
+    """Broadcast the values of rank ``src`` to all ranks, in place.
 
     Args:
         tensor: Input on rank ``src``, output on the others; same shape and type on all ranks.
@@ -298,7 +298,7 @@ def all_gather(
     group: ProcessGroup | None = group.WORLD,
     async_op: bool = False,
 ) -> Work | None:
-    """Give every rank the tensors of all ranks.
+    """Gather the tensors of all ranks on every rank.
 
     Args:
         tensor_list: Outputs; entry i becomes rank i's tensor and has its shape, which may differ between ranks.
@@ -318,7 +318,7 @@ def all_gather_into_tensor(
     group: ProcessGroup | None = group.WORLD,
     async_op: bool = False,
 ) -> Work | None:
-    """Give every rank the tensors of all ranks, as equal parts of one tensor.
+    """Gather the tensors of all ranks on every rank, as equal parts of one tensor.
 
     Args:
         output_tensor: Output; its dimension 0 holds the inputs of all ranks one after the other.
@@ -339,7 +339,7 @@ def gather(
     group: ProcessGroup | None = group.WORLD,
     async_op: bool = False,
 ) -> Work | None:
-    """Give rank ``dst`` the tensors of all ranks.
+    """Gather the tensors of all ranks on rank ``dst``.
 
     Args:
         tensor: This rank's input.
@@ -361,7 +361,7 @@ def scatter(
     group: ProcessGroup | None = group.WORLD,
     async_op: bool = False,
 ) -> Work | None:
-    """Give each rank one tensor of rank ``src``.
+    """Send one tensor of rank ``src`` to each rank.
 
     Args:
         tensor: Output of this rank.

@@ -566,7 +566,7 @@ class DistributedModel(nn.Module):
         return self
 
     def cpu(self) -> DistributedModel:
-        """Give every rank of a pipeline the whole model, on CPUs; all of them call it. No step may follow."""
+        """Gather the whole model on every rank of a pipeline, on CPUs; all of them call it. No step may follow."""
         if self.pipeline is None:
             self.module.cpu()
             return self

@@ -87,8 +87,8 @@ impl Algorithm for Exchange {
                 let Some(block) = &plan.takes[from] else { continue };
                 let length = block.bytes().saturating_sub(start).min(channel);
                 let lane_start = if each { me * channel } else { 0 };
-                // SAFETY: the range lies inside the own block; the channel lies inside the region and holds the giver's
-                // part of this phase (SHM-1).
+                // SAFETY: the range lies inside the own block; the channel lies inside the region and holds the
+                // sender's part of this phase (SHM-1).
                 unsafe {
                     take(memory.arena(from, region).add(lane_start), block.ptr().wrapping_add(start), length);
                 }

@@ -152,7 +152,7 @@ impl GroupState {
         })
     }
 
-    /// Runs `operation` as the group's next one, unless the group is closed, broken or spoiled (COM-5, COM-7).
+    /// Runs `operation` as the group's next one, unless the group is closed, broken or stopped (COM-5, COM-7).
     pub(super) fn enter(
         &self,
         call: &Call,

@@ -16,7 +16,7 @@
 //!   leave the batch at the same place. A member that cannot take part fails the whole batch with one
 //!   [`Communicator::fail_next`].
 //! - COM-7: a panic ends no thread of the group. A panic inside an operation breaks the group (COM-5). After a panic in
-//!   a completion the members still agree on their place, so the group is *spoiled*: every later operation ends at once
+//!   a completion the members still agree on their place, so the group is *stopped*: every later operation ends at once
 //!   on this member with the panic's text, and on the others as after [`Communicator::fail_next`].
 
 use std::any::Any;
@@ -71,7 +71,7 @@ struct GroupState {
     closed: Arc<OnceLock<String>>,
     /// The error of a broken group (COM-5).
     broken: OnceLock<Error>,
-    /// The error of a spoiled group (COM-7).
+    /// The error of a stopped group (COM-7).
     panicked: Arc<OnceLock<Error>>,
     /// Whether the last arrival was not waited for (SHM-3).
     unsettled: AtomicBool,
@@ -278,8 +278,8 @@ impl Communicator {
         Ok(self.shared.cuda.measured_bucket_bytes())
     }
 
-    /// Splits an NCCL communicator for a new group from this group's ([`cuda::SplitColor`]); none if that is not possible.
-    /// Collective.
+    /// Splits an NCCL communicator for a new group from this group's ([`cuda::SplitColor`]); none if that is not
+    /// possible. Collective.
     ///
     /// # Errors
     /// As [`Communicator::run`].

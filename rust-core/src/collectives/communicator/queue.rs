@@ -134,7 +134,7 @@ impl GroupState {
         }
     }
 
-    /// Calls a completion; a panic in it spoils the group (COM-7).
+    /// Calls a completion; a panic in it stops the group (COM-7).
     pub(super) fn complete(&self, done: Done, result: Result<Option<usize>>) {
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| done(result))) {
             note_panic(&self.panicked, self.id, &*panic);

@@ -53,7 +53,7 @@ pub(super) fn measure(
         };
         let peers = match (algorithm, peers) {
             (DeviceAlgorithm::Nccl, _) => None,
-            (_, Some(peers)) if peers.takes(bytes, &tuning) => {
+            (_, Some(peers)) if peers.supports(bytes, &tuning) => {
                 peers.set_tuning(tuning);
                 Some(peers)
             }

@@ -11,12 +11,12 @@
 //! - CUDA-3: members call the same operations in the same order. Calls are not compared before data moves, because that
 //!   would wait for the device. They are compared when an operation is stuck ([`watch`]), or when the core's own
 //!   kernels find that they differ.
-//! - CUDA-4: a failed communicator (a member died, NCCL reports an error, an operation is stuck) is aborted on every member,
-//!   so that no kernel spins forever. Queued operations then have undefined results, and every later call returns the
-//!   reason.
+//! - CUDA-4: a failed communicator (a member died, NCCL reports an error, an operation is stuck) is aborted on every
+//!   member, so that no kernel spins forever. Queued operations then have undefined results, and every later call
+//!   returns the reason.
 //! - CUDA-5: where NCCL runs an operation, the order of summation is its own: the same on all members, and from run to
-//!   run on the same machines, but not that of COL-1. Averages multiply by the reciprocal of the number of members before
-//!   they add. The core's own kernels keep COL-1.
+//!   run on the same machines, but not that of COL-1. Averages multiply by the reciprocal of the number of members
+//!   before they add. The core's own kernels keep COL-1.
 
 mod completion;
 mod device_communicator;
@@ -161,8 +161,8 @@ impl Cuda {
         Ok(())
     }
 
-    /// Whether the members have begun to create a communicator. All members get the same answer at the same point of their
-    /// programs.
+    /// Whether the members have begun to create a communicator. All members get the same answer at the same point of
+    /// their programs.
     pub(super) fn was_used(&self) -> bool {
         self.made.load(Ordering::Relaxed) > 0
     }
@@ -431,8 +431,8 @@ impl Cuda {
         })
     }
 
-    /// Exchanges the unique id of communicator `number` after comparing the members' devices. Returns `None` if all members can
-    /// split an existing communicator.
+    /// Exchanges the unique id of communicator `number` after comparing the members' devices. Returns `None` if all
+    /// members can split an existing communicator.
     fn exchange_id(
         &self,
         number: u64,
@@ -447,8 +447,8 @@ impl Cuda {
             give_id()?;
         }
         let own = (nccl::host_id().unwrap_or_else(host::identity), context.properties().uuid);
-        // In larger groups no member reads the devices of all others, so a member without the communicator to split would not be
-        // noticed.
+        // In larger groups no member reads the devices of all others, so a member without the communicator to split
+        // would not be noticed.
         let mut all_have_split_comms = split_comm && ranks.len() <= COMPARED;
         let text = postcard::to_stdvec(&(&own, split_comm))
             .map_err(|error| Error::Internal(format!("a device cannot be serialized: {error}")))?;

@@ -221,7 +221,7 @@ fn ended_key(group: &Cuda) -> String {
     format!("cuda/{:x}/ended", group.id)
 }
 
-/// Tells the other members that this one takes no part in further operations.
+/// Notifies the other members that this one takes no part in further operations.
 pub(super) fn report_ended(group: &Cuda, reason: &Error) {
     if let Some(store) = group.store.get()
         && let Ok(text) = postcard::to_stdvec(&(group.members.me, reason.to_string()))

@@ -301,8 +301,8 @@ macro_rules! contract {
                 super::messages::messages_that_nobody_receives_are_bounded(MAKE);
             }
             #[test]
-            fn a_panic_in_a_completion_spoils_the_group() {
-                super::panics::a_panic_in_a_completion_spoils_the_group(MAKE);
+            fn a_panic_in_a_completion_stops_the_group() {
+                super::panics::a_panic_in_a_completion_stops_the_group(MAKE);
             }
             #[test]
             fn windows() {

@@ -43,8 +43,8 @@ const GIVEN_UP: &str = "its host did not answer, or the `ssh` that started it ha
 /// Runs the job to its end and returns the exit code.
 ///
 /// # Errors
-/// [`Error::Config`] for options that do not fit and for a discovery that never works; [`Error::Io`] if workers could not be
-/// watched. None runs any more then.
+/// [`Error::Config`] for options that do not fit and for a discovery that never works; [`Error::Io`] if workers could
+/// not be watched. None runs any more then.
 pub(super) fn run(args: &ElasticArgs) -> Result<i32> {
     let limits = args.limits()?;
     let timeout = limits.timeout;

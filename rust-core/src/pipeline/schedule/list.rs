@@ -74,8 +74,8 @@ struct Scheduler<'a> {
     schedule: Schedule,
     /// Maximum number of microbatches in flight on each rank.
     active: Vec<usize>,
-    /// Maximum number of activations that a rank may keep, in stages. It applies only where backwards are split, since a
-    /// deferred second part keeps activations longer than 1F1B would.
+    /// Maximum number of activations that a rank may keep, in stages. It applies only where backwards are split, since
+    /// a deferred second part keeps activations longer than 1F1B would.
     kept: usize,
     stages: Vec<StageState>,
     /// The stages of each rank.

@@ -174,7 +174,8 @@ impl Transport for ShmTransport {
 /// Number of phases between two checks of the members' cores (note "three and one").
 const PHASES_PER_CORE_CHECK: u32 = 64;
 
-/// The shared memory that a group's collectives use: arenas, regions and arrival counters. One operation of the group uses it at a time.
+/// The shared memory that a group's collectives use: arenas, regions and arrival counters. One operation of the group
+/// uses it at a time.
 pub struct SharedMemory {
     segment: SharedSegment,
     layout: SegmentLayout,

@@ -51,7 +51,8 @@ pub(super) struct TcpFrame {
 /// predicate that follows "it".
 pub(super) type Take<'a> = dyn FnMut(&mut Option<usize>, TcpFrame) -> Result<(), String> + 'a;
 
-/// Finds the memory for a payload of a connection, given the sender's rank, the frame's prefix and the length behind it.
+/// Finds the memory for a payload of a connection, given the sender's rank, the frame's prefix and the length behind
+/// it.
 pub(super) type BeginDirectReceive<'a> =
     dyn FnMut(Option<usize>, &[u8; PREFIX_BYTES], usize) -> Option<DirectReceiveHandle> + 'a;
 

@@ -19,13 +19,13 @@
 //! - TCP-4: a lost connection does not mean a dead process. If the process has departed, the rendezvous reports it with
 //!   the cause. If no report arrives in time, the network between two living processes is broken, which ends the
 //!   session.
-//! - TCP-5: locks are taken in the order service, mailbox, send queue. A thread that serves the connections holds no send
-//!   queue's lock while it advances a mailbox.
+//! - TCP-5: locks are taken in the order service, mailbox, send queue. A thread that serves the connections holds no
+//!   send queue's lock while it advances a mailbox.
 //! - TCP-6: a large payload is read directly to the memory of its receive, if that is posted
 //!   ([`super::ports::DirectReceiveHandle`]). What is there counts only when the frame has been authenticated, because
 //!   the receive completes only then.
-//! - TCP-7: a caller that receives serves established connections only. Handshakes, commands and timers are always handled
-//!   by the thread. While no caller receives ([`gate`]), the thread serves everything.
+//! - TCP-7: a caller that receives serves established connections only. Handshakes, commands and timers are always
+//!   handled by the thread. While no caller receives ([`gate`]), the thread serves everything.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::os::fd::{AsRawFd, BorrowedFd};

@@ -243,17 +243,17 @@ fn unauthenticated_connections_cost_nothing() {
 #[test]
 fn an_invalid_connection_is_closed_within_the_timeout() {
     // A frame that is too long, one that was changed, and an incomplete one.
-    let spoil: [fn(&mut Vec<u8>); 3] = [
+    let changes: [fn(&mut Vec<u8>); 3] = [
         |frame| frame[..4].copy_from_slice(&(FRAME_BYTES as u32 + 1).to_le_bytes()),
         |frame| *frame.last_mut().unwrap() ^= 1,
         |frame| frame.truncate(frame.len() - 1),
     ];
-    for spoil in spoil {
+    for change in changes {
         let ends = ends(&[SECRET; 2], SHORT);
         let (mut stream, mut sealer) = call(&ends[0], Some([SESSION, 1, 0]));
         let mut frame = Vec::new();
         sealer.seal(&[0; 10_000], &mut frame);
-        spoil(&mut frame);
+        change(&mut frame);
         stream.write_all(&frame).unwrap();
         stream.shutdown(std::net::Shutdown::Write).unwrap();
         is_ended(stream);

@@ -293,7 +293,7 @@ impl Client {
         self.peer_timeout
     }
 
-    /// Tells the others that this rank failed.
+    /// Reports to the other ranks that this one failed.
     pub fn fail(&self, message: &str) {
         let _ = self.send(&ToServer::Fail { message: shorten(message) });
     }

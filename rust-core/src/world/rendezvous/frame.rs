@@ -26,8 +26,8 @@ pub const HEAD_BYTES: usize = 64;
 pub enum TagCoverage {
     /// All of them.
     WholeFrame,
-    /// Length, sequence and the payload's head. Only a holder of the key can send a frame, but an attacker on the network
-    /// can change a body unnoticed.
+    /// Length, sequence and the payload's head. Only a holder of the key can send a frame, but an attacker on the
+    /// network can change a body unnoticed.
     HeadOnly,
 }
 

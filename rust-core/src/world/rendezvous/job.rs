@@ -114,8 +114,8 @@ pub struct Job {
 }
 
 impl Job {
-    /// A job of `size` processes. A lost connection is reported after `death_cause_timeout`, so that [`Job::report_death`] can
-    /// provide a better reason. `seed` makes session ids unique.
+    /// A job of `size` processes. A lost connection is reported after `death_cause_timeout`, so that
+    /// [`Job::report_death`] can provide a better reason. `seed` makes session ids unique.
     pub fn new(size: usize, death_cause_timeout: Duration, seed: u64) -> Self {
         Self {
             size,
@@ -165,7 +165,7 @@ impl Job {
         }
     }
 
-    /// Tells a waiting worker that it has been removed from the job.
+    /// Notifies a waiting worker that it has been removed from the job.
     pub fn remove(&mut self, worker: &str, reason: &str) {
         if let Some(connection) = self.elastic.as_mut().and_then(|elastic| elastic.entered.remove(worker)) {
             self.outbox.push((connection, ToClient::Removed { reason: reason.to_owned() }));
@@ -318,7 +318,7 @@ impl Job {
         }
     }
 
-    /// Tells the launcher of an elastic job, which cannot see that the host of a process is gone.
+    /// Notifies the launcher of an elastic job, which cannot detect that the host of a process is gone.
     fn report_lost_worker(&mut self, connection: ConnectionId, silence: Duration) {
         let Some(elastic) = &mut self.elastic else { return };
         let place = self.connections.get(&connection).or_else(|| elastic.assigned.get(&connection));

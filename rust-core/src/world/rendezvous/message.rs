@@ -79,7 +79,7 @@ pub struct HostsUpdated {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "fields are explained at their variant")]
 pub enum ToServer {
-    /// Asks the launcher of an elastic job for a rank; the first message of a worker.
+    /// Requests a rank from the launcher of an elastic job; the first message of a worker.
     Enter { worker: String },
     /// Joins the session; the first message of a rank, or the reply to [`ToClient::Assignment`].
     Join(Join),
@@ -91,7 +91,7 @@ pub enum ToServer {
     Forget { ticket: u64 },
     /// Removes the keys that start with `prefix`.
     RemovePrefix { prefix: String },
-    /// Asks which ranks have not joined.
+    /// Requests the ranks that have not joined.
     QueryMissing,
     /// The rank has failed; it may still announce its departure.
     Fail { message: String },

@@ -13,8 +13,8 @@
 //!   in size, number and time, and it costs the job only a log line.
 //! - RDV-2: every frame after the handshake carries a sequence number under a MAC, with a key that is new for each
 //!   connection and direction. A frame that was changed, replayed, dropped or reordered ends the connection.
-//! - RDV-3: a connection that ends without a departure message counts as a death. All other members of the session are told in
-//!   the same order, and before any later departure that this one may have caused.
+//! - RDV-3: a connection that ends without a departure message counts as a death. All other members of the session are
+//!   told in the same order, and before any later departure that this one may have caused.
 //! - RDV-4: one server serves several sessions, one after the other, so that `init` can be called again after
 //!   `shutdown`.
 //! - RDV-5: in an elastic job, the launcher assigns the ranks. Workers enter without one and wait for an assignment.

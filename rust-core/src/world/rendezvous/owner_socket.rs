@@ -5,8 +5,9 @@
 //!   rank n: connects, checks the owner of the socket's process, reads the credentials
 //! ```
 //!
-//! - OWN-1: each side reads the user id of the other from the kernel (`SO_PEERCRED`). Nothing is sent to a process
-//!   of another user, and nothing is read from a server of another user. Both sides check, because the name can be guessed.
+//! - OWN-1: each side reads the user id of the other from the kernel (`SO_PEERCRED`). Nothing is sent to a process of
+//!   another user, and nothing is read from a server of another user. Both sides check, because the name can be
+//!   guessed.
 //! - OWN-2: an abstract socket ends with its process, so nothing is left behind. It is visible in one network namespace
 //!   only; a process in another namespace cannot connect.
 //! - OWN-3: rank 0 never reads from a connection, and what it writes fits into the socket's buffer, so no client can

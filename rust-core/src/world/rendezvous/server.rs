@@ -204,7 +204,7 @@ impl Server {
         self.command(Command::Assignment(workers));
     }
 
-    /// Tells a waiting worker that it has been removed from the job.
+    /// Notifies a waiting worker that it has been removed from the job.
     pub fn remove(&self, worker: &str, reason: &str) {
         self.command(Command::Remove { worker: worker.to_owned(), reason: reason.to_owned() });
     }

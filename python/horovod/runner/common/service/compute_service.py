@@ -25,7 +25,7 @@ class _RegisterWorker:
 
 
 class _Dispatcher:
-    """Asks for a dispatcher's address."""
+    """A request for a dispatcher's address."""
 
     def __init__(self, dispatcher_id: int, seconds: float) -> None:
         self.dispatcher_id = dispatcher_id
@@ -33,7 +33,7 @@ class _Dispatcher:
 
 
 class _Workers:
-    """Asks whether all workers of a dispatcher are registered."""
+    """A request whether all workers of a dispatcher are registered."""
 
     def __init__(self, dispatcher_id: int, seconds: float) -> None:
         self.dispatcher_id = dispatcher_id
@@ -215,7 +215,7 @@ class ComputeClient(network.BasicClient):
                 raise TimeoutError(f"timed out after {timeout:.0f} s waiting for {what} to register")
 
     def shutdown(self) -> None:
-        """Tell dispatchers and workers that the training is done."""
+        """Notify dispatchers and workers that the training is done."""
         self._send(_Shutdown())
 
     def wait_for_shutdown(self) -> None:

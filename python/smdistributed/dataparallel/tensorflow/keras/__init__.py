@@ -57,7 +57,7 @@ def allreduce(
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
-    """Give every rank the value of rank ``root_rank``.
+    """Broadcast the value of rank ``root_rank`` to all ranks.
 
     Args:
         value: A number, an array or a tensor; same shape and type on all ranks.

@@ -78,7 +78,7 @@ for _event in _events:
 
 
 class BroadcastGlobalVariablesCallback(_Callback):
-    """Give all ranks the model's and the optimizer's variables of one rank, once.
+    """Broadcast the model's and the optimizer's variables of one rank to all ranks, once.
 
     Variables that exist before the first batch are broadcast then. All variables are broadcast at the end of the first
     batch, because layers and optimizers create variables when they see their first batch.

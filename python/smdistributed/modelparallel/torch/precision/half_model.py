@@ -52,7 +52,7 @@ def cast_outputs(value: Any, dtype: torch.dtype) -> Any:
 
 
 def halve_distributed_modules(root: nn.Module) -> None:
-    """Give the modules that tensor parallelism divides float16 parameters, for the key ``fp16_params``.
+    """Convert the parameters of tensor-parallel modules to float16, for the key ``fp16_params``.
 
     Inputs of the outermost ones are cast to float16, and outputs to float32. There are no master weights.
     """

@@ -115,7 +115,7 @@ class ProgramRun:
             self.place += 1
 
     def grant(self, grant: Callable[[int], bool], microbatches: int) -> None:
-        """Ask for the first ``microbatches`` microbatches, up to one that may not run; run none of them."""
+        """Request the first ``microbatches`` microbatches, up to one that may not run; run none of them."""
         while self._granted < microbatches and grant(self._granted):
             self._granted += 1
 

@@ -16,8 +16,8 @@
 //!   result from its carry, which exists only after every span has added its values.
 //! - CHN-3: an owner touches the parts of a piece only after the piece was released ([`ChannelOwner::work`]), because
 //!   the other members have not written their values before. Carries may arrive earlier, in memory of their own.
-//! - CHN-4: a member that is alone on its host uses no part if the addresses of its values and of the result are known. It
-//!   sends the values from their own memory, if they are a carry already, and receives the result in its output.
+//! - CHN-4: a member that is alone on its host uses no part if the addresses of its values and of the result are known.
+//!   It sends the values from their own memory, if they are a carry already, and receives the result in its output.
 //! - CHN-5: an owner that begins the chain of a piece has at most [`DEPTH`] pieces under way whose results it awaits.
 //!   The other owners have posted as many receives, so frames go to the memory of their receives.
 
