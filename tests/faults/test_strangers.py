@@ -114,14 +114,14 @@ def test_another_user_of_the_host_does_not_get_the_secret(launcher, tmp_path):
         assert "this user on this host (no server listens) timed out" in output, output
         names = _eventually(lambda: _sockets(job.pid(0)))
         assert names, "rank 0 serves no socket"
-        # An intruder that reads /proc/net/unix finds the socket, and asks there as another user.
+        # An intruder that reads /proc/net/unix finds the socket, and connects to it as another user.
         secret_reply = _try_to_join(variables, str(NOBODY_USER), names[0])
         (tmp_path / "go").touch()
         outcome = job.wait()
     assert outcome.exit_code == 0, outcome.describe()
     assert outcome.values == [(0, True), (1, True)]
     assert "was given b''" in secret_reply, secret_reply
-    assert re.search(r"refused process \d+ of user 65534, which asked for the secret", outcome.output), (
+    assert re.search(r"refused process \d+ of user 65534, which requested the secret", outcome.output), (
         outcome.describe()
     )
 

@@ -169,10 +169,10 @@ def make_groups():
     with pytest.raises(errors.InvalidArgumentError, match="is not a member of a group"):
         _core.barrier(again)
     for ranks, message in (
-        ([], "no member"),
+        ([], "is not a member"),
         ([0, 0], "is listed twice"),
         ([0, 9], "no rank 9"),
-        ([rank ^ 1], "no member"),
+        ([rank ^ 1], "is not a member"),
     ):
         with pytest.raises(errors.InvalidArgumentError, match=message):
             _core.new_group(ranks)

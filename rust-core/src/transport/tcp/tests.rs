@@ -277,7 +277,7 @@ fn frames_that_are_replayed_or_swapped_end_the_connection() {
         let _ = order.iter().try_for_each(|at| stream.write_all(&frames[*at]));
         is_ended(stream);
         let text = ends[0].closed();
-        assert!(text.contains("where frame"), "{text}");
+        assert!(text.contains("instead of frame"), "{text}");
     }
 }
 
